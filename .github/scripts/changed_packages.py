@@ -1,0 +1,37 @@
+"""Print the packages that a change touches, and those that depend on them, as a JSON list for a CI matrix.
+
+    python .github/scripts/changed_packages.py BASE
+
+A change outside ``packages/`` (tool settings, the noxfile, a workflow) touches them all; documents touch none.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+DEPENDENTS = {
+    "optim-utils": {"optim-kernels", "optim-redist", "optim-dist"},
+    "optim-kernels": {"optim-dist"},
+    "optim-redist": {"optim-dist"},
+    "optim-dist": set(),
+}
+
+
+def affected(paths: list[str]) -> list[str]:
+    """The packages to test when these paths changed."""
+    found: set[str] = set()
+    for path in paths:
+        parts = path.split("/")
+        if parts[0] == "packages" and len(parts) > 2 and parts[1] in DEPENDENTS:
+            found |= {parts[1], *DEPENDENTS[parts[1]]}
+        elif not (path.endswith(".md") or parts[0] in ("benchmarks", "LICENSE")):
+            found |= set(DEPENDENTS)
+    return [package for package in DEPENDENTS if package in found]
+
+
+if __name__ == "__main__":
+    command = ["git", "diff", "--name-only", f"{sys.argv[1]}...HEAD"]
+    changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+    print(json.dumps(affected([path for path in changed if path])))

@@ -1,0 +1,97 @@
+"""Real text that every machine has: the Python standard library's own sources, as bytes.
+
+Files are split between training and validation by a hash of their name, so that no file is on both sides and the
+split does not move when the library gains a module. A batch is a pure function of (seed, step): a resumed run and a
+run on another number of ranks see the same global batch at the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Left out: what is installed beside the library, and its own tests, half of which are generated tables.
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "ensurepip"}
+_VALIDATION_SHARE = 10  # percent of the files
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes to validate on, and where they came from."""
+
+    train: Tensor  # uint8 [num_train_bytes]
+    validation: Tensor  # uint8 [num_validation_bytes]
+    source: str
+
+    def batch(self, step: int, *, batch_size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The global batch of ``step``: inputs and next-byte targets, int64 ``[batch_size, context]`` each."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(self.train) - context - 1, (batch_size,), generator=generator)
+        return _windows(self.train, starts, context)
+
+    def validation_batches(self, *, num_batches: int, batch_size: int, context: int) -> list[tuple[Tensor, Tensor]]:
+        """The same evenly spread windows every time."""
+        count = num_batches * batch_size
+        starts = torch.linspace(0, len(self.validation) - context - 2, count).long()
+        return [_windows(self.validation, chunk, context) for chunk in starts.split(batch_size)]
+
+
+def load_corpus(path: Path | None, *, context: int) -> Corpus:
+    """Read ``path`` (a file, or a folder of text files), or without one the running interpreter's standard library.
+
+    Raises:
+        ValueError: if ``path`` does not exist or holds too little text for one training and one validation window.
+    """
+    if path is None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files, source = _python_sources(folder), "the Python standard library"
+    else:
+        if not path.exists():
+            raise ValueError(f"--data {path} does not exist; give a text file or a folder of text files")
+        files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+        folder, source = path, str(path)
+    if len(files) == 1:
+        text = files[0].read_bytes()[:_MAX_BYTES]
+        cut = len(text) * (100 - _VALIDATION_SHARE) // 100
+        train, validation = text[:cut], text[cut:]
+    else:
+        train, validation = _split_by_name(files, folder)
+    if min(len(train), len(validation)) < context + 2:
+        raise ValueError(
+            f"{source} holds {len(train)} training and {len(validation)} validation bytes; "
+            f"--context {context} needs at least {context + 2} of each"
+        )
+    return Corpus(_as_tensor(train), _as_tensor(validation), source)
+
+
+def _python_sources(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.rglob("*.py") if not _SKIPPED & set(f.relative_to(folder).parts))
+
+
+def _split_by_name(files: list[Path], folder: Path) -> tuple[bytes, bytes]:
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    total = 0
+    for file in files:
+        text = file.read_bytes()
+        total += len(text)
+        if total > _MAX_BYTES:
+            break
+        name = file.relative_to(folder).as_posix().encode()
+        held_out = int.from_bytes(hashlib.sha256(name).digest()[:4], "big") % 100 < _VALIDATION_SHARE
+        sides[held_out].append(text)
+    return b"".join(sides[0]), b"".join(sides[1])
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    window = text[starts[:, None] + torch.arange(context + 1)].long()  # [batch, context + 1]
+    return window[:, :-1], window[:, 1:]

@@ -1,0 +1,51 @@
+"""The terminal: a live bar where there is a terminal, a line every tenth of the run where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from benchmarks.gpt.training import History, Progress
+
+
+class Display:
+    """Prints on the first rank, and nowhere else."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._console = Console(quiet=not enabled, soft_wrap=True)
+        self._live = enabled and sys.stdout.isatty()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def table(self, header: list[str], rows: list[list[str]]) -> None:
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    @contextmanager
+    def progress(self, title: str, steps: int) -> Iterator[Progress]:
+        """A callback for the training loop that shows loss, tokens per second and optimizer milliseconds."""
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with RichProgress(*columns, console=self._console, disable=not self._live) as bar:
+            task = bar.add_task(title, total=steps, figures="")
+
+            def show(history: History, tokens_per_second: float, optimizer_ms: float) -> None:
+                figures = (
+                    f"loss {history.train_loss[-1]:.3f}  {tokens_per_second:,.0f} tok/s  opt {optimizer_ms:.2f} ms"
+                )
+                bar.update(task, completed=history.step, figures=figures)
+                if not self._live and history.step % max(1, steps // 10) == 0:
+                    self.note(f"{title}  {history.step}/{steps}  {figures}")
+
+            yield show

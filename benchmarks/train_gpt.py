@@ -1,0 +1,155 @@
+"""Train a small GPT on real text with this project's optimizers, beside ``torch.optim.AdamW``.
+
+    uv run benchmarks/train_gpt.py                                            # CPU, or the GPU if there is one
+    uv run torchrun --nproc-per-node 2 benchmarks/train_gpt.py                # ZeRO-2 on two ranks
+    uv run benchmarks/train_gpt.py --model d12 --steps 200                    # nanochat's sizes, in bf16, on a GPU
+    uv run benchmarks/train_gpt.py --resume                                   # go on after an interruption
+
+It ends with a table and leaves ``curves.png``, ``results.json`` and a checkpoint an arm in ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# Run as a script, Python's path starts at this folder; the modules are named from the one above.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.report import machine_info
+
+from benchmarks.gpt.arms import SWEEP, TUNED
+from benchmarks.gpt.data import Corpus, load_corpus
+from benchmarks.gpt.display import Display
+from benchmarks.gpt.model import MODELS
+from benchmarks.gpt.results import HEADER, Result, draw_curves, write_json
+from benchmarks.gpt.training import Settings, train
+
+TITLES = {"muon": "Muon + AdamW (this project)", "adamw": "AdamW (torch.optim)"}
+
+
+def main(arguments: list[str] | None = None) -> list[Result]:
+    options = _parse(arguments)
+    device = _start_ranks(options.device)
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    settings = _settings(options, device)
+    corpus = load_corpus(options.data, context=options.context)
+    display = Display(enabled=is_first_rank)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    display.note(
+        f"{options.model} on {device.type} x {world_size}, {settings.steps} steps of "
+        f"{settings.batch_size} x {settings.context} bytes; text: {corpus.source}, "
+        f"{len(corpus.train):,} training and {len(corpus.validation):,} validation bytes"
+    )
+    results = [
+        _run(arm, lr, settings, corpus, options, display)
+        for arm in options.arms
+        for lr in (SWEEP[arm] if options.sweep else [options.lr or TUNED[options.model][arm]])
+    ]
+    if is_first_rank and all(r.history.validation for r in results):
+        display.table(HEADER, [r.row() for r in results])
+        about = {
+            "command": " ".join(sys.argv),
+            "machine": machine_info(),
+            "world_size": world_size,
+            "model": {"name": options.model} | asdict(settings.config),
+            "settings": {k: str(v) for k, v in vars(settings).items() if k != "config"},
+        }
+        write_json(options.out / "results.json", results, about)
+        title = f"GPT {options.model} on {corpus.source}, {world_size} rank(s)"
+        draw_curves(options.out / "curves.png", results, title)
+        display.note(f"wrote {options.out / 'curves.png'} and {options.out / 'results.json'}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return results
+
+
+def _run(
+    arm: str, lr: float, settings: Settings, corpus: Corpus, options: argparse.Namespace, display: Display
+) -> Result:
+    name = f"{arm}-{lr:g}" if options.sweep else arm
+    with display.progress(TITLES[arm], settings.steps) as progress:
+        history = train(
+            arm,
+            lr,
+            settings,
+            corpus,
+            checkpoint_path=options.out / f"checkpoint-{name}",
+            resume=options.resume,
+            stop_at=options.stop_at,
+            progress=progress,
+        )
+    return Result(arm, TITLES[arm], lr, history)
+
+
+def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
+    large = options.model in ("d12", "d20")
+    dtype = {"auto": "bfloat16" if large else "float32"}.get(options.dtype, options.dtype)
+    return Settings(
+        config=MODELS[options.model],
+        steps=options.steps,
+        batch_size=options.batch_size,
+        context=options.context,
+        seed=options.seed,
+        warmup_steps=max(1, options.steps // 30),
+        max_norm=options.max_norm,
+        device=device,
+        dtype=getattr(torch, dtype),
+        eval_every=max(1, options.steps // 10),
+        eval_batches=options.eval_batches,
+        save_every=options.save_every,
+    )
+
+
+def _start_ranks(requested: str) -> torch.device:
+    """The device of this process; joins the process group that torchrun prepared, if it did."""
+    kind = requested if requested != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if "WORLD_SIZE" not in os.environ:
+        return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(minutes=5))
+        return device
+    # torchrun gives every rank one thread unless told otherwise; share the cores instead
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    return torch.device(kind)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="small", help="size of the GPT (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=list(TITLES), default=list(TITLES), help="what to train")
+    parser.add_argument("--lr", type=float, help="learning rate of the arms (default: the tuned one of each)")
+    parser.add_argument("--sweep", action="store_true", help="train every arm at three learning rates")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all ranks")
+    parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="clip gradients to this global norm")
+    parser.add_argument("--data", type=Path, help="a text file or folder (default: the standard library's sources)")
+    parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for results and checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--stop-at", type=int, help="stop after this step, leaving a checkpoint to --resume from")
+    parser.add_argument("--eval-batches", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the activations")
+    options = parser.parse_args(arguments)
+    for name in ("steps", "batch_size", "context", "save_every", "eval_batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The test command: ``uv run nox``.
+
+Default sessions: lint, typecheck, each package alone, all together with coverage, and the built wheels.
+On request: ``lowest``, ``compat``, ``bench``, ``gpu`` (``uv run nox -s bench``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist")
+NEEDS = {
+    "optim-utils": (),
+    "optim-kernels": ("optim-utils",),
+    "optim-redist": ("optim-utils",),
+    "optim-dist": ("optim-utils", "optim-kernels", "optim-redist"),
+}
+TEST_TOOLS = ("--group", f"{ROOT / 'pyproject.toml'}:test")
+PYTEST = ("python", "-m", "pytest", "-q", "--timeout=600")
+
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "no"  # a reused environment hides undeclared imports
+nox.options.sessions = ["lint", "typecheck", "tests", "together", "wheels"]
+
+# uv does not read pip's variable; a CPU build of torch that lies there is what every session should use.
+if "PIP_FIND_LINKS" in os.environ and "UV_FIND_LINKS" not in os.environ:
+    os.environ["UV_FIND_LINKS"] = ",".join(os.environ["PIP_FIND_LINKS"].split())
+# One thread a process: the tests start ranks of their own, and small tensors gain nothing from more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `uv run nox` sets these for its own environment; the sessions have theirs.
+os.environ.pop("UV_PROJECT_ENVIRONMENT", None)
+
+
+def _local_torch() -> str | None:
+    """The version of a CPU build of torch for this python in UV_FIND_LINKS, as ``2.13.0+cpu``."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for folder in os.environ.get("UV_FIND_LINKS", "").split(","):
+        for wheel in sorted(Path(folder).glob("torch-*+cpu-*.whl")) if folder else []:
+            if f"-{tag}-" in wheel.name:
+                return wheel.name.split("-")[1]
+    return None
+
+
+def _install(session: nox.Session, *what: str, pin_torch: bool = True) -> None:
+    """Install, holding torch at the local CPU build where there is one."""
+    version = _local_torch() if pin_torch else None
+    if version is None:
+        session.install(*what)
+        return
+    constraint = Path(session.create_tmp()) / "constraints.txt"
+    constraint.write_text(f"torch=={version}\n")
+    session.install(*what, "--constraint", str(constraint))
+
+
+def _source(package: str) -> str:
+    return str(ROOT / "packages" / package)
+
+
+def _tests(package: str) -> str:
+    return f"packages/{package}/tests"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style of the code, and an audit of the workflows that needs no network."""
+    session.install("--group", f"{ROOT / 'pyproject.toml'}:lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("zizmor", "--offline", "--no-progress", ".github")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """``mypy --strict`` over the sources of all packages."""
+    _install(session, *map(_source, PACKAGES), "--group", f"{ROOT / 'pyproject.toml'}:type")
+    session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package with what it declares and nothing else."""
+    _install(session, _source(package), *TEST_TOOLS)
+    session.run(*PYTEST, _tests(package), *session.posargs)
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """All packages and the benchmarks' own tests in one environment, with coverage."""
+    groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "cov", "bench")]
+    _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *session.posargs)
+    session.run("coverage", "combine")
+    session.run("coverage", "report", "--fail-under=80")
+
+
+def _build_wheels(folder: Path, *packages: str, root: Path = ROOT) -> None:
+    for package in packages:
+        command = ["uv", "build", "--quiet", "--wheel", "--no-sources", "--out-dir", str(folder)]
+        subprocess.run([*command, str(root / "packages" / package)], check=True)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def wheels(session: nox.Session, package: str) -> None:
+    """The built wheel, installed by name: the only check that sees a wrong bound on a sibling."""
+    folder = Path(session.create_tmp()).resolve() / "wheels"
+    _build_wheels(folder, package, *NEEDS[package])
+    _install(session, "--no-sources", *_find_links(folder), package, *TEST_TOOLS)
+    module = package.replace("-", "_")
+    session.run("python", "-I", "-c", f"import {module}; print({module}.__name__, 'imported from its wheel')")
+    session.run(*PYTEST, "-m", "not slow", _tests(package), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def lowest(session: nox.Session, package: str) -> None:
+    """The lowest direct dependencies that the package declares; the test tools come after, at their own versions."""
+    session.install(_source(package), "--resolution", "lowest-direct")
+    session.install(*TEST_TOOLS)
+    session.run(*PYTEST, _tests(package), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def compat(session: nox.Session, package: str) -> None:
+    """Versions are independent: the package against the lowest siblings its bounds admit, and each dependent's
+    newest version, as it was when that version was set, against the package as it is now."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        pins = [_wheel_of_version(sibling, version, folder) for sibling, version in _lowest_siblings(package).items()]
+        _build_wheels(folder, package)
+        links = _find_links(folder)
+        _install(session, "--no-sources", *links, package, *pins, *TEST_TOOLS)
+        session.run(*PYTEST, _tests(package), *session.posargs)
+    for dependent in (name for name in PACKAGES if package in NEEDS[name]):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            pin = _wheel_of_version(dependent, _version(dependent), folder)
+            _build_wheels(folder, *NEEDS[dependent])
+            _install(session, "--reinstall", "--no-sources", *_find_links(folder), pin, *TEST_TOOLS)
+            session.run(*PYTEST, str(folder / dependent / _tests(dependent)), *session.posargs)
+
+
+def _find_links(folder: Path) -> list[str]:
+    """``--find-links`` for the folder and for what the variable names, which the option would replace."""
+    places = [str(folder), *filter(None, os.environ.get("UV_FIND_LINKS", "").split(","))]
+    return [part for place in places for part in ("--find-links", place)]
+
+
+def _wheel_of_version(package: str, version: str, folder: Path) -> str:
+    """Build the package as it was when it got this version; the tree stays in ``folder / package``."""
+    tree = folder / package
+    archive = subprocess.run(
+        ["git", "archive", _commit_that_set(package, version)], check=True, capture_output=True, cwd=ROOT
+    )
+    tree.mkdir()
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+    _build_wheels(folder, package, root=tree)
+    return f"{package}=={version}"
+
+
+def _version(package: str) -> str:
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    return re.search(r'^version = "(.*)"', text, re.MULTILINE)[1]
+
+
+def _lowest_siblings(package: str) -> dict[str, str]:
+    """Lowest version of each sibling that the package's bounds admit: ``optim-utils>=0.1,<0.2`` -> ``0.1``."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    return dict(re.findall(r'"(optim-[a-z]+)>=([0-9.]+),', text))
+
+
+def _commit_that_set(package: str, version: str) -> str:
+    """The newest commit that set this version (``0.1`` also means ``0.1.0``) in the package's pyproject."""
+    path = f"packages/{package}/pyproject.toml"
+    pattern = rf'^version = "{re.escape(version)}(\.0)*"'
+    for commit in _git("log", "-G", pattern, "--format=%H", "--", path).split():
+        if re.search(pattern, _git("show", f"{commit}:{path}"), re.MULTILINE):
+            return commit
+    raise RuntimeError(f"no commit in the history sets {package} to version {version}; fetch the whole history")
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(["git", *command], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks at sizes for a CPU; the correctness tests run first."""
+    groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "bench")]
+    _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
+    session.run(*PYTEST, "-x", "-m", "not slow")
+    for script in sorted((ROOT / "benchmarks").glob("*_benchmark.py")):
+        session.run("python", "-m", f"benchmarks.{script.stem}", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Everything compiled, on a CUDA host: the python that runs nox, with what is installed there."""
+    source = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
+    session.run(sys.executable, "-m", "pytest", "-q", *session.posargs, env={"PYTHONPATH": source})
