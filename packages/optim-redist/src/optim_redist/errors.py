@@ -1,0 +1,51 @@
+"""The errors of this package, one tree under ``ValueError``.
+
+RedistError
+├── LayoutError            a layout contradicts itself, its shape or the tensor that came
+├── NotRepresentableError  the ownership is fine, but the asked-for notation cannot say it
+├── PlanInfeasibleError    no plan fits the memory limit; carries the certificate
+├── PlanMismatchError      ranks hold different plans
+└── UnsupportedError       this package does not do that; the text says what to do instead
+"""
+
+from __future__ import annotations
+
+
+class RedistError(ValueError):
+    """Anything this package refuses."""
+
+
+class LayoutError(RedistError):
+    """A layout contradicts itself, the shape it is used with, or the tensor that came."""
+
+
+class NotRepresentableError(RedistError):
+    """The ownership cannot be written in the notation that was asked for."""
+
+
+class PlanInfeasibleError(RedistError):
+    """No plan fits under the memory limit.
+
+    Attributes:
+        rank: the rank that needs most.
+        terms: what it needs, in bytes, by name.
+        limit: the limit that was given, in bytes.
+        proven: True if no method at all can stay under the limit, False if only ours cannot.
+    """
+
+    def __init__(self, rank: int, terms: dict[str, int], limit: int, *, proven: bool) -> None:
+        self.rank, self.terms, self.limit, self.proven = rank, dict(terms), limit, proven
+        parts = " + ".join(f"{name} {size}" for name, size in terms.items())
+        verdict = "no method can stay below it" if proven else "none of the planners here stays below it"
+        super().__init__(
+            f"memory_limit={limit} bytes is too small: rank {rank} needs {parts} = {sum(terms.values())} bytes; "
+            f"{verdict}"
+        )
+
+
+class PlanMismatchError(RedistError):
+    """Ranks that should run one plan hold different ones."""
+
+
+class UnsupportedError(RedistError):
+    """Not done here; the text says what to do instead."""

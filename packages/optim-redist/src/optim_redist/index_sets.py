@@ -1,0 +1,217 @@
+"""Sets of indices of one tensor dimension, small whatever the dimension's size.
+
+A set is a tuple of runs. A run ``(start, length, stride, repeats)`` stands for ``repeats`` intervals of ``length``
+indices whose starts are ``stride`` apart:
+
+    { start + k·stride + t :  0 <= k < repeats,  0 <= t < length },     length <= stride when repeats > 1
+
+An interval is a run of one repeat (its stride is then its length). What one coordinate owns of a block-cyclic dimension
+is one run and a short tail, so a dimension of a million indices dealt out one by one costs as much as one cut in two.
+Runs of one set are disjoint and sorted by start; they may interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import lcm
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """``repeats`` intervals of ``length`` indices, ``stride`` apart, from ``start`` on."""
+
+    start: int
+    length: int
+    stride: int
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last index."""
+        return self.start + (self.repeats - 1) * self.stride + self.length
+
+
+IndexSet = tuple[Run, ...]
+EMPTY: IndexSet = ()
+
+
+def interval(start: int, stop: int) -> IndexSet:
+    """The indices ``start, …, stop - 1``."""
+    return (Run(start, stop - start, stop - start, 1),) if stop > start else EMPTY
+
+
+def strided(start: int, length: int, stride: int, repeats: int) -> IndexSet:
+    """One run, written as an interval where its pieces touch."""
+    if length <= 0 or repeats <= 0:
+        return EMPTY
+    if repeats == 1 or stride == length:
+        return (Run(start, length * repeats, length * repeats, 1),)
+    return (Run(start, length, stride, repeats),)
+
+
+def from_intervals(pieces: Iterable[tuple[int, int]]) -> IndexSet:
+    """Sorted disjoint half-open intervals as a set: neighbours joined, empty ones dropped."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in pieces:
+        if stop <= start:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(Run(start, stop - start, stop - start, 1) for start, stop in joined)
+
+
+def size(indices: IndexSet) -> int:
+    """The number of indices."""
+    return sum(run.length * run.repeats for run in indices)
+
+
+def intervals(indices: IndexSet) -> Iterator[tuple[int, int]]:
+    """The maximal half-open intervals in ascending order."""
+    pieces = sorted(
+        (run.start + k * run.stride, run.start + k * run.stride + run.length)
+        for run in indices
+        for k in range(run.repeats)
+    )
+    if not pieces:
+        return
+    start, stop = pieces[0]
+    for next_start, next_stop in pieces[1:]:
+        if next_start > stop:
+            yield start, stop
+            start = next_start
+        stop = next_stop
+    yield start, stop
+
+
+def elements(indices: IndexSet) -> list[int]:
+    """Every index in ascending order."""
+    return [index for start, stop in intervals(indices) for index in range(start, stop)]
+
+
+def same(a: IndexSet, b: IndexSet) -> bool:
+    """Whether both hold the same indices, however they are written."""
+    return a == b or (size(a) == size(b) and size(intersect(a, b)) == size(a))
+
+
+def intersect(a: IndexSet, b: IndexSet) -> IndexSet:
+    """The indices in both sets."""
+    if len(a) > 1 and len(b) > 1 and all(run.repeats == 1 for run in a) and all(run.repeats == 1 for run in b):
+        return _intersect_intervals(a, b)
+    found = [run for x in a for y in b if x.start < y.stop and y.start < x.stop for run in _intersect_runs(x, y)]
+    return tuple(sorted(found)) if len(found) > 1 else tuple(found)
+
+
+def _intersect_intervals(a: IndexSet, b: IndexSet) -> IndexSet:
+    """Both sets are plain intervals: one sweep over the two."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i].start, b[j].start), min(a[i].stop, b[j].stop)
+        if start < stop:
+            found.append(Run(start, stop - start, stop - start, 1))
+        if a[i].stop <= b[j].stop:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def _intersect_runs(a: Run, b: Run) -> Iterable[Run]:
+    if a.repeats == 1:
+        return _clip(b, a.start, a.stop)
+    if b.repeats == 1:
+        return _clip(a, b.start, b.stop)
+    if a.stride == b.stride:
+        return _intersect_same_stride(a, b)
+    # Both repeat: split each into runs of the common period. Where that period is too long to repeat, take the
+    # intervals of the shorter run one by one.
+    period = lcm(a.stride, b.stride)
+    per_a, per_b = period // a.stride, period // b.stride
+    if per_a * per_b >= min(a.repeats, b.repeats):
+        few, many = (a, b) if a.repeats <= b.repeats else (b, a)
+        return [
+            run
+            for k in range(few.repeats)
+            for run in _clip(many, few.start + k * few.stride, few.start + k * few.stride + few.length)
+        ]
+    return [
+        run for x in _split_period(a, per_a) for y in _split_period(b, per_b) for run in _intersect_same_stride(x, y)
+    ]
+
+
+def _split_period(run: Run, parts: int) -> list[Run]:
+    """The run as ``parts`` runs of ``parts`` times its stride."""
+    return [
+        Run(run.start + k * run.stride, run.length, run.stride * parts, (run.repeats - k + parts - 1) // parts)
+        for k in range(min(parts, run.repeats))
+    ]
+
+
+def _clip(run: Run, start: int, stop: int) -> IndexSet:
+    """The part of the run inside ``[start, stop)``: whole intervals, and at most one cut one at each end."""
+    if run.repeats == 1:
+        return interval(max(run.start, start), min(run.stop, stop))
+    # intervals first … last - 1 lie wholly inside
+    first = max(0, -(-(start - run.start) // run.stride))
+    last = min(run.repeats, (stop - run.start - run.length) // run.stride + 1)
+    head: IndexSet = EMPTY
+    tail: IndexSet = EMPTY
+    if first > 0:
+        before = run.start + (first - 1) * run.stride
+        head = interval(max(before, start), min(before + run.length, stop))
+    if 0 <= last < run.repeats and last >= first:
+        after = run.start + last * run.stride
+        tail = interval(max(after, start), min(after + run.length, stop))
+    return head + strided(run.start + first * run.stride, run.length, run.stride, last - first) + tail
+
+
+def _intersect_same_stride(a: Run, b: Run) -> list[Run]:
+    """Interval i of ``a`` can only meet intervals i + q of ``b`` for one or two values of q."""
+    found: list[Run] = []
+    stride, shift = a.stride, b.start - a.start
+    lowest = -((shift + b.length - 1) // stride)
+    highest = (a.length - 1 - shift) // stride
+    for q in range(lowest, highest + 1):
+        start = max(a.start, b.start + q * stride)
+        stop = min(a.start + a.length, b.start + q * stride + b.length)
+        first, last = max(0, -q), min(a.repeats, b.repeats - q)
+        if start < stop and first < last:
+            found += strided(start + first * stride, stop - start, stride, last - first)
+    return found
+
+
+def num_below(indices: IndexSet, bound: int) -> int:
+    """How many indices of the set are smaller than ``bound``: the local position of a global index."""
+    total = 0
+    for start, length, stride, repeats in indices:
+        if bound > start:
+            whole, rest = divmod(bound - start, stride) if repeats > 1 else (0, bound - start)
+            total += repeats * length if whole >= repeats else whole * length + min(rest, length)
+    return total
+
+
+def positions(held: IndexSet, part: IndexSet) -> IndexSet:
+    """Where the indices of ``part``, a subset of ``held``, lie in ``held`` counted from 0, run by run of ``part``.
+
+    The result has the indices of ``part`` in the order in which its runs list them, so that two holders of ``part``
+    enumerate it alike; a run whose places are not evenly spaced is given interval by interval.
+    """
+    found: list[Run] = []
+    for run in part:
+        start = num_below(held, run.start)
+        step = num_below(held, run.start + run.stride) - start if run.repeats > 1 else run.length
+        periodic = run.repeats == 1 or any(
+            other.start <= run.start
+            and run.stop <= other.stop
+            and (other.repeats == 1 or run.stride % other.stride == 0)
+            for other in held[:1]
+            if len(held) == 1 or other.stop <= held[1].start
+        )
+        if periodic:
+            found.append(Run(start, run.length, step, run.repeats))
+        else:
+            found += (
+                Run(num_below(held, run.start + k * run.stride), run.length, run.length, 1) for k in range(run.repeats)
+            )
+    return tuple(found)
