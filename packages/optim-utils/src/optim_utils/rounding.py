@@ -1,0 +1,235 @@
+"""Stochastic rounding to bf16 and fp16, the random bits it uses, and a bf16 parameter that keeps its fp32 master.
+
+**Rounding.** With ``lo <= x <= hi`` the two neighbours of x in the target format, the result is ``hi`` with
+probability ``(x - lo) / (hi - lo)`` and ``lo`` otherwise, so its mean is x. An average such as
+``v <- beta v + (1 - beta) g**2`` stays right in bf16, where rounding to nearest loses every step smaller than half an
+ulp. Let r be 16 uniform bits:
+
+    bf16:            pattern(x) + r, low 16 bits cleared (fp32 has exactly 16 more mantissa bits)
+    fp16, normal:    pattern(x) + (r >> 3), low 13 bits cleared
+    fp16, subnormal: (floor(|x| 2**40) + r) >> 16 multiples of 2**-24, with the sign of x
+
+Values beyond the largest finite one, infinities and NaN are converted as by ``.to(dtype)``.
+
+**Random bits.** Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key of
+two and a counter of four 32-bit words to four random words. Two streams are drawn from it; M = 2**32:
+
+    plain stream:   element i takes the low 16 bits of word 0 of
+                    philox(key=(seed mod M, seed div M), counter=(i mod M, i div M, 0, 0))
+    packed stream:  element i takes half i mod 8 of
+                    philox(key=(seed mod M, parameter index), counter=(b mod M, b div M, stream, step)), b = i div 8;
+                    halves in memory order: half 2j is the low half of word j, half 2j + 1 its high half
+
+A shard that is rounded with its first element's index as ``offset`` therefore equals the slice of the whole, and a
+kernel that follows these lines gives the same bits. The packed stream needs an eighth of the calls.
+
+**split16.** With b the pattern of an fp32 master: parameter = ``(b + 0x8000) >> 16`` as bf16 (the nearest; halves go
+away from zero), low = the low half of b as signed int16, and b = ``(parameter << 16) + low``: four bytes hold both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "join_master",
+    "packed_philox_uint16",
+    "philox_4x32",
+    "philox_uint32",
+    "round_with_bits",
+    "split_master",
+    "stochastic_round",
+    "stochastic_round_",
+]
+
+_WORD = 0xFFFFFFFF
+# Multipliers and key increments of Philox 4x32 (the paper's table 2 and section 3.3).
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+_FP16_MAX = torch.finfo(torch.float16).max
+_FP16_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+
+Word = int | Tensor
+
+
+def philox_4x32(
+    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four random words of Philox 4x32-10 for each counter, as int64 tensors with values in [0, 2**32).
+
+    Words are ints or int64 tensors in [0, 2**32) that broadcast together; at least one counter word is a tensor.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The product wraps modulo 2**64 in int64: shift and mask then give its exact high and low words.
+        product_0 = c0 * _MULTIPLIER_0
+        product_1 = c2 * _MULTIPLIER_1
+        c0 = ((product_1 >> 32) & _WORD) ^ c1 ^ k0
+        c1 = product_1 & _WORD
+        c2 = ((product_0 >> 32) & _WORD) ^ c3 ^ k1
+        c3 = product_0 & _WORD
+        k0 = (k0 + _WEYL_0) & _WORD
+        k1 = (k1 + _WEYL_1) & _WORD
+    words = (c0, c1, c2, c3)
+    if not all(isinstance(word, Tensor) for word in words):
+        raise TypeError("philox_4x32 needs at least one counter word as an int64 tensor, got only ints")
+    return words  # type: ignore[return-value]
+
+
+def _words(value: Word, name: str) -> tuple[Word, Word]:
+    """Low and high 32-bit word of an int (modulo 2**64) or of a 0-dim integer tensor."""
+    if isinstance(value, Tensor):
+        if value.dim() != 0 or value.is_floating_point() or value.is_complex():
+            raise TypeError(
+                f"{name} must be an int or a 0-dim integer tensor, got {value.dtype} of {tuple(value.shape)}"
+            )
+        value = value.to(torch.int64)
+    return value & _WORD, (value >> 32) & _WORD
+
+
+def _indices(offset: Word, count: int, device: torch.device | str | None) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device) + offset
+
+
+def _numel(shape: int | Sequence[int]) -> int:
+    if isinstance(shape, int):
+        return shape
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def philox_uint32(
+    seed: Word, offset: Word, shape: int | Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
+    index = _indices(offset, _numel(shape), device)
+    word = philox_4x32((index & _WORD, (index >> 32) & _WORD, 0, 0), _words(seed, "seed"))[0]
+    return word.view(shape)
+
+
+def packed_philox_uint16(
+    seed: int,
+    parameter_index: int,
+    shape: int | Sequence[int],
+    *,
+    stream: int,
+    step: Word,
+    offset: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The packed stream: 16 random bits for each of the elements offset, offset + 1, ... of one parameter (int32).
+
+    Args:
+        seed: low word of the key; only its low 32 bits count, as in a kernel.
+        parameter_index: high word of the key.
+        stream: 0 for the parameter, 1 for the first moment, 2 for the second.
+        step: number of the optimizer step, an int or a 0-dim integer tensor.
+        offset: index within the parameter of the first element, for shards.
+    """
+    count = _numel(shape)
+    first_block = offset // 8
+    num_blocks = (offset + count + 7) // 8 - first_block
+    block = _indices(first_block, num_blocks, device)
+    counter = (block & _WORD, (block >> 32) & _WORD, stream, _words(step, "step")[0])
+    words = torch.stack(philox_4x32(counter, (seed & _WORD, parameter_index & _WORD)), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # [block, word, half]
+    skip = offset - 8 * first_block
+    return halves.view(-1)[skip : skip + count].to(torch.int32).view(shape)
+
+
+def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """x rounded to ``dtype`` (bf16 or fp16) by the given random bits: int32 values in [0, 2**16), shaped like x.
+
+    The rule of the module docstring without a generator of its own, for kernels and their tests to compare with.
+    """
+    x = x.to(torch.float32)
+    if dtype == torch.bfloat16:
+        rounded = ((x.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
+        largest = _BF16_MAX
+    elif dtype == torch.float16:
+        normal = ((x.view(torch.int32) + (bits >> 3)) & ~0x1FFF).view(torch.float32)
+        tiny = x.abs().clamp(max=_FP16_SMALLEST_NORMAL)
+        multiples = ((tiny * 2.0**40).to(torch.int32) + bits) >> 16
+        subnormal = (multiples.to(torch.float32) * 2.0**-24).copysign(x)
+        rounded = torch.where(x.abs() < _FP16_SMALLEST_NORMAL, subnormal, normal)
+        largest = _FP16_MAX
+    else:
+        raise TypeError(f"stochastic rounding is defined for torch.bfloat16 and torch.float16, got {dtype}")
+    # The comparison is false for NaN, so NaN, infinities and what overflows take torch's own conversion.
+    return torch.where(x.abs() <= largest, rounded, x).to(dtype)
+
+
+def stochastic_round(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    generator: torch.Generator | None = None,
+    seed: Word | None = None,
+    offset: Word = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x rounded to ``dtype`` (bf16 or fp16), up or down at random so that its mean is x.
+
+    With ``seed`` the bits are the plain stream from element ``offset`` on: the same for every device, chunking and
+    shard, and compiled without a graph break. Without it they come from ``generator`` or torch's default one.
+    Float64 input is rounded to fp32 first, which moves the probability by at most 2**-17 (bf16) or 2**-14 (fp16).
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"stochastic_round takes a floating tensor, got {x.dtype}")
+    if seed is not None and generator is not None:
+        raise ValueError("stochastic_round takes a seed or a generator, got both")
+    if out is not None and (out.dtype != dtype or out.shape != x.shape):
+        raise ValueError(f"out must be {dtype} of shape {tuple(x.shape)}, got {out.dtype} of shape {tuple(out.shape)}")
+    if seed is not None:
+        bits = (philox_uint32(seed, offset, x.shape, x.device) & 0xFFFF).to(torch.int32)
+    else:
+        bits = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    rounded = round_with_bits(x, dtype, bits)
+    return rounded if out is None else out.copy_(rounded)
+
+
+def stochastic_round_(
+    dst: Tensor,
+    src: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    seed: Word | None = None,
+    offset: Word = 0,
+) -> Tensor:
+    """dst, filled with src rounded to its dtype; the arguments are those of :func:`stochastic_round`."""
+    return stochastic_round(src, dst.dtype, generator=generator, seed=seed, offset=offset, out=dst)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bf16 parameter of an fp32 master and the int16 low half that restores it (split16).
+
+    NaN is stored as the pattern 0x7fc00000: the 0x7fffffff that GPUs produce would carry into the sign and read as -0.
+    """
+    if master.dtype != torch.float32:
+        raise TypeError(f"split_master takes a float32 master, got {master.dtype}")
+    pattern = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    parameter = ((pattern + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    low = (pattern << 16 >> 16).to(torch.int16)
+    return parameter, low
+
+
+def join_master(parameter: Tensor, low: Tensor) -> Tensor:
+    """The fp32 master of a bf16 parameter and its low half; exact inverse of :func:`split_master`.
+
+    A parameter that was overwritten from outside keeps a remainder of at most half its ulp. A zero has no room below,
+    so a negative remainder is dropped there: ``(0 << 16) + low`` would be a NaN. No split gives such a pair.
+    """
+    if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
+        raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")
+    high = parameter.view(torch.int16).to(torch.int32)
+    remainder = torch.where((high & 0x7FFF) == 0, low.clamp(min=0), low)
+    return ((high << 16) + remainder).view(torch.float32)
