@@ -1,0 +1,233 @@
+"""Which matrices lie in a weight: fused Q, K, V, gate and up, heads, experts, convolutions, (in, out) storage.
+
+`matrix_view` starts from what the module and the name say and lets a rule's arguments take precedence. Where neither
+says enough it raises a `Refusal` that proposes a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch.nn.modules.conv import _ConvNd
+
+from optim_utils._leaf import Leaf, Refusal, matcher
+from optim_utils._matrix_view import MatrixView
+
+__all__ = ["is_experts", "matrix_view"]
+
+_is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
+_is_gate_up = matcher("gate_up_proj", "w13")
+_is_experts = matcher("*experts*")
+# What the gate and up projections feed into; its shape tells along which dimension those two are fused.
+_DOWN_OF = {"gate_up_proj": "down_proj", "w13": "w2"}
+_GATE_UP_OF = {down: gate_up for gate_up, down in _DOWN_OF.items()}
+
+
+@dataclass(frozen=True)
+class _Fusion:
+    """``sizes`` of the parts along ``dim`` (-2 rows, -1 columns) of the stored matrix."""
+
+    sizes: tuple[int, ...] = ()
+    dim: int = -2
+
+
+def is_experts(leaf: Leaf) -> bool:
+    """Whether a component of the name says that the leading dimension counts experts."""
+    return any(_is_experts(component) for path in leaf.paths for component in path)
+
+
+def matrix_view(
+    leaf: Leaf,
+    *,
+    split: int | Sequence[int] | None = None,
+    split_dim: int | None = None,
+    num_heads: int | Sequence[int] | None = None,
+    batched: bool | None = None,
+    transposed: bool | None = None,
+) -> MatrixView:
+    """The matrices of ``leaf``; the arguments are those of `Rule`.
+
+    Raises:
+        Refusal: if the shape does not divide as asked, or nothing says how it does.
+    """
+    try:
+        view = _stored_matrices(leaf, batched)
+        flipped = (view.transposed or _is_stored_transposed(leaf)) if transposed is None else transposed
+        if split is not None or split_dim is not None:
+            fusion = _asked_fusion(leaf, view, split, split_dim, flipped)
+        else:
+            fusion = _named_fusion(leaf, view, flipped)
+        # Parts side by side along the columns of a fused weight: it can only be stored (in, out).
+        if transposed is None and fusion.dim == -1 and _is_fused_by_name(leaf):
+            flipped = True
+        view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=flipped)
+        return view if num_heads is None else replace(view, num_heads=_heads(view, num_heads))
+    except ValueError as error:
+        raise Refusal(str(error), "to='adamw'") from error
+
+
+def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
+    """The tensor as a matrix or a batch of matrices, before anything is split."""
+    shape = leaf.shape
+    if len(shape) < 2:
+        raise Refusal(f"Muon takes matrices, got shape {shape}", "to='adamw'")
+    if len(shape) == 2:
+        return MatrixView(shape=shape)
+    if batched is None and leaf.modules and isinstance(leaf.modules[0], _ConvNd):
+        return _convolution(leaf, leaf.modules[0])
+    if batched is None and len(shape) == 3 and is_experts(leaf):
+        batched = True
+    if batched is None:
+        raise Refusal(
+            f"{len(shape)}-D, and nothing says what its matrices are",
+            "to='adamw'",
+            "to='muon', batched=True",
+            "to='muon', batched=False",
+        )
+    return MatrixView(shape=shape) if batched else _flattened(leaf, (shape[0], prod(shape[1:])))
+
+
+def _convolution(leaf: Leaf, module: _ConvNd) -> MatrixView:
+    """(out, in k) of an ordinary convolution; (out k, in), stored transposed, of a transposed one; batched by group."""
+    groups = (module.groups,) if module.groups > 1 else ()
+    first = leaf.shape[0] // module.groups
+    view = _flattened(leaf, (*groups, first, prod(leaf.shape[1:])))
+    return replace(view, transposed=module.transposed)
+
+
+def _flattened(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
+    """``matrix_shape`` with the flattened dimensions in memory order, so that channels_last weights need no copy.
+
+    The order of columns does not matter to Muon: the polar factor of G P is that of G times P for a permutation P.
+    """
+    strides = leaf.param.stride()
+    inner = sorted(range(1, len(leaf.shape)), key=lambda dim: -strides[dim])
+    is_permuted = not leaf.param.is_contiguous() and inner != sorted(inner)
+    return MatrixView(shape=leaf.shape, order=(0, *inner) if is_permuted else (), matrix_shape=matrix_shape)
+
+
+def _is_stored_transposed(leaf: Leaf) -> bool:
+    """Whether the weight is stored (in, out): transformers' Conv1D, or experts whose two projections fit only so."""
+    if any(type(module).__name__ == "Conv1D" for module in leaf.modules):
+        return True
+    return _experts_transposed(leaf) is True
+
+
+def _experts_transposed(leaf: Leaf) -> bool | None:
+    """Whether fused gate-and-up and down projections are stored (in, out); None if the neighbour does not tell.
+
+    With width d and inner width f, (2f, d) and (d, f) are the usual storage, (d, 2f) and (f, d) the transposed one.
+    """
+    for name in leaf.names:
+        path = name.split(".")
+        for i, component in enumerate(path):
+            for table, is_gate_up in ((_DOWN_OF, True), (_GATE_UP_OF, False)):
+                other = leaf.shapes.get(".".join([*path[:i], table.get(component, ""), *path[i + 1 :]]))
+                if other is None or len(other) != len(leaf.shape) or other == leaf.shape:
+                    continue
+                (a, b), (c, d) = leaf.shape[-2:], other[-2:]
+                if not is_gate_up:
+                    (a, b), (c, d) = (c, d), (a, b)
+                if (a, b) == (2 * d, c):
+                    return False
+                if (b, a) == (2 * c, d):
+                    return True
+    return None
+
+
+def _is_fused_by_name(leaf: Leaf) -> bool:
+    return leaf.is_called(_is_qkv) or leaf.is_called(_is_gate_up)
+
+
+def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
+    """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight."""
+    if leaf.is_called(_is_qkv):
+        return _qkv(leaf, view)
+    if leaf.is_called(_is_gate_up):
+        return _gate_up(leaf, view, transposed)
+    return _Fusion()
+
+
+def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
+    """Three equal parts along the dimension that is three times the other."""
+    is_conv = bool(view.matrix_shape)
+    rows, columns = leaf.shape[:2] if is_conv else view.stored_matrix[-2:]
+    if rows == 3 * columns:
+        return _Fusion((columns,) * 3, -2)
+    if columns == 3 * rows and not is_conv:
+        return _Fusion((rows,) * 3, -1)
+    width, fused = sorted((rows, columns))
+    rest = fused - width
+    sizes = (width, rest // 2, rest // 2) if rest > 0 and rest % 2 == 0 else ("q", "k", "v")
+    raise Refusal(
+        f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other",
+        f"split=({', '.join(str(size) for size in sizes)})",
+    )
+
+
+def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
+    """Two equal parts along the output dimension."""
+    if len(leaf.shape) > 2 and not transposed and _experts_transposed(leaf) is None:
+        raise Refusal(
+            "gate and up are fused, and no neighbouring down projection tells along which dimension",
+            "split=2, split_dim=1",
+            "split=2, split_dim=2, transposed=True",
+        )
+    dim = -1 if transposed else -2
+    size = view.stored_matrix[dim]
+    if size % 2:
+        raise Refusal(f"the name says fused gate and up, but {size} is odd", "split=(gate, up)", "split=1")
+    return _Fusion((size // 2,) * 2, dim)
+
+
+def _asked_fusion(
+    leaf: Leaf, view: MatrixView, split: int | Sequence[int] | None, split_dim: int | None, transposed: bool
+) -> _Fusion:
+    """The parts that a rule asks for; without ``split_dim`` along the dimension where they fit, outputs first."""
+    rows, columns = view.stored_matrix[-2:]
+    extent = {-2: rows, -1: columns}
+    dims = [-1, -2] if transposed else [-2, -1]
+    if split_dim is not None:
+        dims = [_matrix_dim(view, split_dim)]
+    if split is None:
+        split = 3 if leaf.is_called(_is_qkv) else 2
+    if isinstance(split, int):
+        # Equal parts are meant along the dimension that is that many times the other, if there is one.
+        dim = next((dim for dim in dims if extent[dim] == split * extent[-3 - dim]), dims[0])
+        if split < 1 or extent[dim] % split:
+            raise Refusal(f"{extent[dim]} does not divide into {split} equal parts", "split=(...)")
+        return _Fusion((extent[dim] // split,) * split, dim)
+    sizes = tuple(split)
+    for dim in dims:
+        if sum(sizes) == extent[dim]:
+            return _Fusion(sizes, dim)
+    raise Refusal(
+        f"split={sizes} adds up to {sum(sizes)}, not to {' or '.join(str(extent[dim]) for dim in dims)}", "split=(...)"
+    )
+
+
+def _matrix_dim(view: MatrixView, dim: int) -> int:
+    """-2 or -1 for ``dim``, a dimension of the stored tensor."""
+    ndim = len(view.shape)
+    if not -ndim <= dim < ndim:
+        raise Refusal(f"split_dim={dim} is no dimension of a tensor of shape {view.shape}", "split_dim=0")
+    if view.matrix_shape and len(view.matrix_shape) == 2 and dim % ndim == 0:
+        return -2
+    if not view.matrix_shape and dim % ndim >= ndim - 2:
+        return dim % ndim - ndim
+    raise Refusal(f"dimension {dim} of shape {view.shape} is no row or column of its matrices", "split_dim=0")
+
+
+def _heads(view: MatrixView, num_heads: int | Sequence[int]) -> tuple[int, ...]:
+    """Heads of each part: as given, or ``num_heads`` in the first part and as many of that size as the others hold."""
+    if not isinstance(num_heads, int):
+        return tuple(num_heads)
+    rows = [shape[-2] for shape in view.shapes]
+    if num_heads < 1 or rows[0] % num_heads:
+        raise Refusal(f"{rows[0]} rows do not divide into {num_heads} heads", "num_heads=...")
+    head_dim = rows[0] // num_heads
+    if any(size % head_dim for size in rows):
+        raise Refusal(f"parts of {rows} rows do not all divide into heads of {head_dim} rows", "num_heads=(...)")
+    return tuple(size // head_dim for size in rows)

@@ -1,0 +1,154 @@
+"""Where a parameter goes when no rule speaks: one ordered list of questions, of which the first answer decides.
+
+What none of them answers is a `Refusal` with rules to paste, because a guess that trains badly is found weeks later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from optim_utils._fused_weights import is_experts, matrix_view
+from optim_utils._leaf import Leaf, Refusal, matcher
+from optim_utils._matrix_view import MatrixView
+from optim_utils._routing_rules import Kind, Role, Rule
+
+__all__ = ["Decision", "decide"]
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
+_is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
+_is_embedding_name = matcher("wte", "wpe", "*embed*")
+_is_head_name = matcher("output", "head", "classifier", "score", "fc")
+# A convolution of a few colours or channels: its (out, in k k) matrix is no map between hidden features.
+_STEM_CHANNELS = 4
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a parameter goes and why; ``view`` says which matrices Muon sees in it."""
+
+    kind: Kind
+    role: Role
+    reason: str
+    view: MatrixView | None = None
+
+
+def decide(leaf: Leaf, rule: Rule | None) -> Decision:
+    """The rule's decision where it makes one, the first answered question's otherwise.
+
+    Raises:
+        Refusal: if nothing decides, or the tensor does not hold the matrices that were asked for.
+    """
+    kind = rule.kind if rule is not None else None
+    if rule is None or kind is None:
+        return _first_answer(leaf)
+    is_explicit = rule.to is not None or rule.role is not None
+    if not is_explicit and (frozen := _frozen(leaf)) is not None:
+        return frozen
+    reason = "rule" if leaf.param.requires_grad else "rule; needs no gradient now"
+    if kind == "frozen":
+        return Decision("frozen", "frozen", reason)
+    if kind == "adamw":
+        return Decision("adamw", rule.role or _elementwise_role(leaf), reason)
+    if not leaf.param.is_floating_point():
+        raise Refusal(f"Muon takes real floating-point matrices, got {leaf.param.dtype}", "to='adamw'")
+    view = matrix_view(
+        leaf,
+        split=rule.split,
+        split_dim=rule.split_dim,
+        num_heads=rule.num_heads,
+        batched=rule.batched,
+        transposed=rule.transposed,
+    )
+    return Decision("muon", "matrix", reason, view)
+
+
+def _first_answer(leaf: Leaf) -> Decision:
+    for question in _QUESTIONS:
+        if (decision := question(leaf)) is not None:
+            return decision
+    return Decision("muon", "matrix", _hidden_reason(leaf), matrix_view(leaf))
+
+
+def _elementwise_role(leaf: Leaf) -> Role:
+    """The role of a parameter that a rule sends to AdamW without naming one."""
+    for question in (_vector, _norm, _embedding, _head):
+        if (decision := question(leaf)) is not None:
+            return decision.role
+    return "matrix"
+
+
+def _frozen(leaf: Leaf) -> Decision | None:
+    return None if leaf.param.requires_grad else Decision("frozen", "frozen", "requires_grad=False")
+
+
+def _unsupported(leaf: Leaf) -> None:
+    if is_lazy(leaf.param):
+        raise Refusal("not initialised yet: run the lazy module once, then route", "to='adamw'")
+    if not leaf.param.is_floating_point():
+        raise Refusal(f"dtype {leaf.param.dtype} is not real floating point", "to='adamw'")
+    if any(getattr(module, "sparse", False) for module in leaf.modules if isinstance(module, _EMBEDDINGS)):
+        raise Refusal("an embedding with sparse gradients, for which neither optimizer is made", "to='frozen'")
+
+
+def _vector(leaf: Leaf) -> Decision | None:
+    return Decision("adamw", "vector", f"{len(leaf.shape)}-D") if len(leaf.shape) <= 1 else None
+
+
+def _norm(leaf: Leaf) -> Decision | None:
+    is_norm = leaf.is_in(*_NORMS) or any(_is_norm_class(type(module).__name__) for module in leaf.modules)
+    if not leaf.modules:
+        is_norm = leaf.is_called(_is_norm_name)
+    return Decision("adamw", "vector", "norm module") if is_norm else None
+
+
+def _embedding(leaf: Leaf) -> Decision | None:
+    if leaf.is_in(*_EMBEDDINGS):
+        return Decision("adamw", "embedding", "embedding module")
+    return Decision("adamw", "embedding", "embedding by name") if leaf.is_called(_is_embedding_name) else None
+
+
+def _head(leaf: Leaf) -> Decision | None:
+    """``lm_head`` anywhere; otherwise only a top-level linear layer, so not BERT's ``attention.output.dense``."""
+    for path in leaf.paths:
+        if "lm_head" in path:
+            return Decision("adamw", "head", "lm_head")
+        is_linear = leaf.is_in(nn.Linear) or (not leaf.modules and len(leaf.shape) == 2)
+        if len(path) == 2 and _is_head_name(path[0]) and is_linear:
+            return Decision("adamw", "head", "top-level output layer")
+    return None
+
+
+def _first_convolution(leaf: Leaf) -> Decision | None:
+    for module in leaf.modules:
+        if isinstance(module, _ConvNd):
+            if module.groups > 1 and module.groups == module.in_channels:
+                return Decision("adamw", "matrix", "depthwise convolution")
+            if module.in_channels <= _STEM_CHANNELS:
+                return Decision("adamw", "matrix", f"convolution of {module.in_channels} input channels")
+    return None
+
+
+def _hidden_reason(leaf: Leaf) -> str:
+    if leaf.is_in(_ConvNd):
+        return "hidden convolution"
+    return "experts" if len(leaf.shape) == 3 and is_experts(leaf) else "hidden matrix"
+
+
+_QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
+    _frozen,
+    _unsupported,
+    _vector,
+    _norm,
+    _embedding,
+    _head,
+    _first_convolution,
+)

@@ -1,0 +1,94 @@
+"""`Rule`: what a user says about parameters by name, instead of or on top of the defaults."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+__all__ = ["RESERVED_OPTIONS", "Kind", "Role", "Rule"]
+
+Kind = Literal["muon", "adamw", "frozen"]
+Role = Literal["matrix", "embedding", "head", "vector", "frozen"]
+
+# Keys of a group that the table writes itself.
+RESERVED_OPTIONS = frozenset({"params", "param_names", "kind", "role", "views"})
+
+
+@dataclass(frozen=True, repr=False)
+class Rule:
+    """What to do with the parameters whose full name matches ``pattern``; of several rules the first match wins.
+
+    Args:
+        pattern: a glob on the whole name (``"*.attn.qkv.weight"``; ``*`` crosses dots), or ``"re:"`` and a regular
+            expression for the whole name. Prefixes of wrappers (DDP, FSDP1, compile) may be left out.
+        to: "muon", "adamw", or "frozen" (in no group). Left out, it follows from ``role``; is "muon" if an argument
+            about matrices is given; otherwise the defaults choose and only ``options`` are added.
+        role: "matrix", "embedding", "head" or "vector": whose options the parameter takes.
+        split: sizes of fused parts (``(q, k, v)``), or the number of equal parts.
+        split_dim: the dimension of the stored tensor along which the parts lie; by default the one that fits.
+        num_heads: one matrix a head: the heads of the first part, whose size the other parts' heads share; or one
+            number a part.
+        batched: for three and more dimensions, True for one matrix a leading index, False to flatten all but the first.
+        transposed: whether matrices are stored (in, out), as transformers' ``Conv1D`` does.
+        options: hyperparameters of these parameters alone; they get a group of their own.
+    """
+
+    pattern: str
+    to: Kind | None = None
+    _: KW_ONLY
+    role: Role | None = None
+    split: int | Sequence[int] | None = None
+    split_dim: int | None = None
+    num_heads: int | Sequence[int] | None = None
+    batched: bool | None = None
+    transposed: bool | None = None
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.to is not None and self.to not in get_args(Kind):
+            raise ValueError(f"{self}: to has to be one of {', '.join(get_args(Kind))}")
+        if self.role is not None and self.role not in get_args(Role):
+            raise ValueError(f"{self}: role has to be one of {', '.join(get_args(Role))}")
+        if self.to == "muon" and self.role not in (None, "matrix"):
+            raise ValueError(f"{self}: role {self.role!r} is updated by AdamW; drop role or to")
+        if self.describes_matrices and self.kind != "muon":
+            raise ValueError(
+                f"{self}: split, split_dim, num_heads, batched and transposed speak of matrices, which only Muon sees"
+            )
+        if reserved := RESERVED_OPTIONS.intersection(self.options or ()):
+            raise ValueError(f"{self}: {sorted(reserved)} are written by the routing itself and cannot be options")
+        try:
+            self.matches("")
+        except re.error as error:
+            raise ValueError(f"{self}: not a regular expression: {error}") from error
+
+    @property
+    def describes_matrices(self) -> bool:
+        """Whether the rule says how matrices lie in the tensor."""
+        about = (self.split, self.split_dim, self.num_heads, self.batched, self.transposed)
+        return any(value is not None for value in about)
+
+    @property
+    def kind(self) -> Kind | None:
+        """The destination that the rule decides, None where it leaves it to the defaults."""
+        if self.to is not None:
+            return self.to
+        if self.role is not None:
+            return "muon" if self.role == "matrix" else "frozen" if self.role == "frozen" else "adamw"
+        return "muon" if self.describes_matrices else None
+
+    @cached_property
+    def matches(self) -> Callable[[str], object]:
+        """Truthy for the full names that the pattern matches."""
+        if self.pattern.startswith("re:"):
+            return re.compile(self.pattern[3:]).fullmatch
+        return re.compile(fnmatch.translate(self.pattern)).match
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "matches"}
+        pattern = given.pop("pattern")
+        return f"Rule({', '.join([repr(pattern), *(f'{name}={value!r}' for name, value in given.items())])})"

@@ -1,0 +1,283 @@
+"""Which optimizer updates which parameter: hidden matrices to Muon, everything else to AdamW, said in one table.
+
+    model ──route_parameters──▶ RouteTable ──.param_groups(muon=…, adamw=…)──▶ groups of an optimizer
+
+A parameter's role says whose options it takes: ``matrix`` (Muon's; AdamW's own where a matrix is updated elementwise,
+as a first convolution is), ``embedding``, ``head``, ``vector`` (norm weights, biases, scalars), and ``frozen`` for what
+needs no gradient and is in no group. What the defaults cannot decide is refused, with rules to paste.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from torch import Tensor, nn
+
+from optim_utils._leaf import Leaf, Refusal, without_wrappers
+from optim_utils._matrix_view import MatrixView
+from optim_utils._routing_defaults import Decision, decide
+from optim_utils._routing_rules import RESERVED_OPTIONS, Kind, Role, Rule
+
+__all__ = ["MatrixView", "Route", "RouteTable", "Rule", "UnroutedParameterError", "route_parameters"]
+
+_ROLES: tuple[Role, ...] = ("matrix", "embedding", "head", "vector")
+
+
+class UnroutedParameterError(ValueError):
+    """Parameters that no rule and no default can place; ``unrouted`` maps each name to the reason."""
+
+    def __init__(self, message: str, unrouted: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.unrouted = dict(unrouted)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.unrouted)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One parameter's row: its names (several if tied), where it goes (``kind``), whose options it takes, and why."""
+
+    names: tuple[str, ...]
+    param: Tensor
+    kind: Kind
+    role: Role
+    reason: str
+    view: MatrixView | None = None
+    rule: Rule | None = None
+
+    @property
+    def name(self) -> str:
+        """The first name, as ``named_parameters`` gives it."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The (global) shape."""
+        return tuple(self.param.shape)
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices Muon sees in the parameter."""
+        return self.view.num_matrices if self.view is not None else 0
+
+
+class RouteTable(Sequence[Route]):
+    """Every parameter in exactly one `Route`, in ``named_parameters`` order; ``str(table)`` shows them all."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+
+    def __len__(self) -> int:
+        return len(self.routes)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Route: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Route, ...]: ...
+    def __getitem__(self, key: int | str | slice) -> Route | tuple[Route, ...]:
+        if isinstance(key, str):
+            for route in self.routes:
+                if key in route.names:
+                    return route
+            raise KeyError(f"no parameter is named {key!r}")
+        return self.routes[key]
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self.routes)
+
+    def to(self, kind: Kind) -> tuple[Route, ...]:
+        """The routes to ``kind``."""
+        return tuple(route for route in self.routes if route.kind == kind)
+
+    def param_groups(
+        self,
+        *,
+        muon: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        embedding: Mapping[str, Any] | None = None,
+        head: Mapping[str, Any] | None = None,
+        vector: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Groups for an optimizer that reads ``kind``: one a role, and one a rule with options; none is empty.
+
+        Each has ``params``, ``param_names``, ``kind`` ("muon" or "adamw"), ``role`` and its hyperparameters; a Muon
+        group also has ``views``, one `MatrixView` a parameter. ``embedding``, ``head`` and ``vector`` start from
+        ``adamw``'s options, a rule's options from those of the role. The options' names are not checked here.
+        """
+        own = {"embedding": embedding, "head": head, "vector": vector}
+        for name, given in {"muon": muon, "adamw": adamw, **own}.items():
+            if reserved := RESERVED_OPTIONS.intersection(given or ()):
+                raise ValueError(f"{name}: {sorted(reserved)} are written by the table and cannot be options")
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for route in self._in_group_order():
+            options = route.rule.options if route.rule is not None and route.rule.options else None
+            key = (route.kind, route.role, None if options is None else id(route.rule))
+            if key not in groups:
+                base = muon if route.kind == "muon" else {**(adamw or {}), **(own.get(route.role) or {})}
+                fixed: dict[str, Any] = {"params": [], "param_names": [], "kind": route.kind, "role": route.role}
+                groups[key] = {**fixed, **(base or {}), **(options or {})}
+                if route.kind == "muon":
+                    groups[key]["views"] = []
+            group = groups[key]
+            group["params"].append(route.param)
+            group["param_names"].append(route.name)
+            if route.kind == "muon":
+                group["views"].append(route.view)
+        return list(groups.values())
+
+    def table(self) -> str:
+        """One row a parameter, then totals; plain text of a fixed layout."""
+        header = ("name", "shape", "dtype", "numel", "to", "role", "matrices", "reason", "rule")
+        rows = [header, *map(_row, self.routes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", *self._totals()])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"RouteTable({len(self)} parameters: {', '.join(self._totals())})"
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes, dtypes, destinations and views: equal on all ranks that route alike."""
+        rows = [
+            (r.names, r.shape, str(r.param.dtype), r.kind, r.role, r.view.to_plain() if r.view else None)
+            for r in self.routes
+        ]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def _in_group_order(self) -> list[Route]:
+        """Trained parameters, Muon's first, then by role; otherwise as they stand in the table."""
+        trained = [route for route in self.routes if route.kind != "frozen"]
+        return sorted(trained, key=lambda route: (route.kind != "muon", _ROLES.index(route.role)))
+
+    def _totals(self) -> list[str]:
+        lines = []
+        for kind in ("muon", "adamw", "frozen"):
+            if routes := self.to(kind):
+                numel = sum(route.param.numel() for route in routes)
+                matrices = f" = {sum(route.num_matrices for route in routes):,} matrices" if kind == "muon" else ""
+                lines.append(f"{kind}: {len(routes):,} parameters{matrices}, {numel:,} elements")
+        return lines
+
+
+def route_parameters(
+    model_or_named_parameters: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    rules: Sequence[Rule] = (),
+    *,
+    on_unknown: Literal["raise", "adamw"] = "raise",
+) -> RouteTable:
+    """The table that says of every parameter whether Muon or AdamW updates it, and which matrices Muon sees in it.
+
+    In this order decide: ``rules``; requires_grad; at most one dimension; norm modules; embeddings; the output head;
+    convolutions of at most 4 channels and depthwise ones; other convolutions, flattened; hidden matrices, fused ones
+    split by their names; stacked experts. Parameters are told apart by identity: tied ones have one row and all names.
+
+    Args:
+        model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.
+        rules: the first that matches one of a parameter's names wins.
+        on_unknown: "adamw" sends what nothing can decide to AdamW, marked in the table, instead of raising.
+
+    Raises:
+        UnroutedParameterError: listing every parameter that could not be placed, with rules to paste.
+        ValueError: if a rule matches no parameter.
+    """
+    if on_unknown not in ("raise", "adamw"):
+        raise ValueError(f'on_unknown must be "raise" or "adamw", got {on_unknown!r}')
+    leaves = _leaves(model_or_named_parameters)
+    matched = [_first_match(leaf, rules) for leaf in leaves]
+    _check_rules_match(rules, matched, leaves)
+    routes, refusals = [], []
+    for leaf, rule in zip(leaves, matched, strict=True):
+        try:
+            decision = decide(leaf, rule)
+        except Refusal as refusal:
+            refusals.append((leaf, refusal))
+            decision = Decision("adamw", "matrix", f"UNKNOWN, by on_unknown: {refusal.reason}")
+        routes.append(Route(leaf.names, leaf.param, decision.kind, decision.role, decision.reason, decision.view, rule))
+    if refusals and on_unknown == "raise":
+        raise _unrouted(refusals)
+    return RouteTable(routes)
+
+
+def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[Leaf]:
+    """Every parameter once, with all its names, in the order of its first."""
+    owners: dict[str, nn.Module] = {}
+    if isinstance(source, nn.Module):
+        owners = dict(source.named_modules(remove_duplicate=False))
+        pairs: Iterable[Any] = source.named_parameters(remove_duplicate=False)
+    else:
+        pairs = source.items() if isinstance(source, Mapping) else source
+    names: dict[Tensor, list[str]] = {}
+    named: dict[str, Tensor] = {}
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(f"expected a module or (name, parameter) pairs, got {type(pair).__name__} among them")
+        name, param = pair
+        if named.setdefault(name, param) is not param:
+            raise ValueError(f"two different parameters are named {name!r}")
+        names.setdefault(param, []).append(name)
+    if not names:
+        raise ValueError("there are no parameters to route (an iterator that was used up already?)")
+    shapes = {name: tuple(param.shape) for name, param in named.items()}
+    return [
+        Leaf(
+            names=tuple(all_names),
+            param=param,
+            modules=tuple(owners[parent] for name in all_names if (parent := name.rpartition(".")[0]) in owners),
+            shapes=shapes,
+        )
+        for param, all_names in names.items()
+    ]
+
+
+def _first_match(leaf: Leaf, rules: Sequence[Rule]) -> Rule | None:
+    names = {*leaf.names, *map(without_wrappers, leaf.names)}
+    return next((rule for rule in rules if any(rule.matches(name) for name in names)), None)
+
+
+def _check_rules_match(rules: Sequence[Rule], matched: Sequence[Rule | None], leaves: Sequence[Leaf]) -> None:
+    """A pattern that matches nothing is a spelling mistake; one that only comes too late is not."""
+    used = {id(rule) for rule in matched}
+    for rule in rules:
+        if id(rule) not in used and not any(_first_match(leaf, [rule]) for leaf in leaves):
+            examples = ", ".join(leaf.names[0] for leaf in leaves[:3])
+            raise ValueError(f"{rule} matches none of the {len(leaves)} parameters, which are named like {examples}")
+
+
+def _unrouted(refusals: Sequence[tuple[Leaf, Refusal]]) -> UnroutedParameterError:
+    lines = [
+        f"{len(refusals)} parameter(s) could not be routed; nothing was guessed. "
+        'Pass a rule for each, or on_unknown="adamw" for all:'
+    ]
+    for leaf, refusal in refusals:
+        name = leaf.names[0]
+        lines.append(f"  {name}  {_shape(leaf.param)}  {leaf.param.dtype}: {refusal.reason}")
+        lines += [f"      Rule({name!r}, {suggestion})" for suggestion in refusal.suggestions]
+    return UnroutedParameterError("\n".join(lines), {leaf.names[0]: refusal.reason for leaf, refusal in refusals})
+
+
+def _shape(param: Tensor) -> str:
+    return "(" + ", ".join(str(size) for size in param.shape) + ")"
+
+
+def _row(route: Route) -> tuple[str, ...]:
+    return (
+        " = ".join(route.names),
+        _shape(route.param),
+        str(route.param.dtype).removeprefix("torch."),
+        f"{route.param.numel():,}",
+        route.kind,
+        route.role,
+        route.view.describe() if route.view is not None else "",
+        route.reason,
+        str(route.rule) if route.rule is not None else "",
+    )
