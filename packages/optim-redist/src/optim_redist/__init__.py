@@ -19,13 +19,21 @@ _MODULE_OF = {
     ],
     "layout": ["Block", "Chunk", "Cyclic", "Intervals", "Layout", "Mesh", "Ragged"],
     "ownership": ["same_ownership"],
+    "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
+    "multi_axis": ["MultiAxisDist"],
+    "redistributors": ["MemoryConstrainedRedist", "NaiveGathererRedist", "OptimalRedist", "Redistributor"],
 }
 _HOME = {name: module for module, names in _MODULE_OF.items() for name in names}
 
-__all__ = sorted(_HOME)
+# what `import optim_redist as tc` finds under the notebook's names
+_NAMESPACES = ["dist", "optim"]
+
+__all__ = sorted([*_HOME, *_NAMESPACES])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

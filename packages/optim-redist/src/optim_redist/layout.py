@@ -17,10 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import EMPTY, IndexSet, from_intervals, interval, strided
+
+if TYPE_CHECKING:
+    from optim_redist.multi_axis import MultiAxisDist
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 Axis = int | str
@@ -367,6 +370,12 @@ class Layout:
         from optim_redist.ownership import canonical
 
         return canonical(self, shape)
+
+    def to_multi_axis(self, shape: Sequence[int] | None = None) -> MultiAxisDist:
+        """The notebook's notation of this layout; ``shape`` is needed for all kinds but ``Cyclic``."""
+        from optim_redist.multi_axis import from_layout
+
+        return from_layout(self, shape)
 
     def __str__(self) -> str:
         items = ", ".join("-" if split is None else self._split_text(split) for split in self.dims)

@@ -1,0 +1,124 @@
+"""What a collective costs in the models of the notebook: latency steps, elements on the wire, additions, memory.
+
+Notation: p processes, V elements on each of them before the collective. A cost has no unit until it is weighted:
+``scalar = alpha·latency + beta·bandwidth + gamma·computation + epsilon·max_memory_delta``. For seconds and bytes on a
+real machine see ``CommModel``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one step, or of several: sums, and the largest growth of memory."""
+
+    latency: float = 0
+    bandwidth: float = 0
+    computation: float = 0
+    max_memory_delta: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.latency + other.latency,
+            self.bandwidth + other.bandwidth,
+            self.computation + other.computation,
+            max(self.max_memory_delta, other.max_memory_delta),
+        )
+
+    def scalar(self, alpha: float = 1, beta: float = 1, gamma: float = 1, epsilon: float = 1) -> float:
+        """The weighted sum, a float."""
+        weighted = alpha * self.latency + beta * self.bandwidth + gamma * self.computation
+        return float(weighted + epsilon * self.max_memory_delta)
+
+
+def _rounds(n_procs: int) -> int:
+    """ceil(log2 p): messages one after another in a tree or by doubling."""
+    return (n_procs - 1).bit_length()
+
+
+class CostModel(ABC):
+    """Five collectives as functions of the number of processes and of the elements each of them holds before."""
+
+    @staticmethod
+    @abstractmethod
+    def allgather(n_procs: int, n_elements: int) -> Cost:
+        """Every process ends with what all of them hold."""
+
+    @staticmethod
+    @abstractmethod
+    def permute(n_procs: int, n_elements: int) -> Cost:
+        """Every process sends all it holds to one other."""
+
+    @staticmethod
+    @abstractmethod
+    def allreduce(n_procs: int, n_elements: int) -> Cost:
+        """Every process ends with the sum."""
+
+    @staticmethod
+    @abstractmethod
+    def reduce_scatter(n_procs: int, n_elements: int) -> Cost:
+        """Every process ends with its part of the sum."""
+
+    @staticmethod
+    @abstractmethod
+    def alltoall(n_procs: int, n_elements: int) -> Cost:
+        """Every process sends a different part of what it holds to every other."""
+
+
+class IdealLowerBoundsCM(CostModel):
+    """The numbers of the notebook, kept so that its results can be compared.
+
+    It charges an all-to-all (p-1)·V, p times what a process sends, and a permutation p·V where it sends V at most:
+    gathers win too often. ``TextbookCM`` counts honestly.
+    """
+
+    @staticmethod
+    def allgather(n_procs: int, n_elements: int) -> Cost:
+        return Cost(_rounds(n_procs), float((n_procs - 1) * n_elements))
+
+    @staticmethod
+    def permute(n_procs: int, n_elements: int) -> Cost:
+        return Cost(1, float(n_procs * n_elements)) if n_procs > 1 else Cost()
+
+    @staticmethod
+    def allreduce(n_procs: int, n_elements: int) -> Cost:
+        volume = float((n_procs - 1) * n_elements)
+        return Cost(_rounds(n_procs), 2 * volume, volume)
+
+    @staticmethod
+    def reduce_scatter(n_procs: int, n_elements: int) -> Cost:
+        volume = float((n_procs - 1) * n_elements)
+        return Cost(_rounds(n_procs), volume, volume / n_procs)
+
+    @staticmethod
+    def alltoall(n_procs: int, n_elements: int) -> Cost:
+        return Cost(_rounds(n_procs), float((n_procs - 1) * n_elements))
+
+
+class TextbookCM(CostModel):
+    """What a process really sends in the usual bandwidth-optimal algorithms."""
+
+    @staticmethod
+    def allgather(n_procs: int, n_elements: int) -> Cost:
+        return Cost(_rounds(n_procs), float((n_procs - 1) * n_elements))
+
+    @staticmethod
+    def permute(n_procs: int, n_elements: int) -> Cost:
+        return Cost(1, float(n_elements)) if n_procs > 1 else Cost()
+
+    @staticmethod
+    def allreduce(n_procs: int, n_elements: int) -> Cost:
+        volume = (n_procs - 1) * n_elements / n_procs
+        return Cost(_rounds(n_procs), 2 * volume, volume)
+
+    @staticmethod
+    def reduce_scatter(n_procs: int, n_elements: int) -> Cost:
+        volume = (n_procs - 1) * n_elements / n_procs
+        return Cost(_rounds(n_procs), volume, volume)
+
+    @staticmethod
+    def alltoall(n_procs: int, n_elements: int) -> Cost:
+        return Cost(_rounds(n_procs), (n_procs - 1) * n_elements / n_procs)
