@@ -1,1 +1,51 @@
-"""optim-utils."""
+"""What every optimizer needs: configurations, state that survives a checkpoint, low-bit storage, balance, routing.
+
+Names are importable from here and from the module that defines them; importing this package imports torch and nothing
+else.
+"""
+
+from optim_utils.abstract_dataclass import AbstractDataclass, FrozenAbstractDataclass
+from optim_utils.block_info import BlockInfo, DTensorBlockInfo
+from optim_utils.commons import batched, get_all_non_abstract_subclasses
+from optim_utils.dict_zip_iterator import DictZipIterator
+from optim_utils.optimizer_modules import LoadIssue, LoadReport, OptimizerModule, StateLoadError
+from optim_utils.shampoo_utils import (
+    MergePlan,
+    ParameterizeEnterExitContext,
+    compress_list,
+    distribute_buffer_sizes,
+    generate_pairwise_indices,
+    get_dtype_size,
+    merge_small_dims,
+    multi_dim_split,
+    multi_dim_unsplit,
+    pack_upper_triangular,
+    plan_merge,
+    unpack_upper_triangular,
+)
+
+__all__ = [
+    "AbstractDataclass",
+    "BlockInfo",
+    "DTensorBlockInfo",
+    "DictZipIterator",
+    "FrozenAbstractDataclass",
+    "LoadIssue",
+    "LoadReport",
+    "MergePlan",
+    "OptimizerModule",
+    "ParameterizeEnterExitContext",
+    "StateLoadError",
+    "batched",
+    "compress_list",
+    "distribute_buffer_sizes",
+    "generate_pairwise_indices",
+    "get_all_non_abstract_subclasses",
+    "get_dtype_size",
+    "merge_small_dims",
+    "multi_dim_split",
+    "multi_dim_unsplit",
+    "pack_upper_triangular",
+    "plan_merge",
+    "unpack_upper_triangular",
+]

@@ -1,0 +1,16 @@
+"""DTensors, without importing them: ``torch.distributed.tensor`` costs seconds, and most programs never load it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether ``value`` is a DTensor; if nobody has imported the class, it cannot be one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

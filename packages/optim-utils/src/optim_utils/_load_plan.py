@@ -1,0 +1,245 @@
+"""Working out a load before anything is written, so that a refused one changes nothing.
+
+The plan walks the live object, never the loaded state: what is there decides what can come. It collects what has to be
+written and what does not fit; only then is the report judged and, if it passes, the writing done.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils._load_report import LoadReport, ReportBuilder, StateLoadError
+from optim_utils._paths import Path
+from optim_utils._state_walk import (
+    SEQUENCES,
+    Stateful,
+    by_key,
+    by_position,
+    has_content,
+    is_never_stored,
+    is_plain,
+    rebuild,
+)
+from optim_utils._tensor_fill import describe, fill, find_mismatch
+
+
+class LoadPlan:
+    """What a load into live objects will write, and the report on it.
+
+    Args:
+        store_non_tensors: whether plain values are loaded too, or stay.
+        cast: whether floating-point tensors are converted to the live dtype, or refused.
+        assign: whether loaded tensors take the place of live ones, of None and of missing attributes.
+    """
+
+    def __init__(self, *, store_non_tensors: bool = True, cast: bool = True, assign: bool = False) -> None:
+        self.store_non_tensors = store_non_tensors
+        self.cast = cast
+        self.assign = assign
+        self.report = ReportBuilder()
+        self.fills: list[tuple[Tensor, Tensor]] = []
+        self.writes: list[Callable[[], object]] = []
+        self.foreign_loads: list[Callable[[], object]] = []
+
+    def run(self, *, strict: bool) -> LoadReport:
+        """Write everything, or raise `StateLoadError` and write nothing.
+
+        Tensors of another shape and tensors without memory are refused always, everything else only if ``strict``.
+        """
+        report = self.report.build()
+        if any(strict or issue.kind in ("shape", "device") for issue in report.problems):
+            raise StateLoadError.refuse(report)
+        for live, loaded in self.fills:
+            fill(live, loaded)
+        for write in self.writes:
+            write()
+        for load in self.foreign_loads:
+            load()
+        return report
+
+    # Each of the following plans one kind of live value. They return what is to stand in its place: itself if it is
+    # filled in place, or a new object.
+
+    def add_object(self, live: Stateful, loaded: object, path: Path) -> Stateful:
+        if not isinstance(loaded, Mapping):
+            self._mismatch(path, "type", live, loaded)
+            return live
+        entries = dict(loaded)
+        for name, old in live.state_attributes():
+            if name in entries:
+                new = self.add(old, entries.pop(name), (*path, name))
+                if new is not old:
+                    self._write_attribute(live, name, new)
+            else:
+                self._miss(old, (*path, name))
+        for name, value in entries.items():
+            if self._takes_over(value) and isinstance(name, str) and name not in live.non_state_attributes:
+                self._loaded((*path, name), None, value)
+                self._write_attribute(live, name, value)
+            else:
+                self._unexpected((*path, name), value)
+        return live
+
+    def add(self, live: Any, loaded: Any, path: Path) -> Any:
+        """Plan any value."""
+        if isinstance(live, Tensor):
+            return self._add_tensor(live, loaded, path)
+        if isinstance(live, Stateful):
+            return self._add_stateful(live, loaded, path)
+        if isinstance(live, dict):
+            return self._add_dict(live, loaded, path)
+        if isinstance(live, SEQUENCES):
+            return self._add_sequence(live, loaded, path)
+        if is_never_stored(live):
+            self._unexpected(path, loaded)
+            return live
+        return self._add_plain(live, loaded, path) if self.store_non_tensors else live
+
+    def _add_stateful(self, live: Stateful, loaded: Any, path: Path) -> Stateful:
+        load = live.own_load_state_dict()
+        if load is None:
+            return self.add_object(live, loaded, path)
+        if isinstance(loaded, Mapping):
+            self._loaded(path, live, loaded)
+            self.foreign_loads.append(lambda: load(loaded, self.store_non_tensors))
+        else:
+            self._mismatch(path, "type", live, loaded)
+        return live
+
+    def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
+        if not isinstance(loaded, Tensor):
+            self._mismatch(path, "type", live, loaded)
+            return live
+        mismatch = find_mismatch(live, loaded, cast=self.cast)
+        if self.assign and mismatch in (None, "dtype", "device") and is_dtensor(live) == is_dtensor(loaded):
+            self._loaded(path, live, loaded)
+            if isinstance(live, torch.nn.Parameter) and not isinstance(loaded, torch.nn.Parameter):
+                return torch.nn.Parameter(loaded, requires_grad=live.requires_grad)
+            return loaded
+        if mismatch is not None:
+            self._mismatch(path, mismatch, live, loaded)
+            return live
+        self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", describe(live), describe(loaded))
+        self.fills.append((live, loaded))
+        return live
+
+    def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
+        entries = by_key(live, loaded)
+        if entries is None:
+            self._mismatch(path, "type", live, loaded)
+            return live
+        if self._is_plain(live.values()) and self._is_plain(entries.values()):
+            if self.store_non_tensors:
+                self._loaded(path, live, loaded)
+                new = copy.deepcopy(entries)
+                self.writes += [live.clear, lambda: live.update(new)]
+            return live
+        for key, old in live.items():
+            self._add_item(live, key, old, entries, path)
+        for key, value in entries.items():
+            if self._takes_over(value):
+                self._loaded((*path, key), None, value)
+                self._write_item(live, key, value)
+            else:
+                self._unexpected((*path, key), value)
+        return live
+
+    def _add_item(self, live: dict[Any, Any], key: Any, old: Any, entries: dict[Any, Any], path: Path) -> None:
+        if key not in entries:
+            self._miss(old, (*path, key))
+            return
+        new = self.add(old, entries.pop(key), (*path, key))
+        if new is not old:
+            self._write_item(live, key, new)
+
+    def _add_sequence(self, live: Any, loaded: Any, path: Path) -> Any:
+        entries = by_position(loaded)
+        if entries is None:
+            self._mismatch(path, "type", live, loaded)
+            return live
+        items = list(live)
+        if self._is_plain(items) and self._is_plain(entries.values()) and set(entries) == set(range(len(entries))):
+            return self._replace_sequence(live, [entries[i] for i in range(len(entries))], loaded, path)
+        for position, old in enumerate(items):
+            if position in entries:
+                items[position] = self.add(old, entries.pop(position), (*path, position))
+            else:
+                self._miss(old, (*path, position))
+        for position, value in entries.items():
+            self._unexpected((*path, position), value)
+        return rebuild(live, items)
+
+    def _replace_sequence(self, live: Any, items: list[Any], loaded: Any, path: Path) -> Any:
+        if not self.store_non_tensors:
+            return live
+        try:
+            new = rebuild(live, copy.deepcopy(items))
+        except (TypeError, ValueError):
+            # a namedtuple of another length, a torch.Size of strings, an unhashable item of a set
+            self._mismatch(path, "type", live, loaded)
+            return live
+        self._loaded(path, live, loaded)
+        return new
+
+    def _add_plain(self, live: Any, loaded: Any, path: Path) -> Any:
+        if type(live) is type(loaded):
+            self._loaded(path, live, loaded)
+            return copy.deepcopy(loaded)
+        if type(live) in (int, float) and isinstance(loaded, Tensor) and not loaded.is_meta:
+            number = _exact_number(type(live), loaded)
+            if number is not None:
+                self._loaded(path, live, loaded)
+                return number
+        if live is None and self._takes_over(loaded):
+            self._loaded(path, live, loaded)
+            return loaded
+        self._mismatch(path, "type", live, loaded)
+        return live
+
+    def _takes_over(self, loaded: object) -> bool:
+        return self.assign and isinstance(loaded, Tensor)
+
+    @staticmethod
+    def _is_plain(values: Any) -> bool:
+        return all(is_plain(value) for value in values)
+
+    def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
+        # not `setattr`: a property or an own `__setattr__` of the class is not part of restoring it
+        self.writes.append(lambda: object.__setattr__(live, name, value))
+
+    def _write_item(self, live: dict[Any, Any], key: Any, value: Any) -> None:
+        self.writes.append(lambda: live.__setitem__(key, value))
+
+    def _loaded(self, path: Path, live: object, loaded: object) -> None:
+        self.report.add(path, "loaded", describe(live), describe(loaded))
+
+    def _miss(self, live: object, path: Path) -> None:
+        if has_content(live, store_non_tensors=self.store_non_tensors):
+            self.report.add(path, "missing", expected=describe(live))
+
+    def _unexpected(self, path: Path, loaded: object) -> None:
+        if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
+            self.report.add(path, "unexpected", found=describe(loaded))
+
+    def _mismatch(self, path: Path, kind: Any, live: object, loaded: object) -> None:
+        self.report.add(path, kind, describe(live), describe(loaded))
+
+
+def _exact_number(kind: type, loaded: Tensor) -> int | float | None:
+    """The 0-dim tensor as an int or float, or None if it has another shape or would change its value."""
+    if loaded.ndim or loaded.is_complex() or loaded.dtype == torch.bool:
+        return None
+    value = loaded.item()
+    if value != value:  # NaN is exact as a float, and no int
+        return value if kind is float else None
+    try:
+        number = kind(value)
+    except OverflowError:  # infinity as an int
+        return None
+    return number if number == value else None

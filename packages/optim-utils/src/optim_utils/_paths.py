@@ -1,0 +1,66 @@
+"""Where a value sits in a nested state, as one string: the JSON list of the keys on the way to it.
+
+    state["bar"]["_thl"][0]   ->   '["bar", "_thl", 0]'
+
+JSON keeps apart what ``str`` would merge: the keys 1, 1.0, True and "1" stay four different keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
+
+Key = str | int | float | bool | None
+# an item of a list or a tuple: ("l", index), ("t", index)
+SequenceItem = tuple[str, int]
+Path = Sequence[Key | SequenceItem]
+
+_KEY_TYPES = (str, int, float, bool, type(None))
+
+
+def encode_item(item: object) -> str:
+    """The JSON of one item of a path.
+
+    Raises:
+        TypeError: if it is a key that JSON would bring back as something else.
+    """
+    # exact types: a subclass (an IntEnum, numpy's str_) would come back as its base
+    if type(item) is str:
+        return encode_basestring_ascii(item)
+    if type(item) is int:
+        return int.__repr__(item)
+    if type(item) in _KEY_TYPES or (type(item) is tuple and len(item) == 2 and item[0] in ("l", "t")):
+        return json.dumps(item)
+    raise TypeError(f"keys of a state have to be str, int, float, bool or None, got {item!r} ({type(item).__name__})")
+
+
+def encode_path(path: Path) -> str:
+    """The key of ``path``, lenient: keys that JSON cannot hold are shown as their ``repr``, so that errors can too."""
+    parts = []
+    for item in path:
+        try:
+            parts.append(encode_item(item))
+        except TypeError:
+            parts.append(json.dumps(repr(item)))
+    return "[" + ", ".join(parts) + "]"
+
+
+def decode_path(key: object) -> list[Key | SequenceItem]:
+    """The path that a key of `flatten` stands for.
+
+    Raises:
+        ValueError: if it is not the JSON of a non-empty list of keys.
+    """
+    try:
+        items = json.loads(key) if isinstance(key, str) else None
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"a key of a flattened state has to be a non-empty JSON list, got {key!r}")
+    for position, item in enumerate(items):
+        if isinstance(item, list) and len(item) == 2 and item[0] in ("l", "t") and type(item[1]) is int:
+            items[position] = (item[0], item[1])
+        elif type(item) not in _KEY_TYPES:
+            raise ValueError(f"item {position} of the flattened key {key!r} is neither a key nor a sequence item")
+    return items

@@ -1,0 +1,107 @@
+"""What of an object is state: which values are stored, which containers are entered, under which keys.
+
+A container is entered position by position, so its keys are those of its dict, or 0, 1, 2, … for the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from optim_utils.block_info import BlockInfo
+
+# containers that are entered by position; namedtuples and torch.Size are tuples
+SEQUENCES = (list, tuple, set, frozenset, deque)
+
+# live things that a checkpoint cannot hold: they belong to the process, not to the state
+_NEVER_STORED: tuple[type, ...] = (BlockInfo, nn.Module, torch.optim.Optimizer, torch.Generator)
+if torch.distributed.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    _NEVER_STORED += (torch.distributed.ProcessGroup, DeviceMesh)
+
+
+def is_never_stored(value: object) -> bool:
+    """Whether ``value`` (neither tensor nor container) is left out of every state."""
+    return isinstance(value, _NEVER_STORED) or callable(value)
+
+
+class Stateful:
+    """An object whose own attributes are its state."""
+
+    #: names of attributes that are not state
+    non_state_attributes: ClassVar[Collection[str]] = ()
+
+    def state_attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes in order: those of ``__dict__``, then the filled ``__slots__``, base classes first."""
+        for name, value in getattr(self, "__dict__", {}).items():
+            if name not in self.non_state_attributes:
+                yield name, value
+        for name in _slots(type(self)):
+            if name not in self.non_state_attributes and hasattr(self, name):
+                yield name, getattr(self, name)
+
+    def own_load_state_dict(self) -> Callable[..., object] | None:
+        """How the object loads itself, if not by what its attributes are."""
+        return None
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    """The attribute names of all ``__slots__`` of a class, private ones in the form that Python gives them."""
+    names = []
+    for base in reversed(cls.__mro__):
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__"))
+
+
+def by_position(loaded: object) -> dict[Any, Any] | None:
+    """The loaded counterpart of a sequence, by position: a dict's ``"0"`` means 0; None if it is no container."""
+    if isinstance(loaded, Mapping):
+        return {int(key) if isinstance(key, str) and key.isdecimal() else key: loaded[key] for key in loaded}
+    if isinstance(loaded, SEQUENCES):
+        return dict(enumerate(loaded))
+    return None
+
+
+def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
+    """The loaded counterpart of a dict with the keys ``live``, of which an int also matches its string."""
+    if not isinstance(loaded, Mapping):
+        return None
+    renamed = {str(key): key for key in live if type(key) is int and key not in loaded}
+    return {renamed.get(key, key) if isinstance(key, str) else key: loaded[key] for key in loaded}
+
+
+def rebuild(live: Any, items: list[Any]) -> Any:
+    """A container of the type of ``live`` that holds ``items``."""
+    if hasattr(live, "_make"):
+        return live._make(items)
+    if isinstance(live, deque):
+        return type(live)(items, live.maxlen)
+    return type(live)(items)
+
+
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is stored as one piece and is no tensor."""
+    return not isinstance(value, (Tensor, Stateful, dict, *SEQUENCES)) and not is_never_stored(value)
+
+
+def has_content(value: object, *, store_non_tensors: bool) -> bool:
+    """Whether the state of ``value`` has a single entry; checkpoint formats drop containers that have none."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, Stateful):
+        children: Iterable[object] = (child for _, child in value.state_attributes())
+    elif isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, SEQUENCES):
+        children = value
+    else:
+        return store_non_tensors and not is_never_stored(value)
+    return any(has_content(child, store_non_tensors=store_non_tensors) for child in children)

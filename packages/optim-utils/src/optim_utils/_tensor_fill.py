@@ -1,0 +1,69 @@
+"""Filling a live tensor from a loaded one: first whether that is possible, then doing it.
+
+The live tensor keeps its identity, storage, device, dtype and sharding; the loaded one is brought to it:
+
+    live      loaded    what happens
+    plain     DTensor   the loaded one is gathered
+    DTensor   plain     of the global shape: each rank takes its own part, nothing is communicated
+    DTensor   DTensor   redistributed if mesh or placements differ
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+
+Mismatch = Literal["type", "shape", "dtype", "device"]
+
+
+def find_mismatch(live: Tensor, loaded: Tensor, *, cast: bool) -> Mismatch | None:
+    """Why ``live`` cannot be filled from ``loaded``, or None.
+
+    Shapes are never broadcast; with ``cast`` a dtype may differ from floating-point to floating-point.
+    """
+    if live.shape != loaded.shape:
+        return "shape"
+    if live.layout != loaded.layout:
+        return "type"
+    # copying from or to a tensor without memory would silently do nothing
+    if live.is_meta != loaded.is_meta:
+        return "device"
+    if live.dtype != loaded.dtype and not (cast and live.is_floating_point() and loaded.is_floating_point()):
+        return "dtype"
+    return None
+
+
+@torch.no_grad()
+def fill(live: Tensor, loaded: Tensor) -> None:
+    """Write the values of ``loaded`` into ``live``. Collective, on the mesh's ranks, if one of them is a DTensor."""
+    if is_dtensor(live):
+        live.to_local().copy_(_local_part(live, loaded))
+    else:
+        live.copy_(loaded.full_tensor() if is_dtensor(loaded) else loaded)
+
+
+def _local_part(live: Tensor, loaded: Tensor) -> Tensor:
+    """This rank's part of ``loaded`` under the mesh and placements of the DTensor ``live``."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(live, DTensor)
+    if is_dtensor(loaded) and loaded.device_mesh == live.device_mesh:
+        return loaded.redistribute(placements=live.placements).to_local()
+    whole = loaded.full_tensor() if is_dtensor(loaded) else loaded
+    # every rank holds the whole: no source rank has to send it
+    return distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None).to_local()
+
+
+def describe(value: object) -> str:
+    """What a value is, for reports: its type, shape and dtype, never its contents."""
+    if isinstance(value, Tensor):
+        name = "DTensor" if is_dtensor(value) else "Tensor"
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{device}"
+    if isinstance(value, dict | list | tuple | set):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,38 @@
+"""Symmetric matrices stored as their upper triangle: n(n+1)/2 numbers instead of n²."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def pack_upper_triangular(m: Tensor, *, check: bool = False) -> Tensor:
+    """The upper triangles of the matrices ``m``, row by row.
+
+        m [..., n, n] -> [..., n(n+1)/2]
+
+    Args:
+        m: symmetric matrices of any dtype; what is below the diagonal is not read.
+        check: refuse matrices that are not symmetric to the bit, for which the packed form would lose the lower half.
+    """
+    if m.ndim < 2 or m.shape[-1] != m.shape[-2]:
+        raise ValueError(f"pack_upper_triangular takes square matrices, got shape {tuple(m.shape)}")
+    if check and not torch.equal(m, m.mT):
+        raise ValueError(f"a matrix of shape {tuple(m.shape)} is not symmetric: packing would lose its lower triangle")
+    rows, columns = torch.triu_indices(m.shape[-1], m.shape[-1], device=m.device)
+    return m[..., rows, columns]
+
+
+def unpack_upper_triangular(p: Tensor) -> Tensor:
+    """The symmetric matrices whose upper triangles are ``p``, the inverse of `pack_upper_triangular`.
+
+    p [..., n(n+1)/2] -> [..., n, n]
+    """
+    length = p.shape[-1] if p.ndim else -1
+    n = (math.isqrt(8 * length + 1) - 1) // 2 if length >= 0 else -1
+    if n * (n + 1) // 2 != length or length < 0:
+        raise ValueError(f"the last dimension must be n(n+1)/2 for some n, got shape {tuple(p.shape)}")
+    # element (i, j) above the diagonal is number i·n - i(i-1)/2 + (j-i); below it is that of (j, i)
+    line = torch.arange(n, device=p.device)
+    i, j = torch.minimum(line[:, None], line), torch.maximum(line[:, None], line)
+    return p[..., i * n - i * (i - 1) // 2 + (j - i)]

@@ -1,0 +1,114 @@
+"""A block of a parameter: which one it is, and how to allocate tensors that live where it lives.
+
+A preconditioner keeps one state per block. It asks the block for its tensors instead of calling ``torch.zeros``, so
+the same code works for plain tensors (`BlockInfo`) and sharded ones (`DTensorBlockInfo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(eq=False)
+class BlockInfo:
+    """A block and its allocators.
+
+    Two are equal if they are of one class, have the same ids, and their parameters are the same or hold equal values.
+
+    Attributes:
+        param: the parameter the block belongs to.
+        composable_block_ids: the parameter's number and the block's name, unique over all blocks.
+        allocate_zeros_tensor: called as ``(size=, dtype=, device=)``.
+        allocate_ones_tensor: called as ``(size=, dtype=, device=)``.
+        allocate_eye_tensor: called as ``(n, dtype=, device=)``.
+        get_tensor: the tensor on this rank of one that was allocated here.
+    """
+
+    param: Tensor
+    composable_block_ids: tuple[int, str]
+    allocate_zeros_tensor: Callable[..., Tensor] = torch.zeros
+    allocate_ones_tensor: Callable[..., Tensor] = field(init=False, default=torch.ones)
+    allocate_eye_tensor: Callable[..., Tensor] = field(init=False, default=torch.eye)
+    get_tensor: Callable[[Tensor], Tensor] = field(init=False, default=_identity)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, BlockInfo)
+        return self.composable_block_ids == other.composable_block_ids and _same_values(self.param, other.param)
+
+    def __hash__(self) -> int:
+        return hash(self.composable_block_ids)
+
+
+@dataclass(eq=False)
+class DTensorBlockInfo(BlockInfo):
+    """A block whose tensors are DTensors: ``allocate_zeros_tensor`` decides their mesh and placements.
+
+    Ones and the identity are made from its zeros, each rank filling its own part, so nothing is communicated.
+    """
+
+    def __post_init__(self) -> None:
+        self.allocate_ones_tensor = partial(_ones, self.allocate_zeros_tensor)
+        self.allocate_eye_tensor = partial(_eye, self.allocate_zeros_tensor)
+        self.get_tensor = _to_local
+
+
+def _ones(allocate_zeros: Callable[..., Tensor], size: Any, **options: Any) -> Tensor:
+    tensor = allocate_zeros(size=size, **options)
+    _refuse_partial(tensor)
+    _to_local(tensor).fill_(1)
+    return tensor
+
+
+def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: Any) -> Tensor:
+    """The identity, of which this rank fills the elements whose global row and column agree."""
+    tensor = allocate_zeros(size=(n, n), **options)
+    _refuse_partial(tensor)
+    local = _to_local(tensor)
+    row, column = _global_offset(tensor)
+    # local (i, j) is global (row + i, column + j): on the diagonal if j - i = row - column
+    local.diagonal(row - column).fill_(1)
+    return tensor
+
+
+def _global_offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole tensor, in elements along each dimension."""
+    if not is_dtensor(tensor):
+        return (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def _refuse_partial(tensor: Tensor) -> None:
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"a block's tensors must be sharded or replicated, got placements {tensor.placements}")
+
+
+def _to_local(tensor: Tensor | DTensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    a, b = _to_local(a), _to_local(b)
+    # torch.equal raises across devices and dtypes, where the answer is plainly no
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,52 @@
+"""Two small things that configuration code keeps needing: the concrete subclasses of a class, and batches."""
+
+from abc import ABC
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from operator import index
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
+    """The concrete classes among ``cls`` and its live subclasses, depth-first in the order of their definition.
+
+    A class counts as abstract if abstract methods are left in it, or if it names ``ABC`` itself among its bases: that
+    is how a base class without abstract methods says that nobody should build it. A class that is reached by several
+    ways (a diamond) appears once, where it is met first.
+    """
+    # every class of the process derives from these two: a mistake, not a question
+    if not isinstance(cls, type) or cls is object or cls is type:
+        raise TypeError(f"cls has to be a class other than object and type, got {cls!r}")
+    found: dict[type[T], None] = {}
+    seen: set[type] = set()
+    waiting: list[type[T]] = [cls]
+    while waiting:
+        candidate = waiting.pop()
+        if candidate in seen:
+            continue
+        seen.add(candidate)
+        if not getattr(candidate, "__abstractmethods__", None) and ABC not in candidate.__bases__:
+            found[candidate] = None
+        # `type.__subclasses__` also works for metaclasses, where `candidate.__subclasses__` is unbound
+        waiting.extend(reversed(type.__subclasses__(candidate)))
+    return list(found)
+
+
+def batched(iterable: Iterable[T], n: int, *, strict: bool = False) -> Iterator[tuple[T, ...]]:
+    """Yield the items of ``iterable`` in tuples of ``n``; the last one may be shorter, unless ``strict``.
+
+    Lazy: it works on infinite iterables, and like any generator checks its arguments at the first ``next``.
+    """
+    try:
+        size = index(n)
+    except TypeError:
+        raise ValueError(f"{n=} must be an integer") from None
+    if size < 1:
+        raise ValueError(f"{n=} must be at least one")
+    iterator = iter(iterable)
+    while batch := tuple(islice(iterator, size)):
+        if strict and len(batch) < size:
+            raise ValueError(f"the last batch has {len(batch)} items instead of {n=}")
+        yield batch
