@@ -1,0 +1,259 @@
+"""The heuristics behind `optim_utils.balance.partition`: longest first, best fit, moves and swaps.
+
+Each works on plain numbers, looks at nothing but its arguments and breaks ties by the lowest index, so that every rank
+of a job finds the same answer without talking to the others. Ranks hold cost (what is balanced) and memory (what is
+bounded); without a bound ``cap`` is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+__all__ = ["Problem", "best_owners", "largest_load", "longest_first", "loads_of", "lower_bound"]
+
+# Work limits, in steps rather than seconds: the answer must not depend on the speed of the rank that computes it.
+_MAX_SWAPS = 2_000
+_MAX_LOOKS = 400_000
+_FIT_ROUNDS = 12
+# A gap this small is left alone.
+_CLOSE_ENOUGH = 1e-4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Items with costs and memory, ranks with loads they have already, and the most memory a rank may hold."""
+
+    costs: Sequence[float]
+    num_ranks: int
+    initial_load: Sequence[float]
+    memory: Sequence[float]
+    cap: float = math.inf
+    order: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = [(-cost, -size, item) for item, (cost, size) in enumerate(zip(self.costs, self.memory, strict=True))]
+        object.__setattr__(self, "order", [item for *_, item in sorted(keys)])
+
+    def swapped(self) -> Problem:
+        """The same items with memory as what is balanced, and no bound."""
+        return Problem(self.memory, self.num_ranks, [0] * self.num_ranks, self.costs)
+
+
+def loads_of(weights: Sequence[float], owner: Sequence[int], initial: Sequence[float]) -> list[float]:
+    """What each rank holds of ``weights``."""
+    loads = list(initial)
+    for weight, rank in zip(weights, owner, strict=True):
+        loads[rank] += weight
+    return loads
+
+
+def largest_load(problem: Problem, owner: Sequence[int]) -> float:
+    """The cost of the fullest rank."""
+    return max(loads_of(problem.costs, owner, problem.initial_load))
+
+
+def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[float]) -> float:
+    """What no partition can undercut: the mean, the largest item, and for each k the pigeonhole bound.
+
+    Of the k m + 1 largest items some rank holds k + 1, which cost at least as much as the k + 1 smallest of them.
+    """
+    ordered = sorted(costs, reverse=True)
+    sums = [0.0, *ordered]
+    for i, cost in enumerate(ordered):
+        sums[i + 1] = sums[i] + cost
+    total = sums[-1] + sum(initial_load)
+    largest = ordered[0] + min(initial_load) if ordered else 0
+    pigeonholes = (
+        sums[k * num_ranks + 1] - sums[k * num_ranks - k] for k in range(1, (len(ordered) - 1) // num_ranks + 1)
+    )
+    return max(total / num_ranks, largest, max(initial_load), *pigeonholes)
+
+
+def longest_first(problem: Problem) -> list[int] | None:
+    """LPT: from the largest item down, each to the rank that holds least; None if a rank with room is not found."""
+    loads = [(load, rank) for rank, load in enumerate(problem.initial_load)]
+    heapify(loads)
+    held = [0.0] * problem.num_ranks
+    owner = [0] * len(problem.costs)
+    for item in problem.order:
+        size, full = problem.memory[item], []
+        while loads and held[loads[0][1]] + size > problem.cap:
+            full.append(heappop(loads))
+        if not loads:
+            return None
+        load, rank = heappop(loads)
+        owner[item] = rank
+        held[rank] += size
+        for entry in (*full, (load + problem.costs[item], rank)):
+            heappush(loads, entry)
+    return owner
+
+
+def best_owners(problem: Problem) -> list[int] | None:
+    """The best of several starts, improved; None if no start respects the cap."""
+    bound = lower_bound(problem.costs, problem.num_ranks, problem.initial_load)
+    starts = [longest_first(problem)]
+    if problem.cap < math.inf:
+        starts += [_both_at_once(problem), _smallest_memory(problem)]
+    best: list[int] | None = None
+    best_load = math.inf
+    for start in starts:
+        if start is None or best_load <= bound * (1 + _CLOSE_ENOUGH):
+            continue
+        improved = _improve(problem, start, bound)
+        if (load := largest_load(problem, improved)) < best_load:
+            best, best_load = improved, load
+    if best is not None and best_load > bound * (1 + _CLOSE_ENOUGH):
+        fitted = _multifit(problem, bound, best_load)
+        if fitted is not None:
+            fitted = _improve(problem, fitted, bound)
+            if largest_load(problem, fitted) < best_load:
+                best = fitted
+    return best
+
+
+def _smallest_memory(problem: Problem) -> list[int] | None:
+    """Memory alone balanced as well as can be: where the cap can be kept at all, this often keeps it."""
+    owner = best_owners(problem.swapped())
+    assert owner is not None
+    return owner if max(loads_of(problem.memory, owner, [0] * problem.num_ranks)) <= problem.cap else None
+
+
+def _both_at_once(problem: Problem) -> list[int] | None:
+    """Longest first by whichever of cost and memory is scarcer for the item, each to the rank that is least full."""
+    mean_cost = max(sum(problem.costs) / problem.num_ranks, math.ulp(0.0))
+    relative = [
+        max(cost / mean_cost, size / problem.cap) for cost, size in zip(problem.costs, problem.memory, strict=True)
+    ]
+    loads, held = list(problem.initial_load), [0.0] * problem.num_ranks
+    owner = [0] * len(relative)
+    for item in sorted(range(len(relative)), key=lambda item: (-relative[item], item)):
+        cost, size = problem.costs[item], problem.memory[item]
+        rank = min(
+            (rank for rank in range(problem.num_ranks) if held[rank] + size <= problem.cap),
+            key=lambda rank: (max((loads[rank] + cost) / mean_cost, (held[rank] + size) / problem.cap), rank),
+            default=None,
+        )
+        if rank is None:
+            return None
+        owner[item] = rank
+        loads[rank] += cost
+        held[rank] += size
+    return owner
+
+
+def _multifit(problem: Problem, low: float, high: float) -> list[int] | None:
+    """Bisect the largest load, packing by best fit decreasing; the best packing strictly below ``high``, if any."""
+    best = None
+    for _ in range(_FIT_ROUNDS):
+        middle = (low + high) / 2
+        owner = _best_fit(problem, middle)
+        if owner is None:
+            low = middle
+        else:
+            best, high = owner, middle
+    return best
+
+
+def _best_fit(problem: Problem, size: float) -> list[int] | None:
+    """From the largest item down, each to the fullest rank that stays within ``size`` and the cap."""
+    room = sorted((size - load, rank) for rank, load in enumerate(problem.initial_load))
+    held = [0.0] * problem.num_ranks
+    owner = [0] * len(problem.costs)
+    for item in problem.order:
+        cost, memory = problem.costs[item], problem.memory[item]
+        place = bisect_left(room, (cost, -1))
+        while place < len(room) and held[room[place][1]] + memory > problem.cap:
+            place += 1
+        if place == len(room):
+            return None
+        left, rank = room.pop(place)
+        owner[item] = rank
+        held[rank] += memory
+        insort(room, (left - cost, rank))
+    return owner
+
+
+def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
+    """Moves and swaps off the fullest rank, as long as one lowers it without filling another as much."""
+    owner = list(start)
+    loads = loads_of(problem.costs, owner, problem.initial_load)
+    held = loads_of(problem.memory, owner, [0] * problem.num_ranks)
+    # items of each rank by increasing cost
+    items: list[list[tuple[float, int]]] = [[] for _ in range(problem.num_ranks)]
+    for item, rank in enumerate(owner):
+        items[rank].append((problem.costs[item], item))
+    for row in items:
+        row.sort()
+    looks = 0
+    for _ in range(_MAX_SWAPS):
+        full = max(range(problem.num_ranks), key=lambda rank: (loads[rank], -rank))
+        if loads[full] <= bound * (1 + _CLOSE_ENOUGH) or looks > _MAX_LOOKS:
+            break
+        best: tuple[float, int, int, int] | None = None
+        for rank in sorted(range(problem.num_ranks), key=lambda rank: (loads[rank], rank)):
+            difference = loads[full] - loads[rank]
+            if difference <= 0 or (best is not None and best[0] >= difference / 2):
+                break
+            found, looked = _best_exchange(problem, items[full], items[rank], difference, held[full], held[rank])
+            looks += looked
+            if found is not None and (best is None or found[0] > best[0]):
+                best = (found[0], rank, found[1], found[2])
+        if best is None:
+            break
+        _, rank, given, taken = best
+        for item, source, target in ((given, full, rank), (taken, rank, full)):
+            if item >= 0:
+                cost, size = problem.costs[item], problem.memory[item]
+                items[source].remove((cost, item))
+                insort(items[target], (cost, item))
+                owner[item] = target
+                loads[source] -= cost
+                loads[target] += cost
+                held[source] -= size
+                held[target] += size
+    return owner
+
+
+def _best_exchange(
+    problem: Problem,
+    full: Sequence[tuple[float, int]],
+    other: Sequence[tuple[float, int]],
+    difference: float,
+    held_full: float,
+    held_other: float,
+) -> tuple[tuple[float, int, int] | None, int]:
+    """The (gain, item given, item taken or -1) that lowers the fuller of two ranks most, and how many were looked at.
+
+    Giving cost a for b changes the larger load from L to max(L - (a - b), L - difference + (a - b)): the gain is
+    min(a - b, difference - (a - b)), at most half the difference.
+    """
+    best: tuple[float, int, int] | None = None
+    half = difference / 2
+    looks = 0
+    previous = None
+    for cost, item in reversed(full):
+        size = problem.memory[item]
+        if (cost, size) == previous:
+            continue
+        previous = (cost, size)
+        candidates = [(0.0, -1)]
+        # the two neighbours of the ideal partner, and with a cap some further ones
+        middle = bisect_left(other, (cost - half, -1))
+        reach = 1 if problem.cap == math.inf else 8
+        candidates += other[max(0, middle - reach) : middle + reach]
+        for partner_cost, partner in candidates:
+            looks += 1
+            moved = cost - partner_cost
+            gain = min(moved, difference - moved)
+            if gain <= 0 or (best is not None and gain <= best[0]):
+                continue
+            partner_size = problem.memory[partner] if partner >= 0 else 0
+            if held_other + size - partner_size > problem.cap or held_full - size + partner_size > problem.cap:
+                continue
+            best = (gain, item, partner)
+    return best, looks

@@ -1,0 +1,192 @@
+"""Who owns what: items given to ranks so that the slowest rank finishes as early as possible.
+
+    minimise   max over ranks r of  initial_load[r] + Σ costs of the items of r
+    subject to                      Σ memory of the items of r ≤ memory_cap
+
+The answer depends on the arguments alone, so every rank of a job computes the same one; `Partition.fingerprint` lets
+them compare. Costs come from a model of the work: bytes moved, eigendecompositions, Newton–Schulz products.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from optim_utils._balance_search import Problem, best_owners, largest_load, loads_of, longest_first, lower_bound
+
+__all__ = ["BytesCost", "CostModel", "CubicCost", "NewtonSchulzCost", "Partition", "partition"]
+
+CostModel = Callable[[Sequence[int], torch.dtype], float]
+
+
+@dataclass(frozen=True)
+class BytesCost:
+    """The bytes of a tensor, rounded up to ``alignment`` bytes: elementwise updates, buffers, messages."""
+
+    alignment: int = 64
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        return -(-prod(shape) * dtype.itemsize // self.alignment) * self.alignment
+
+
+@dataclass(frozen=True)
+class CubicCost:
+    """Σ d³ over the dimensions d: the eigendecompositions or roots of one square factor a dimension (Shampoo, SOAP)."""
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        return sum(size**3 for size in shape)
+
+
+@dataclass(frozen=True)
+class NewtonSchulzCost:
+    """Flops of ``steps`` Newton–Schulz steps on (..., m, n): 4 m² n + 2 m³ each with m ≤ n, times the batch (Muon)."""
+
+    steps: int = 5
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        if len(shape) < 2:
+            raise ValueError(f"Newton–Schulz works on matrices, got shape {tuple(shape)}")
+        *batch, rows, columns = shape
+        m, n = sorted((rows, columns))
+        return prod(batch) * self.steps * (4 * m * m * n + 2 * m**3)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The rank of each item (``owner``), what each rank holds, and how near that is to what is possible.
+
+    ``lower_bound`` is a load that no partition can undercut; ``loads`` are in the units of the costs.
+    """
+
+    owner: tuple[int, ...]
+    loads: tuple[float, ...]
+    memory_loads: tuple[float, ...] | None
+    lower_bound: float
+    costs: tuple[float, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the items."""
+        return len(self.loads)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over mean load; 1 is perfect."""
+        return _ratio(max(self.loads), sum(self.loads) / self.num_ranks)
+
+    @property
+    def gap(self) -> float:
+        """How far the largest load is above the lower bound, as a fraction: 0 means that nothing can be better."""
+        return _ratio(max(self.loads), self.lower_bound) - 1
+
+    def items(self, rank: int) -> tuple[int, ...]:
+        """The items that ``rank`` owns, ascending."""
+        return tuple(item for item, owner in enumerate(self.owner) if owner == rank)
+
+    def report(self) -> str:
+        """A few lines for a log: balance, bound, what limits it and what would help."""
+        full = max(range(self.num_ranks), key=lambda rank: (self.loads[rank], -rank))
+        lines = [
+            f"{len(self.owner)} items on {self.num_ranks} ranks: max/mean {self.imbalance:.3f}, "
+            f"{100 * self.gap:.1f} % above the lower bound of {self.lower_bound:.6g}",
+            f"fullest: rank {full} with {self.loads[full]:.6g} in {len(self.items(full))} item(s)",
+        ]
+        if self.memory_loads is not None:
+            mean = sum(self.memory_loads) / self.num_ranks
+            lines.append(
+                f"memory: at most {max(self.memory_loads):.6g}, {_ratio(max(self.memory_loads), mean):.3f} × the mean"
+            )
+        mean = sum(self.loads) / self.num_ranks
+        if self.costs and max(self.costs) > mean * (1 + 1e-9):
+            item = self.costs.index(max(self.costs))
+            lines.append(f"split item {item}: alone it costs {_ratio(max(self.costs), mean):.2f} × the mean load")
+        return "\n".join(lines)
+
+    def fingerprint(self) -> str:
+        """A hash of who owns what, equal on all ranks that were given the same problem."""
+        return hashlib.sha256(json.dumps([self.num_ranks, self.owner]).encode()).hexdigest()
+
+
+def partition(
+    costs: Sequence[float],
+    num_ranks: int,
+    *,
+    memory: Sequence[float] | None = None,
+    memory_cap: int | float | None = None,
+    initial_load: Sequence[float] | None = None,
+    improve: bool = True,
+) -> Partition:
+    """Give each item to a rank so that the largest load is small: longest first, then moves, swaps and best fit.
+
+    Args:
+        costs: what each item costs its owner; finite and not negative.
+        num_ranks: how many ranks there are.
+        memory: what each item weighs under ``memory_cap``, in bytes.
+        memory_cap: the most memory a rank may own: an int in bytes, a float as a multiple of the mean over ranks.
+        initial_load: cost that each rank bears already.
+        improve: False stops after longest first (LPT), which the result is never worse than.
+
+    Raises:
+        ValueError: if no partition within ``memory_cap`` was found; it names the smallest cap that was.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    costs = _checked("costs", costs)
+    initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
+    sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
+    cap = _cap_in_bytes(sizes, num_ranks, memory_cap, given=memory is not None)
+    problem = Problem(costs, num_ranks, initial, sizes, cap)
+    owner = longest_first(problem)
+    if improve or owner is None:
+        owner = best_owners(problem)
+    if owner is None:
+        raise _infeasible(problem)
+    return Partition(
+        owner=tuple(owner),
+        loads=tuple(loads_of(costs, owner, initial)),
+        memory_loads=tuple(loads_of(sizes, owner, [0] * num_ranks)) if memory is not None else None,
+        lower_bound=lower_bound(costs, num_ranks, initial),
+        costs=tuple(costs),
+    )
+
+
+def _checked(name: str, values: Sequence[float], length: int | None = None) -> list[float]:
+    values = list(values)
+    if length is not None and len(values) != length:
+        raise ValueError(f"{name} must have {length} entries, got {len(values)}")
+    for i, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
+    return values
+
+
+def _cap_in_bytes(sizes: Sequence[float], num_ranks: int, cap: int | float | None, *, given: bool) -> float:
+    if cap is None:
+        return math.inf
+    if not given:
+        raise ValueError("memory_cap needs memory: what each item weighs")
+    if not cap > 0:
+        raise ValueError(f"memory_cap must be positive, got {cap}")
+    return cap if isinstance(cap, int) else cap * sum(sizes) / num_ranks
+
+
+def _infeasible(problem: Problem) -> ValueError:
+    by_memory = problem.swapped()
+    owner = best_owners(by_memory)
+    assert owner is not None
+    smallest = largest_load(by_memory, owner)
+    mean = sum(problem.memory) / problem.num_ranks
+    return ValueError(
+        f"no partition found within memory_cap = {problem.cap:.0f} bytes a rank; the smallest cap found is "
+        f"{smallest:.0f} bytes ({_ratio(smallest, mean):.3f} × the mean): raise it, or split the largest items"
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 1.0
