@@ -1,1 +1,26 @@
-"""optim-kernels."""
+"""AdamW and Muon on one device at the speed of its memory and tensor cores, as ``torch.optim`` classes and functions.
+
+Kernels are in Triton; every update also exists in plain torch (``optim_kernels.reference``), which is what runs where
+Triton cannot. Importing this package imports no Triton.
+"""
+
+from optim_kernels import functional, reference
+from optim_kernels.clip import (
+    clip_factor,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    compute_global_grad_norm,
+    get_total_norm,
+    sum_of_squares,
+)
+
+__all__ = [
+    "clip_factor",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "compute_global_grad_norm",
+    "functional",
+    "get_total_norm",
+    "reference",
+    "sum_of_squares",
+]

@@ -1,0 +1,117 @@
+"""What the optimizer classes of this package share: closures, capture, loss scaling, loading of state, ``explain``.
+
+An optimizer of ours is a ``torch.optim.Optimizer`` whose state keeps its own dtypes. torch casts every loaded tensor of
+the state except ``step`` to the parameter's dtype (pytorch#43706), which turns the fp32 moments of a bf16 parameter, or
+even its int8 codes, into bf16; ``StatefulOptimizer.load_state_dict`` puts the saved values back; the class places
+them (``_place_state``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_logger = logging.getLogger(__name__)
+
+
+class StatefulOptimizer(Optimizer):
+    """A ``torch.optim.Optimizer`` whose state keeps its dtypes through ``load_state_dict``.
+
+    A mixin for the classes here: it comes before torch's optimizer class among the bases.
+    """
+
+    # GradScaler then leaves unscaling to `step`, which reads `grad_scale` and `found_inf` on the device.
+    _step_supports_amp_scaling = True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with."""
+        loaded: dict[str, Any] = {}
+
+        # Hooks of the user's may replace the dict, and theirs run first: ours sees the one that torch loads.
+        def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            loaded.update(state_dict)
+
+        def put_back(_: Optimizer) -> None:
+            self._put_back(loaded)
+
+        handles = [
+            self.register_load_state_dict_pre_hook(remember),
+            self.register_load_state_dict_post_hook(put_back, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _put_back(self, loaded: dict[str, Any]) -> None:
+        """Replace each state value that torch cast by the loaded one, as ``_place_state`` wants it."""
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for saved_id, (group, param) in zip(saved_ids, self._parameters(), strict=True):
+            saved = loaded["state"].get(saved_id)
+            if saved is not None:
+                self.state[param] = self._place_state(param, group, dict(saved))
+
+    def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The state of ``param`` from a loaded one: each tensor on the parameter's device, in its saved dtype."""
+        return {
+            key: value.to(param.device) if isinstance(value, Tensor) and key != "step" else value
+            for key, value in saved.items()
+        }
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Every parameter with its group, in order."""
+        return ((group, param) for group in self.param_groups for param in group["params"])
+
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """A name for every parameter: the one it was given, or its place, ``param_groups[i]['params'][j]``."""
+        return {
+            param: group["param_names"][j] if "param_names" in group else f"param_groups[{i}]['params'][{j}]"
+            for i, group in enumerate(self.param_groups)
+            for j, param in enumerate(group["params"])
+        }
+
+    def _loss_scaling(self) -> tuple[Tensor | None, Tensor | None]:
+        """``(grad_scale, found_inf)`` that a ``GradScaler`` put on this optimizer for the step."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The loss of ``closure``, run with gradients enabled; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def check_capture(optimizer: Optimizer) -> None:
+    """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        return
+    if not all(group["capturable"] for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
+            "least one group; construct the optimizer with capturable=True"
+        )
+
+
+def log_fallback(optimizer: Optimizer, reasons: Iterable[str]) -> None:
+    """One log line that says which parameters, and why, plain torch updates."""
+    distinct = sorted(set(reasons))
+    if distinct:
+        _logger.info("%s uses plain torch where %s; see explain()", type(optimizer).__name__, "; ".join(distinct))
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, footer: Sequence[str] = ()) -> str:
+    """An aligned plain-text table, one line a row, then the lines of ``footer``."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *footer])

@@ -1,0 +1,118 @@
+"""Global gradient norms and clipping without a host synchronisation.
+
+    norm    = (Σ |g|^p)^(1/p)  over all gradients;  p = 2 unless said otherwise
+    factor  = min(1, max_norm / (norm + 1e-6))
+    g      <- factor · g
+
+The functions take torch's arguments and mean what torch's mean, with three differences: the norm of bf16 gradients is
+an fp32 number (torch returns bf16, three digits), gradients are not written when the factor is 1, and the factor stays
+on the device, where an optimizer's ``step(clip_factor=...)`` reads it instead of a pass over the gradients.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from optim_kernels import reference
+
+__all__ = [
+    "clip_factor",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "compute_global_grad_norm",
+    "get_total_norm",
+    "sum_of_squares",
+]
+
+Tensors = Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The total norm of the gradients, which are then scaled down in place to at most ``max_norm``."""
+    parameters = _as_list(parameters)
+    norm = get_total_norm(_gradients(parameters), norm_type, error_if_nonfinite, foreach)
+    clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    return norm
+
+
+@torch.no_grad()
+def compute_global_grad_norm(
+    parameters: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """The norm of the gradients of ``parameters``, those without one left out; nothing is changed."""
+    return get_total_norm(_gradients(_as_list(parameters)), norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """The norm of all tensors as if they were one vector: 0-d, fp32 (fp64 if a tensor is), on the first one's device.
+
+    Args:
+        foreach: as in torch: ``True`` asks for its foreach functions, ``False`` for one call a tensor.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.
+    """
+    tensors = _as_list(tensors)
+    if foreach:
+        norm = torch.nn.utils.get_total_norm(tensors, norm_type, False, True)
+    else:
+        norm = reference.total_norm(tensors, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of {len(tensors)} gradients is {norm.item()}, so they cannot be "
+            "clipped; pass error_if_nonfinite=False to scale them by it all the same"
+        )
+    return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place."""
+    gradients = _gradients(_as_list(parameters))
+    if gradients:
+        factor = clip_factor(total_norm, max_norm)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+
+
+@torch.no_grad()
+def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (total_norm + 1e-6))``, 0-d on the norm's device; NaN if the norm is."""
+    return reference.clip_factor(total_norm, float(max_norm))
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
+    """Σ g² over all tensors: 0-d fp64, the local part for a caller that adds it up over ranks."""
+    total = reference.sum_of_squares(_as_list(tensors))
+    return total if out is None else out.copy_(total)
+
+
+def _as_list(tensors: Tensors) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    listed = list(tensors)
+    if not listed and isinstance(tensors, types.GeneratorType):
+        warnings.warn("the generator of tensors is empty, so there is nothing to clip", stacklevel=3)
+    return listed
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
