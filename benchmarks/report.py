@@ -1,0 +1,167 @@
+"""What every benchmark writes: the machine, versions, date and command, a table, JSON for machines, and a picture.
+
+report = Report("AdamW step")
+report.add(list="d20", what="ours", ms=1.92, note="graph")
+report.show()                 # heading and table on stdout
+report.save_json(path)        # the same rows with everything needed to repeat them
+report.save_plot(path, value="ms", label="what", group="list")
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist", "torch", "triton", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of python and of the packages that figures depend on, where they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The processor and, where there are some, the GPUs with their driver."""
+    facts: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "sms": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            **clocks("driver_version"),
+        }
+    return facts
+
+
+def clocks(fields: str = "clocks.sm,clocks.mem,power.draw,temperature.gpu") -> dict[str, str]:
+    """What nvidia-smi says of the first GPU at this moment; empty where it cannot be asked."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields.split(","), (value.strip() for value in answer.split(",")), strict=True))
+
+
+class Report:
+    """Rows of one benchmark together with what is needed to repeat it."""
+
+    def __init__(self, title: str, *, command: str | None = None) -> None:
+        self.title = title
+        self.command = command or "python " + " ".join([f"-m {_module_name()}", *sys.argv[1:]])
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.rows: list[Row] = []
+
+    def add(self, **row: Any) -> None:
+        """Append a row; columns appear in the order in which they are first used."""
+        self.rows.append(row)
+
+    def heading(self) -> str:
+        """Title, command, date, machine and versions, a line each."""
+        facts = ", ".join(f"{key} {value}" for key, value in machine().items())
+        packages = ", ".join(f"{key} {value}" for key, value in versions().items())
+        return f"{self.title}\n$ {self.command}\n{self.date}; {facts}\n{packages}"
+
+    def table(self, columns: Sequence[str] | None = None) -> str:
+        """The rows as an aligned text table: numbers with four significant digits, to the right."""
+        columns = columns or list(dict.fromkeys(key for row in self.rows for key in row))
+        cells = [[_text(row.get(column)) for column in columns] for row in self.rows]
+        widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
+        numeric = [any(isinstance(row.get(column), int | float) for row in self.rows) for column in columns]
+        lines = [list(columns), ["-" * width for width in widths], *cells]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
+            ).rstrip()
+            for line in lines
+        )
+
+    def show(self) -> None:
+        """Print heading and table."""
+        print(f"{self.heading()}\n\n{self.table()}\n", flush=True)
+
+    def save_json(self, path: str | Path) -> None:
+        """Write the rows with machine, versions, command and date."""
+        content = {
+            "title": self.title,
+            "command": self.command,
+            "date": self.date,
+            "machine": machine(),
+            "versions": versions(),
+            "rows": self.rows,
+        }
+        _prepared(path).write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+    def save_plot(self, path: str | Path, *, value: str, label: str, group: str | None = None) -> None:
+        """Draw ``value`` as horizontal bars named by ``label``, one panel for each value of ``group``."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        rows = [row for row in self.rows if isinstance(row.get(value), int | float)]
+        panels = list(dict.fromkeys(row.get(group) if group else self.title for row in rows))
+        bars = [[row for row in rows if not group or row.get(group) == panel] for panel in panels]
+        heights = [0.6 + 0.28 * len(panel) for panel in bars]
+        figure, axes = pyplot.subplots(
+            len(panels), 1, figsize=(8, sum(heights) + 0.6), squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        for axis, panel, panel_rows in zip(axes[:, 0], panels, bars):
+            names = [_text(row.get(label)) for row in panel_rows]
+            container = axis.barh(range(len(names)), [row[value] for row in panel_rows], color="#4477aa")
+            axis.bar_label(container, fmt="%.4g", padding=3)
+            axis.set_yticks(range(len(names)), names)
+            axis.invert_yaxis()
+            axis.set_title(str(panel), fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[-1, 0].set_xlabel(value)
+        figure.suptitle(self.title)
+        figure.tight_layout()
+        figure.savefig(_prepared(path), dpi=150)
+        pyplot.close(figure)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _prepared(path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).stem
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,138 @@
+"""How long a call takes: replayed from a CUDA graph, called back to back, after a flush of L2, or for a whole second.
+
+    graph      device time: the calls are captured once and replayed; no host cost
+    wall       what a training loop sees: eager calls in a row, one synchronisation at the end
+    flushed    device time of single calls, each after L2 was overwritten
+    sustained  graph replays for a second: the clocks that the power limit allows
+
+Give ``graph_ms`` several functions that do the same on different tensors, more than three times the L2 together, and
+the figure is "cold"; give it one and small inputs stay in L2, which is "hot". On a CPU only ``wall_ms`` exists.
+All figures are milliseconds per call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+L2_BYTES = 60 << 20
+
+
+def capture(calls: Sequence[Call], *, warmups: int = 2) -> torch.cuda.CUDAGraph:
+    """A graph of all ``calls`` in order, captured after each has run ``warmups`` times on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            for _ in range(warmups):
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, num_calls: int, *, replays: int = 15, budget_ms: float = 130.0) -> float:
+    """The median time of a replay over ``num_calls``: 15 replays, or at least 5 once the budget is spent."""
+    graph.replay()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    while len(times) < replays and (len(times) < 5 or sum(times) < budget_ms):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times) / num_calls
+
+
+def graph_ms(calls: Sequence[Call], *, repeat: int = 1) -> float:
+    """Device time of a call, from a graph of ``repeat`` rounds over ``calls``."""
+    rounds = list(calls) * repeat
+    return replay_ms(capture(rounds), len(rounds))
+
+
+def wall_ms(calls: Sequence[Call], *, at_least_ms: float = 100.0, repeats: int = 3, warmups: int = 3) -> float:
+    """Median over ``repeats`` of the time of back-to-back calls that go on for ``at_least_ms``."""
+    for call in calls:
+        for _ in range(warmups):
+            call()
+    _synchronize()
+    count, figures = 1, []
+    while len(figures) < repeats:
+        start = time.perf_counter()
+        for i in range(count):
+            calls[i % len(calls)]()
+        _synchronize()
+        elapsed = 1e3 * (time.perf_counter() - start)
+        if elapsed < at_least_ms:
+            count = max(count + 1, round(1.2 * count * at_least_ms / max(elapsed, 1e-3)))
+        else:
+            figures.append(elapsed / count)
+    return statistics.median(figures)
+
+
+def host_us(call: Call, *, num_calls: int = 50) -> float:
+    """Microseconds the host spends in a call, the device's work not waited for."""
+    figures = []
+    for _ in range(5):
+        _synchronize()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        figures.append(1e6 * (time.perf_counter() - start) / num_calls)
+    _synchronize()
+    return statistics.median(figures)
+
+
+def flushed_ms(call: Call, *, runs: int = 20) -> float:
+    """Median device time of single calls, each after writing four times the L2."""
+    junk = torch.empty(4 * L2_BYTES, dtype=torch.uint8, device="cuda")
+    call()
+    times = []
+    for _ in range(runs):
+        junk.fill_(1)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def sustained_ms(calls: Sequence[Call], *, seconds: float = 1.0) -> float:
+    """Mean device time of a call over replays that go on for ``seconds``."""
+    graph = capture(calls)
+    once = replay_ms(graph, 1, replays=5)
+    count = max(1, round(1e3 * seconds / once))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count / len(calls)
+
+
+def alternate(timers: Mapping[str, Callable[[], float]], *, rounds: int = 2) -> dict[str, float]:
+    """The median figure of each timer, measured in turn (A B A B), so that all see the same drift of the clocks."""
+    figures: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            figures[name].append(timer())
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
