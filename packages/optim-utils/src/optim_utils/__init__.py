@@ -5,10 +5,19 @@ else.
 """
 
 from optim_utils.abstract_dataclass import AbstractDataclass, FrozenAbstractDataclass
+from optim_utils.balance import BytesCost, CostModel, CubicCost, NewtonSchulzCost, Partition, partition
 from optim_utils.block_info import BlockInfo, DTensorBlockInfo
 from optim_utils.commons import batched, get_all_non_abstract_subclasses
 from optim_utils.dict_zip_iterator import DictZipIterator
 from optim_utils.optimizer_modules import LoadIssue, LoadReport, OptimizerModule, StateLoadError
+from optim_utils.param_groups import (
+    MatrixView,
+    Route,
+    RouteTable,
+    Rule,
+    UnroutedParameterError,
+    route_parameters,
+)
 from optim_utils.shampoo_utils import (
     MergePlan,
     ParameterizeEnterExitContext,
@@ -27,15 +36,25 @@ from optim_utils.shampoo_utils import (
 __all__ = [
     "AbstractDataclass",
     "BlockInfo",
+    "BytesCost",
+    "CostModel",
+    "CubicCost",
     "DTensorBlockInfo",
     "DictZipIterator",
     "FrozenAbstractDataclass",
     "LoadIssue",
     "LoadReport",
+    "MatrixView",
     "MergePlan",
+    "NewtonSchulzCost",
     "OptimizerModule",
     "ParameterizeEnterExitContext",
+    "Partition",
+    "Route",
+    "RouteTable",
+    "Rule",
     "StateLoadError",
+    "UnroutedParameterError",
     "batched",
     "compress_list",
     "distribute_buffer_sizes",
@@ -46,6 +65,8 @@ __all__ = [
     "multi_dim_split",
     "multi_dim_unsplit",
     "pack_upper_triangular",
+    "partition",
     "plan_merge",
+    "route_parameters",
     "unpack_upper_triangular",
 ]
