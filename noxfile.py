@@ -70,10 +70,12 @@ def _tests(package: str) -> str:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style of the code, and an audit of the workflows that needs no network."""
+    """Style of the code, the direction of its imports, and an audit of the workflows that needs no network."""
     session.install("--group", f"{ROOT / 'pyproject.toml'}:lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    source = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source})
     session.run("zizmor", "--offline", "--no-progress", ".github")
 
 
