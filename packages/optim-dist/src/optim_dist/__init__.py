@@ -1,1 +1,8 @@
-"""optim-dist."""
+"""ZeRO-2 AdamW on ``torch.distributed``: any shape, any world size, at the wire's floor."""
+
+from optim_dist._options import CommonOptions, Options
+from optim_dist.adamw import TritonDistAdamW
+from optim_dist.clip import clip_grad_norm_
+from optim_dist.plan import Plan, make_plan
+
+__all__ = ["CommonOptions", "Options", "Plan", "TritonDistAdamW", "clip_grad_norm_", "make_plan"]

@@ -1,0 +1,109 @@
+"""The ranks that share one optimizer's work: the only module that calls ``torch.distributed`` collectives.
+
+Letters: W = ranks, C = elements of a chunk, ``flat`` = W chunks one behind another, of which rank r owns chunk r.
+
+    reduce_scatter_   flat[r] on rank r becomes the sum over ranks of flat[r]        sends (W-1)/W of flat
+    all_gather_       flat[s] on every rank becomes rank s's flat[s]                 sends (W-1)/W of flat
+    exchange          out[s] on rank r becomes rank s's flat[r]                      sends (W-1)/W of flat
+
+The first two work in place. All are asynchronous: the caller keeps the tensors and the ``Work`` alive until it has
+waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed the flat collectives and warns about the old names
+_reduce_scatter_flat = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
+_all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+class Communicator:
+    """One process group seen by an optimizer; with one rank no collective ever runs."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            if group is not None:
+                raise RuntimeError("process_group was given, but torch.distributed is not initialized")
+            self.rank, self.world_size = 0, 1
+        else:
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise ValueError("this rank is not a member of the optimizer's process group")
+            if timeout is not None and self.world_size > 1:
+                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+                group = dist.new_group(ranks, timedelta(seconds=timeout), use_local_synchronization=True)
+        self.group = group
+        self.device = device
+        self.bytes_sent = 0
+        self.num_calls = 0
+
+    def reduce_scatter_(self, flat: Tensor) -> dist.Work:
+        """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
+        self._count(flat)
+        return _work(_reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True))
+
+    def all_gather_(self, flat: Tensor) -> dist.Work:
+        """Fill every chunk of ``flat [W * C]`` with its owner's."""
+        self._count(flat)
+        return _work(_all_gather_flat(flat, self._own(flat), group=self.group, async_op=True))
+
+    def exchange(self, out: Tensor, flat: Tensor) -> dist.Work:
+        """Fill ``out [W * C]`` with every rank's contribution to the chunk that this rank owns, in rank order."""
+        self._count(flat)
+        return _work(dist.all_to_all_single(out, flat, group=self.group, async_op=True))
+
+    def gather_message(self, message: Tensor) -> Tensor:
+        """``message [K]`` of every rank as ``[W, K]``, on every rank."""
+        if self.world_size == 1:
+            return message.unsqueeze(0)
+        gathered = message.new_empty(self.world_size * message.numel())
+        self._own(gathered).copy_(message)
+        self.all_gather_(gathered).wait()
+        return gathered.view(self.world_size, -1)
+
+    def broadcast_(self, flat: Tensor, source: int = 0) -> None:
+        """Overwrite ``flat`` by that of rank ``source`` of the group."""
+        if self.world_size > 1 and flat.numel():
+            dist.broadcast(flat, group=self.group, group_src=source)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
+        if self.world_size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
+        sizes = (
+            self.gather_message(torch.tensor([payload.numel()], dtype=torch.int64, device=self.device))
+            .flatten()
+            .tolist()
+        )
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: payload.numel()] = payload.to(self.device)
+        rows = self.gather_message(padded).cpu()
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
+
+    def barrier(self) -> None:
+        """Return once every rank has arrived."""
+        self.gather_json(None)
+
+    def _own(self, flat: Tensor) -> Tensor:
+        chunk = flat.numel() // self.world_size
+        return flat[self.rank * chunk : (self.rank + 1) * chunk]
+
+    def _count(self, flat: Tensor) -> None:
+        self.num_calls += 1
+        self.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "an asynchronous collective returns its Work on every member of the group"
+    return work

@@ -1,0 +1,194 @@
+"""From what the user passes to what the plan needs: names, order, checks, and agreement over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from optim_dist._collectives import Communicator
+from optim_dist.buckets import Bucket, is_dense
+from optim_dist.plan import ParameterSpec, Plan, RouteName
+from optim_utils.param_groups import MatrixView
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trained parameter: its name, its group, and the matrices inside if they are not its last two dimensions."""
+
+    name: str
+    parameter: Tensor
+    group: int
+    listed: int  # its number among all parameters of the groups
+    route: RouteName
+    view: MatrixView | None = None
+
+
+def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
+    """``params`` as a list in which a tied parameter stands once in a group; torch warns about a second time."""
+    items: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _distinct(group["params"])} if "views" not in group else group for group in items]
+    return _distinct(items)
+
+
+def find_entries(
+    groups: Sequence[dict[str, Any]],
+    routes: Sequence[RouteName],
+    views: Sequence[Sequence[MatrixView | None]],
+    model: nn.Module | None,
+    first_group: int = 0,
+) -> list[Entry]:
+    """The parameters of ``groups[first_group:]`` that need a gradient, in the order of the model, else as listed."""
+    named = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    position = {key: place for place, key in enumerate(named)}
+    found = []
+    listed = 0
+    for index, group in enumerate(groups):
+        names = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            name = named.get(id(parameter)) or (names[place] if names else f"{index}.{place}")
+            if index >= first_group and parameter.requires_grad:
+                found.append(Entry(name, parameter, index, listed, routes[index], views[index][place]))
+            listed += 1
+    return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
+
+
+def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
+    """What the plan knows of each entry."""
+    return [
+        ParameterSpec(
+            entry.name,
+            tuple(local(entry.parameter).shape),
+            tuple(local(entry.parameter).stride()),
+            entry.parameter.dtype,
+            entry.route,
+            entry.group,
+            entry.parameter.device.type,
+            entry.view.shapes if entry.view is not None and not entry.view.is_identity else (),
+        )
+        for entry in found
+    ]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A DTensor's local part, anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_model(model: nn.Module | None) -> None:
+    """Refuse wrappers that reduce gradients themselves."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            raise ValueError(
+                f"the model contains {type(module).__name__}, so that gradients would be reduced twice; "
+                "pass the plain model: the optimizer reduces"
+            )
+
+
+def check_parameters(found: Sequence[Entry], world_size: int) -> None:
+    """Refuse what has no place in a bucket, all findings in one error."""
+    findings = []
+    owners: list[tuple[str, int, int, str]] = []
+    names: set[str] = set()
+    for entry in found:
+        name, parameter = entry.name, entry.parameter
+        if name in names:
+            findings.append(f"{name}: two parameters have this name")
+        names.add(name)
+        if entry.route == "muon" and parameter.ndim < 2:
+            findings.append(f"{name}: Muon takes matrices, got shape {tuple(parameter.shape)}; give it to AdamW")
+        if parameter.layout is not torch.strided or parameter.dtype.is_complex:
+            findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
+        elif world_size > 1 and isinstance(parameter, DTensor):
+            findings.append(f"{name}: a DTensor; over several ranks pass plain parameters, without fully_shard")
+        elif world_size > 1 and not is_dense(parameter):
+            findings.append(
+                f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
+                "make it contiguous"
+            )
+        elif not isinstance(parameter, DTensor) and parameter.numel():
+            begin = parameter.data_ptr()
+            owners.append((str(parameter.device), begin, begin + parameter.numel() * parameter.element_size(), name))
+    owners.sort()
+    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(owners):
+        if device == next_device and begin < end:
+            findings.append(f"{name} and {next_name} overlap in memory; tie parameters by using one object twice")
+    if findings:
+        raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
+
+
+def check_plan(plan: Plan, communicator: Communicator) -> None:
+    """Fail on every rank if the ranks do not have the same plan, naming the first parameters that differ."""
+    hashes = communicator.gather_json(plan.hash)
+    if len(set(hashes)) == 1:
+        return
+    described = communicator.gather_json(plan.describe()["parameters"])
+    first = described[0]
+    for rank, other in enumerate(described):
+        for place in range(max(len(first), len(other))):
+            mine = first[place] if place < len(first) else None
+            theirs = other[place] if place < len(other) else None
+            if mine != theirs:
+                raise RuntimeError(
+                    f"ranks were given different parameters; the first that differs is number {place}: "
+                    f"rank 0 has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
+                )
+    raise RuntimeError("ranks have the same parameters but different options; every rank must pass the same")
+
+
+def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str) -> None:
+    """Make parameters equal on all ranks (``broadcast``), or refuse if they are not (``check``)."""
+    if how == "broadcast":
+        for bucket in buckets:
+            communicator.broadcast_(bucket.values)
+    else:
+        check_replicas(buckets, communicator, "sync_params='check': ")
+
+
+def check_replicas(buckets: Sequence[Bucket], communicator: Communicator, context: str = "") -> None:
+    """Refuse parameters whose bits differ between ranks, naming them."""
+    digests = [[member.name, digest(member.value)] for bucket in buckets for member in bucket.members]
+    gathered = communicator.gather_json(digests)
+    different = [
+        f"{name} (rank {rank})"
+        for rank, other in enumerate(gathered)
+        for (name, mine), (_, theirs) in zip(gathered[0], other)
+        if mine != theirs
+    ]
+    if different:
+        raise RuntimeError(f"{context}parameters differ from rank 0's: {', '.join(different[:8])}")
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of the elements' bits, in memory order."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach().reshape(-1)
+    return hashlib.sha256(flat.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _distinct(params: Any) -> Any:
+    if isinstance(params, Tensor):
+        return params
+    seen: set[int] = set()
+    kept = []
+    for item in params:
+        parameter = item[1] if isinstance(item, tuple) else item
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            kept.append(item)
+    return kept
+
+
+def _brief(described: list[Any] | None) -> str:
+    if described is None:
+        return "no such parameter"
+    name, shape, _, dtype, route, group, *_ = described
+    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({route}, group {group})"

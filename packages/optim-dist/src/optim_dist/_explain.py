@@ -1,0 +1,127 @@
+"""What ``explain()`` says: every parameter's place, every collective, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optim_dist._collectives import Communicator
+from optim_dist._options import Options
+from optim_dist.buckets import Bucket
+from optim_dist.plan import Plan
+
+
+class Explanation(str):
+    """Text; ``data`` holds the same as plain values."""
+
+    data: dict[str, Any]
+
+    def __new__(cls, text: str, data: dict[str, Any]) -> Explanation:
+        explanation = super().__new__(cls, text)
+        explanation.data = data
+        return explanation
+
+
+def explain(plan: Plan, options: Options, communicator: Communicator, buckets: Sequence[Bucket]) -> Explanation:
+    """The plan with what it means for this run."""
+    data = describe_plan(plan)
+    data["rank"] = communicator.rank
+    data["bytes_sent"] = communicator.bytes_sent
+    data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
+    data["reducer"] = options.reducer if plan.world_size > 1 else None
+    data["phases"] = phases(plan, options)
+    lines = [plan_text(plan, data), ""]
+    lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
+    lines.append(
+        f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "
+        "gradients that were found outside their bucket"
+    )
+    return Explanation("\n".join(lines), data)
+
+
+def phases(plan: Plan, options: Options) -> dict[str, str]:
+    """Which parts of a step overlap with which, and why one does not."""
+    if plan.world_size == 1:
+        return {"collectives": "none, there is one rank"}
+    if not options.overlap:
+        backward = "off: overlap=False"
+    elif options.accumulation_steps is None:
+        backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
+    else:
+        backward = f"on: every {options.accumulation_steps}. backward pass reduces while it runs"
+    return {
+        "reduction under backward": backward,
+        "gather under update": "on: a bucket is gathered while the next is updated",
+        "gather under forward": "off: step() ends when the current stream waits for every gather",
+    }
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values."""
+    parameters = []
+    for number, bucket in enumerate(plan.buckets):
+        for slot in bucket.slots:
+            spec = plan.parameters[slot.parameter]
+            pieces = plan.ranges(slot.parameter)
+            parameters.append(
+                {
+                    "name": spec.name,
+                    "shape": spec.shape,
+                    "dtype": str(spec.dtype).removeprefix("torch."),
+                    "route": spec.route,
+                    "group": spec.group,
+                    "bucket": number,
+                    "ranges": [(piece.rank, piece.start, piece.stop) for piece in pieces],
+                }
+            )
+    loads = plan.loads()
+    return {
+        "world_size": plan.world_size,
+        "hash": plan.hash,
+        "parameters": parameters,
+        "buckets": [
+            {"route": b.route, "dtype": str(b.dtype).removeprefix("torch."), "bytes": b.nbytes, "padding": b.padding}
+            for b in plan.buckets
+        ],
+        "newton_schulz_tflop": [load / 1e12 for load in loads],
+        "imbalance": plan.imbalance,
+        "padding": plan.padding,
+        "wire_bytes": plan.wire_bytes,
+        "memory_bytes": 2 * plan.nbytes,
+    }
+
+
+def plan_text(plan: Plan, data: dict[str, Any]) -> str:
+    """A table of the parameters, one of the buckets, and totals."""
+    header = ("parameter", "shape", "dtype", "route", "group", "bucket", "owner: elements")
+    rows = [
+        (
+            entry["name"],
+            "x".join(map(str, entry["shape"])) or "scalar",
+            entry["dtype"],
+            entry["route"],
+            str(entry["group"]),
+            str(entry["bucket"]),
+            ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in entry["ranges"]),
+        )
+        for entry in data["parameters"]
+    ]
+    buckets = [
+        (str(number), bucket["route"], bucket["dtype"], f"{bucket['bytes']:,}", str(bucket["padding"]))
+        for number, bucket in enumerate(data["buckets"])
+    ]
+    totals = [
+        f"{plan.world_size} ranks; parameters and gradients {data['memory_bytes']:,} bytes a rank; "
+        f"each rank sends {data['wire_bytes']:,} bytes a step; padding {data['padding']:.2%}"
+    ]
+    if any(data["newton_schulz_tflop"]):
+        per_rank = ", ".join(f"{load:.3g}" for load in data["newton_schulz_tflop"])
+        totals.append(f"Newton-Schulz TFLOP by rank: {per_rank}; imbalance {data['imbalance']:.3f}")
+    return "\n".join(
+        [*_table(header, rows), "", *_table(("bucket", "route", "dtype", "bytes", "padding"), buckets), "", *totals]
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows]]

@@ -1,0 +1,100 @@
+"""The keyword arguments that the three optimizers share, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+REDUCERS = ("rs", "exact")
+SYNC = ("broadcast", "check")
+
+
+class CommonOptions(TypedDict, total=False):
+    """What every optimizer of this package accepts after its own arguments."""
+
+    model: torch.nn.Module | None
+    mesh: DeviceMesh | None
+    process_group: dist.ProcessGroup | None
+    reducer: Literal["rs", "exact"]
+    reduce_dtype: torch.dtype | None
+    reduced_dtype: torch.dtype | None
+    average: bool
+    accumulation_steps: int | None
+    overlap: bool
+    bucket_mb: float | None
+    max_norm: float | None
+    skip_nonfinite: bool
+    sync_params: Literal["broadcast", "check"]
+    timeout: float | None
+    debug: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """``CommonOptions`` with their defaults.
+
+    Args:
+        model: names parameters and orders buckets by its backward pass.
+        mesh: a one-dimensional ``DeviceMesh``, in place of ``process_group``.
+        reducer: see ``optim_dist.reducers``.
+        reduce_dtype: dtype of gradients on the wire; their own if None.
+        reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
+        average: divide the sum over ranks by their number.
+        accumulation_steps: every k-th backward pass reduces while it runs. None: reductions start at ``step()``.
+        overlap: False keeps every collective inside ``step()``.
+        bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
+        max_norm: clip by the global norm inside ``step()``.
+        skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
+        sync_params: what construction does with parameters: take the first rank's, or compare.
+        timeout: seconds that a collective may take.
+        debug: compare parameters over ranks after every step.
+    """
+
+    model: torch.nn.Module | None = None
+    mesh: DeviceMesh | None = None
+    process_group: dist.ProcessGroup | None = None
+    reducer: str = "rs"
+    reduce_dtype: torch.dtype | None = None
+    reduced_dtype: torch.dtype | None = None
+    average: bool = True
+    accumulation_steps: int | None = None
+    overlap: bool = True
+    bucket_mb: float | None = None
+    max_norm: float | None = None
+    skip_nonfinite: bool = False
+    sync_params: str = "broadcast"
+    timeout: float | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("reducer", self.reducer, REDUCERS)
+        _choice("sync_params", self.sync_params, SYNC)
+        if self.mesh is not None and self.process_group is not None:
+            raise ValueError("give mesh or process_group, not both")
+        if self.mesh is not None and self.mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, got {self.mesh.ndim}; pass mesh['dp'] or the like")
+        if self.reduced_dtype is not None and self.reducer != "exact":
+            raise ValueError("reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype")
+        if self.accumulation_steps is not None and self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be at least 1, got {self.accumulation_steps}")
+        for name in ("bucket_mb", "max_norm", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.process_group if self.mesh is None else self.mesh.get_group()
+
+    def without_process(self) -> Options:
+        """Without what belongs to this process and cannot be pickled."""
+        return replace(self, model=None, mesh=None, process_group=None)
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

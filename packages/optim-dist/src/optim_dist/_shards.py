@@ -1,0 +1,118 @@
+"""What a route of update sees: the part of each parameter that this rank owns, and the step's scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from optim_dist._construction import Entry, local
+from optim_dist.buckets import Bucket
+from optim_dist.plan import ParameterSpec
+from optim_utils.param_groups import MatrixView
+
+
+@dataclass(eq=False)
+class Shard:
+    """The elements ``[start, stop)`` of ``parameter``, in memory order, that this rank updates.
+
+    ``value`` and ``gradient`` have the parameter's shape if they are the whole of it where that matters (a matrix, or
+    one rank), else one dimension. State has the shape of ``value``.
+    """
+
+    parameter: Tensor
+    name: str
+    index: int  # in the plan
+    listed: int  # among all parameters of the groups: the key of its random bits
+    group: int  # in param_groups
+    start: int
+    stop: int
+    value: Tensor
+    gradient: Tensor | None = None
+    view: MatrixView | None = None  # the matrices inside, if not the last two dimensions
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.gradient is not None, "only shards with a gradient are updated"
+        return self.gradient
+
+
+class Item(NamedTuple):
+    """A shard with its group's hyperparameters and its state."""
+
+    shard: Shard
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Scalars of one step, all on the device.
+
+    Args:
+        factor: what gradients are multiplied by: 1/W, the clip factor, the caller's. None is one.
+        grad_scale: what they are divided by (``GradScaler``).
+        found_inf: non-zero: leave everything untouched.
+        counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
+    """
+
+    factor: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    counts: Tensor | None = None
+
+    def count(self, shard: Shard) -> Tensor | None:
+        """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""
+        return None if self.counts is None or shard.parameter.grad is not None else self.counts[shard.index]
+
+
+class Route(Protocol):
+    """One kind of update: what state it needs and how it is applied."""
+
+    def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]: ...
+
+    def update(self, items: Sequence[Item], context: StepContext) -> None: ...
+
+
+def bucket_shards(bucket: Bucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:
+    """What this rank owns of a bucket; gradients are set by ``attach_gradients``."""
+    shards = []
+    for piece in bucket.plan.pieces(bucket.rank):
+        spec, entry = specs[piece.parameter], entries[piece.parameter]
+        value = bucket.values[piece.offset : piece.offset + piece.stop - piece.start]
+        if bucket.plan.route == "muon":
+            value = value.as_strided(spec.shape, spec.stride)
+        shards.append(_shard(entry, piece.parameter, piece.start, piece.stop, value))
+    return shards
+
+
+def whole_shards(entries: Sequence[Entry]) -> list[Shard]:
+    """One rank: every parameter where it lies, with the gradient it has."""
+    shards = []
+    for index, entry in enumerate(entries):
+        value, gradient = local(entry.parameter.detach()), entry.parameter.grad
+        shard = _shard(entry, index, 0, value.numel(), value)
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
+                )
+            shard.gradient = local(gradient)
+        shards.append(shard)
+    return shards
+
+
+def _shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Shard:
+    return Shard(entry.parameter, entry.name, index, entry.listed, entry.group, start, stop, value, view=entry.view)
+
+
+def attach_gradients(bucket: Bucket, shards: Sequence[Shard], reduced: Tensor) -> None:
+    """Let every shard's gradient be its view of the reduced own chunk; nothing to do if it already is."""
+    base = bucket.rank * bucket.plan.chunk
+    for shard, piece in zip(shards, bucket.plan.pieces(bucket.rank)):
+        begin = piece.offset - base
+        gradient = reduced[begin : begin + piece.stop - piece.start]
+        shard.gradient = gradient.as_strided(shard.value.shape, shard.value.stride())

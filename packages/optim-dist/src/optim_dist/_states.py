@@ -1,0 +1,155 @@
+"""State in and out: per rank at an equal plan, and whole in torch's one-process form.
+
+A rank's ``state_dict()`` has torch's form; over several ranks its tensors are the parts that the rank owns, and a
+``plan`` entry says which plan they fit. ``full_state_dict`` puts the parts of all ranks together, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optim_dist._collectives import Communicator
+from optim_dist._shards import Shard
+from optim_dist.plan import ParameterSpec, Plan
+
+# state tensors with an element for each of the parameter's
+WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
+
+if TYPE_CHECKING:
+    from optim_dist._optimizer import DistOptimizer
+
+
+def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
+    """``state_dict`` with the plan it fits; over one rank as it is, equal to a single-device optimizer's."""
+    if plan.world_size > 1:
+        state_dict["plan"] = {"hash": plan.hash, "world_size": plan.world_size, "rank": rank}
+    return state_dict
+
+
+def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
+    """Refuse a state of another plan or rank before anything is written."""
+    stamp = state_dict.get("plan")
+    if stamp is None and plan.world_size > 1:
+        raise ValueError("this state is of one process; load_full_state_dict() takes it over at any number of ranks")
+    if stamp is None:
+        return
+    if stamp["hash"] != plan.hash or stamp["rank"] != rank:
+        raise ValueError(
+            f"this state is of rank {stamp['rank']} of {stamp['world_size']}, plan {stamp['hash'][:12]}; "
+            f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
+            "optim_dist.checkpoint loads at any number of ranks"
+        )
+
+
+@contextmanager
+def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
+    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706)."""
+    loaded: dict[str, Any] = {}
+
+    # user hooks may replace the dict and run before this one
+    def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        loaded.update(state_dict)
+
+    def put_back(_: Optimizer) -> None:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for parameter, saved_id in zip(parameters, saved_ids, strict=True):
+            if saved_id in loaded["state"]:
+                saved = loaded["state"][saved_id]
+                optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in saved.items()}
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def full_state_dict(optimizer: DistOptimizer, shards: Sequence[Shard], communicator: Communicator) -> dict[str, Any]:
+    """One-process state on the first rank's CPU, each piece sent once by its owner; ``{}`` on the others."""
+    plan, states = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
+    described = communicator.gather_json(
+        {
+            str(index): {
+                key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in state.items()
+            }
+            for index, state in states.items()
+        }
+    )
+    listed = _listed(optimizer)
+    full: dict[str, Any] = {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
+    for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
+        pieces = plan.ranges(index)
+        state: dict[str, Tensor] = {}
+        for key, (dtype_name, shape) in described[pieces[0].rank].get(str(index), {}).items():
+            in_pieces = spec.route == "adamw" and shape and plan.world_size > 1
+            parts = []
+            for piece in pieces if in_pieces else pieces[:1]:
+                numel = piece.stop - piece.start if in_pieces else prod(shape)
+                part = torch.empty(numel, dtype=getattr(torch, dtype_name), device=communicator.device)
+                if piece.rank == communicator.rank:
+                    part.copy_(in_memory_order(states[index][key]))
+                communicator.broadcast_(part, piece.rank)
+                parts.append(part.cpu())
+            if communicator.rank == 0:
+                value = torch.cat(parts)
+                strided = in_pieces or tuple(shape) == spec.shape
+                state[key] = value.as_strided(spec.shape, spec.stride) if strided else value.view(shape)
+        if state:
+            full["state"][listed[id(entry.parameter)]] = state
+    return full if communicator.rank == 0 else {}
+
+
+def load_full_state_dict(optimizer: DistOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
+    """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
+    listed = _listed(optimizer)
+    parts: dict[int, dict[str, Any]] = {}
+    problems = []
+    for shard in shards:
+        place = listed[id(shard.parameter)]
+        spec = optimizer.plan.parameters[shard.index]
+        whole = dict.fromkeys(WHOLE_KEYS, spec.shape)
+        for key, value in state_dict["state"].get(place, {}).items():
+            if isinstance(value, Tensor) and tuple(value.shape) != whole.get(key, tuple(value.shape)):
+                problems.append(f"{shard.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}")
+            else:
+                parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in whole else value
+    if problems:
+        raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
+    stamp = stamped({}, optimizer.plan, optimizer.rank)
+    optimizer.load_state_dict({"state": parts, "param_groups": state_dict["param_groups"], **stamp})
+
+
+def cut(value: Tensor, spec: ParameterSpec, shard: Shard) -> Tensor:
+    """The part of a whole state tensor that belongs to a shard."""
+    if tuple(shard.value.shape) == spec.shape:
+        return value
+    strided = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return in_memory_order(strided)[shard.start : shard.stop].clone()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as they lie, ``[numel]``."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _listed(optimizer: Optimizer) -> dict[int, int]:
+    """The number of every parameter in torch's state dict."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {id(parameter): place for place, parameter in enumerate(parameters)}
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    return value.detach().to(parameter.device, copy=True) if isinstance(value, Tensor) else value

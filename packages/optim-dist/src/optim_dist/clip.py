@@ -1,0 +1,77 @@
+"""Clipping by the global norm over ranks and optimizers, without a pass over the gradients.
+
+    factor = min(1, max_norm / (norm + 1e-6))
+
+stays on the device and is read by the next ``step()``; ``.grad`` in memory is not scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_dist._norm import combine_norms
+from optim_dist._optimizer import DistOptimizer, live_optimizers
+from optim_kernels.clip import clip_factor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizer_or_parameters: DistOptimizer | Iterable[DistOptimizer] | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of all gradients together; the next ``step()`` of their optimizers scales them to ``max_norm``.
+
+    Args:
+        optimizer_or_parameters: optimizers of this package, or all parameters of some of them, which are looked up.
+        error_if_nonfinite: raise if the norm is NaN or infinite; this waits for the device.
+        foreach: torch's argument; it has no effect.
+
+    Raises:
+        ValueError: for parameters that no live optimizer has, or for only some of an optimizer's.
+    """
+    optimizers = _optimizers(optimizer_or_parameters)
+    norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them all the same"
+        )
+    for optimizer in optimizers:
+        optimizer.clip_with(clip_factor(norm, max_norm), norm)
+    return norm
+
+
+def _optimizers(given: Any) -> list[DistOptimizer]:
+    items: list[Any] = [given] if isinstance(given, DistOptimizer | Tensor) else list(given)
+    optimizers = [item for item in items if isinstance(item, DistOptimizer)]
+    if optimizers and len(optimizers) == len(items):
+        return optimizers
+    wanted = {id(item) for item in items}
+    found, covered = [], set()
+    for reference in list(live_optimizers.values()):
+        optimizer = reference()
+        trained = set() if optimizer is None else optimizer.trained_ids()
+        if optimizer is not None and trained & wanted:
+            if not trained <= wanted:
+                raise ValueError(
+                    f"only some of the parameters of a {type(optimizer).__name__} were given; gradients are clipped "
+                    "by one norm: pass all of them, or the optimizer"
+                )
+            found.append(optimizer)
+            covered |= trained
+    foreign = [item for item in items if id(item) not in covered and item.requires_grad]
+    if foreign or not found:
+        shapes = ", ".join(str(tuple(item.shape)) for item in foreign[:4])
+        raise ValueError(
+            f"{len(foreign)} of {len(items)} parameters ({shapes}) belong to no optimizer of optim_dist; "
+            "clip those by torch.nn.utils.clip_grad_norm_"
+        )
+    return found

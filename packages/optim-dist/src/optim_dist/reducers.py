@@ -1,0 +1,117 @@
+"""Two ways to sum a bucket's gradients so that every rank ends with the sum of its own chunk.
+
+    rs      one in-place reduce-scatter; the backend adds, in the dtype of the wire and in an order of its own.
+            bf16 rings round at every hop: |error| <= (W - 1) 2^-8 sum_r |g_r|.
+    exact   one all-to-all of the same bytes, then the W contributions are added here, in rank order, in fp32, and
+            rounded once. Bitwise what one process gets that sums W gradients in that order, at any W and bucket size.
+
+Neither divides by W: the factor is folded into the update, which reads the gradient anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from optim_dist._collectives import Communicator
+from optim_dist.buckets import Bucket
+
+NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
+
+
+class Reducer(Protocol):
+    """``launch`` in plan order on every rank; ``finish`` gives the own chunk's sum and may be called any time later."""
+
+    def launch(self, bucket: Bucket) -> None: ...
+
+    def finish(self, bucket: Bucket) -> Tensor: ...
+
+
+class ReduceScatter:
+    """``rs``: the backend's reduce-scatter, in ``reduce_dtype`` if one is given."""
+
+    def __init__(self, communicator: Communicator, reduce_dtype: torch.dtype | None) -> None:
+        self.communicator = communicator
+        self.reduce_dtype = reduce_dtype
+
+    def launch(self, bucket: Bucket) -> None:
+        bucket.work = self.communicator.reduce_scatter_(_on_the_wire(bucket, self.reduce_dtype))
+
+    def finish(self, bucket: Bucket) -> Tensor:
+        _wait(bucket)
+        return bucket.own(bucket.gradients if bucket.wire is None else bucket.wire)
+
+
+class Exact:
+    """``exact``: contributions summed in rank order in fp32 and rounded once to ``reduced_dtype``."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        reduce_dtype: torch.dtype | None,
+        reduced_dtype: torch.dtype | None,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.communicator = communicator
+        self.reduce_dtype = reduce_dtype
+        self.reduced_dtype = reduced_dtype
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+        for bucket in buckets:
+            key = (bucket.gradients.device, reduce_dtype or bucket.gradients.dtype)
+            sizes[key] = max(sizes.get(key, 0), bucket.gradients.numel())
+        self._free = {
+            (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(NUM_SCRATCH)]
+            for (device, dtype), numel in sizes.items()
+        }
+        self._in_flight: deque[Bucket] = deque()
+
+    def launch(self, bucket: Bucket) -> None:
+        wire = _on_the_wire(bucket, self.reduce_dtype)
+        free = self._free[wire.device, wire.dtype]
+        while not free:
+            self.finish(self._in_flight[0])
+        scratch = free.pop()
+        bucket.received = scratch
+        bucket.work = self.communicator.exchange(scratch[: wire.numel()], wire)
+        self._in_flight.append(bucket)
+
+    def finish(self, bucket: Bucket) -> Tensor:
+        if bucket.received is not None:
+            _wait(bucket)
+            self._sum(bucket, bucket.received)
+            self._free[bucket.received.device, bucket.received.dtype].append(bucket.received)
+            bucket.received = None
+            self._in_flight.remove(bucket)
+        assert bucket.sums is not None, "finish follows launch"
+        return bucket.sums
+
+    def _sum(self, bucket: Bucket, scratch: Tensor) -> None:
+        contributions = scratch[: bucket.plan.numel].view(self.communicator.world_size, -1)  # [W, C]
+        total = contributions[0].to(torch.promote_types(torch.float32, scratch.dtype), copy=True)
+        for contribution in contributions[1:]:
+            total += contribution
+        dtype = self.reduced_dtype or bucket.gradients.dtype
+        if dtype == bucket.gradients.dtype:
+            bucket.sums = bucket.own(bucket.gradients)
+        elif bucket.sums is None:
+            bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
+        bucket.sums.copy_(total)
+
+
+def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None) -> Tensor:
+    """The bucket's gradients in the dtype that travels; a persistent copy if that is not their own."""
+    if dtype is None or dtype == bucket.gradients.dtype:
+        return bucket.gradients
+    if bucket.wire is None:
+        bucket.wire = torch.empty_like(bucket.gradients, dtype=dtype)
+    return bucket.wire.copy_(bucket.gradients)
+
+
+def _wait(bucket: Bucket) -> None:
+    if bucket.work is not None:
+        bucket.work.wait()
+        bucket.work = None
