@@ -18,6 +18,21 @@ from optim_utils.param_groups import (
     UnroutedParameterError,
     route_parameters,
 )
+from optim_utils.shampoo_checkpoint_utils import (
+    extract_state_dict_content,
+    flatten,
+    from_dotted,
+    to_dotted,
+    unflatten,
+    update_param_state_dict_object,
+)
+from optim_utils.shampoo_model_utils import (
+    CombinedLinear,
+    combine_linears,
+    join_weight_bias,
+    split_weight_bias,
+    uncombine_linears,
+)
 from optim_utils.shampoo_utils import (
     MergePlan,
     ParameterizeEnterExitContext,
@@ -39,6 +54,7 @@ __all__ = [
     "BytesCost",
     "CostModel",
     "CubicCost",
+    "CombinedLinear",
     "DTensorBlockInfo",
     "DictZipIterator",
     "FrozenAbstractDataclass",
@@ -56,11 +72,16 @@ __all__ = [
     "StateLoadError",
     "UnroutedParameterError",
     "batched",
+    "combine_linears",
     "compress_list",
     "distribute_buffer_sizes",
+    "extract_state_dict_content",
+    "flatten",
+    "from_dotted",
     "generate_pairwise_indices",
     "get_all_non_abstract_subclasses",
     "get_dtype_size",
+    "join_weight_bias",
     "merge_small_dims",
     "multi_dim_split",
     "multi_dim_unsplit",
@@ -68,5 +89,10 @@ __all__ = [
     "partition",
     "plan_merge",
     "route_parameters",
+    "split_weight_bias",
+    "to_dotted",
+    "uncombine_linears",
+    "unflatten",
     "unpack_upper_triangular",
+    "update_param_state_dict_object",
 ]

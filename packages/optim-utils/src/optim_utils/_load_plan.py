@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_utils._dtensors import is_dtensor
-from optim_utils._load_report import LoadReport, ReportBuilder, StateLoadError
+from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError
 from optim_utils._paths import Path
 from optim_utils._state_walk import (
     SEQUENCES,
@@ -27,6 +27,9 @@ from optim_utils._state_walk import (
     rebuild,
 )
 from optim_utils._tensor_fill import describe, fill, find_mismatch
+
+# values are never broadcast, and never read from or written to a tensor without memory
+ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device")
 
 
 class LoadPlan:
@@ -48,20 +51,25 @@ class LoadPlan:
         self.foreign_loads: list[Callable[[], object]] = []
 
     def run(self, *, strict: bool) -> LoadReport:
-        """Write everything, or raise `StateLoadError` and write nothing.
-
-        Tensors of another shape and tensors without memory are refused always, everything else only if ``strict``.
-        """
+        """Write everything, or raise `StateLoadError` and write nothing."""
         report = self.report.build()
-        if any(strict or issue.kind in ("shape", "device") for issue in report.problems):
+        if any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
             raise StateLoadError.refuse(report)
+        self.write()
+        self.load_foreign()
+        return report
+
+    def write(self) -> None:
+        """Write what was planned."""
         for live, loaded in self.fills:
             fill(live, loaded)
         for write in self.writes:
             write()
+
+    def load_foreign(self) -> None:
+        """Let objects load that do it in their own way: last, as what they do is unknown and may fail."""
         for load in self.foreign_loads:
             load()
-        return report
 
     # Each of the following plans one kind of live value. They return what is to stand in its place: itself if it is
     # filled in place, or a new object.
@@ -140,23 +148,23 @@ class LoadPlan:
                 new = copy.deepcopy(entries)
                 self.writes += [live.clear, lambda: live.update(new)]
             return live
+        self._add_entries(live, entries, path)
+        return live
+
+    def _add_entries(self, live: dict[Any, Any], entries: dict[Any, Any], path: Path) -> None:
         for key, old in live.items():
-            self._add_item(live, key, old, entries, path)
+            if key in entries:
+                new = self.add(old, entries.pop(key), (*path, key))
+                if new is not old:
+                    self._write_item(live, key, new)
+            else:
+                self._miss(old, (*path, key))
         for key, value in entries.items():
             if self._takes_over(value):
                 self._loaded((*path, key), None, value)
                 self._write_item(live, key, value)
             else:
                 self._unexpected((*path, key), value)
-        return live
-
-    def _add_item(self, live: dict[Any, Any], key: Any, old: Any, entries: dict[Any, Any], path: Path) -> None:
-        if key not in entries:
-            self._miss(old, (*path, key))
-            return
-        new = self.add(old, entries.pop(key), (*path, key))
-        if new is not old:
-            self._write_item(live, key, new)
 
     def _add_sequence(self, live: Any, loaded: Any, path: Path) -> Any:
         entries = by_position(loaded)

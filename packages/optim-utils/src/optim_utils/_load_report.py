@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from optim_utils._paths import Path, encode_path
@@ -38,6 +38,9 @@ class LoadReport:
     unexpected: tuple[LoadIssue, ...] = ()
     mismatched: tuple[LoadIssue, ...] = ()
     cast: tuple[LoadIssue, ...] = ()
+
+    def __add__(self, other: LoadReport) -> LoadReport:
+        return LoadReport(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
     def problems(self) -> tuple[LoadIssue, ...]:

@@ -1,8 +1,9 @@
 """Shapes, splits and assignments for Shampoo-like optimizers.
 
-A preconditioner works on matrices of bounded size. Three steps bring a parameter of any shape there: small neighbouring
-dimensions are merged (`merge_small_dims`, and `plan_merge` for tensors that are not contiguous), big ones are split into
-blocks (`multi_dim_split`, undone by `multi_dim_unsplit`), and the blocks are given to ranks (`distribute_buffer_sizes`).
+A preconditioner works on matrices of bounded size. Three steps bring a parameter of any shape there: small
+neighbouring dimensions are merged (`merge_small_dims`, and `plan_merge` for tensors that are not contiguous), big ones
+are split into blocks (`multi_dim_split`, undone by `multi_dim_unsplit`), and the blocks are given to ranks
+(`distribute_buffer_sizes`).
 """
 
 import heapq
@@ -162,7 +163,7 @@ class ParameterizeEnterExitContext(Generic[T]):
     """A context manager around an object whose own methods switch something on and off.
 
     Entering calls ``enter_method_caller(input)`` and gives the context itself; leaving always calls
-    ``exit_method_caller(input)`` and suppresses no exception. The same context can be entered again, also inside itself.
+    ``exit_method_caller(input)`` and suppresses no exception. A context can be entered again, also inside itself.
     """
 
     def __init__(

@@ -1,0 +1,218 @@
+"""`CombinedLinear`: a linear layer with one parameter, and the two functions between a pair and its joined matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_FORMATS = ("combined", "linear")
+# rows that start at multiples of this many bytes let a GEMM load them with its widest instructions
+_ROW_ALIGNMENT = 16
+
+
+def join_weight_bias(w: Tensor, b: Tensor | None) -> Tensor:
+    """The matrix (out, in + 1) of a weight (out, in) and a bias (out) as the last column; ``w`` itself without one."""
+    if w.ndim != 2 or (b is not None and b.shape != w.shape[:1]):
+        shape = None if b is None else tuple(b.shape)
+        raise ValueError(f"expected a weight (out, in) and a bias (out), got shapes {tuple(w.shape)} and {shape}")
+    return w if b is None else torch.cat((w, b[:, None]), dim=1)
+
+
+def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias in a joined matrix, as views; the inverse of `join_weight_bias`."""
+    if c.ndim != 2 or (has_bias and c.shape[1] == 0):
+        raise ValueError(f"expected a matrix (out, in + {int(has_bias)}), got shape {tuple(c.shape)}")
+    return (c[:, :-1], c[:, -1]) if has_bias else (c, None)
+
+
+class CombinedLinear(nn.Module):
+    """``torch.nn.Linear`` with weight and bias in one parameter ``combined_weight``, the bias in the last column.
+
+    It starts from the same values as ``torch.nn.Linear`` does under the same seed.
+
+    Args:
+        in_features: size of each input.
+        out_features: size of each output.
+        bias: whether there is a bias. ``layer.bias`` stays this flag; the bias itself is ``layer.bias_vector``.
+        device: of the parameter.
+        dtype: of the parameter.
+        checkpoint_format: what ``state_dict`` has: ``combined_weight``, or ``weight`` and ``bias`` as a Linear does.
+            Both are loaded.
+        align_rows: pad the memory of each row to 16 bytes. Rows of in + 1 elements are rarely aligned, which can slow
+            the matrix product down; the shape does not change.
+    """
+
+    __constants__ = ("in_features", "out_features", "in_features_with_bias", "bias", "has_bias")
+    # properties that TorchScript must not compile: they are for people
+    __jit_unused_properties__ = ("weight", "bias_vector")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        checkpoint_format: Literal["combined", "linear"] = "combined",
+        align_rows: bool = False,
+    ) -> None:
+        if checkpoint_format not in _FORMATS:
+            raise ValueError(f"{checkpoint_format=} has to be one of {_FORMATS}")
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.in_features_with_bias = in_features + bias
+        self.bias = bool(bias)
+        self.has_bias = bool(bias)
+        self.checkpoint_format = checkpoint_format
+        self.align_rows = align_rows
+        shape = (out_features, self.in_features_with_bias)
+        self.combined_weight = nn.Parameter(self._laid_out(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values, in the order in which ``torch.nn.Linear`` draws them."""
+        with torch.no_grad():
+            # drawn into memory of a Linear's layout: the generator fills it in the order of memory
+            weight = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            self.weight.copy_(weight)
+            if self.bias_vector is not None:
+                bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+                bias = torch.empty_like(self.bias_vector, memory_format=torch.contiguous_format)
+                self.bias_vector.copy_(nn.init.uniform_(bias, -bound, bound))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` (..., in) to (..., out)."""
+        if self.has_bias:
+            return F.linear(input, self.combined_weight[:, :-1], self.combined_weight[:, -1])
+        return F.linear(input, self.combined_weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (out, in), a view of ``combined_weight``."""
+        return split_weight_bias(self.combined_weight, self.has_bias)[0]
+
+    @property
+    def bias_vector(self) -> Tensor | None:
+        """The bias (out), a view of ``combined_weight``, or None."""
+        return split_weight_bias(self.combined_weight, self.has_bias)[1]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features=}, {self.out_features=}, {self.in_features_with_bias=}"
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        checkpoint_format: Literal["combined", "linear"] = "combined",
+        align_rows: bool = False,
+    ) -> CombinedLinear:
+        """A layer with the values, device, dtype, ``requires_grad`` and mode of ``linear``.
+
+        Raises:
+            ValueError: if only one of weight and bias requires a gradient: one parameter cannot do both.
+        """
+        weight, bias = linear.weight, linear.bias
+        if bias is not None and weight.requires_grad != bias.requires_grad:
+            raise ValueError(
+                f"weight and bias become one parameter, but requires_grad is {weight.requires_grad} for the weight and "
+                f"{bias.requires_grad} for the bias; give both the same"
+            )
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias is not None,
+            # nothing is allocated or drawn: the parameter is replaced below
+            device="meta",
+            dtype=weight.dtype,
+            checkpoint_format=checkpoint_format,
+            align_rows=align_rows,
+        )
+        with torch.no_grad():
+            joined = layer._laid_out(join_weight_bias(weight, bias).clone())
+        layer.combined_weight = nn.Parameter(joined, requires_grad=weight.requires_grad)
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """A ``torch.nn.Linear`` with this layer's values, device, dtype, ``requires_grad`` and mode."""
+        weight = self.combined_weight
+        linear = nn.Linear(self.in_features, self.out_features, self.has_bias, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=weight.requires_grad)
+        if self.bias_vector is not None:
+            linear.bias = nn.Parameter(self.bias_vector.detach().clone(), requires_grad=weight.requires_grad)
+        return linear.train(self.training)
+
+    def _laid_out(self, matrix: Tensor) -> Tensor:
+        """``matrix`` in the memory layout that this layer wants: itself, or a copy with padded rows."""
+        columns = matrix.shape[1]
+        multiple = max(1, _ROW_ALIGNMENT // matrix.element_size())
+        padded = -(-columns // multiple) * multiple
+        if not self.align_rows or matrix.stride() == (padded, 1):
+            return matrix
+        return matrix.new_empty(matrix.shape[0], padded)[:, :columns].copy_(matrix)
+
+    def _restore_layout(self) -> None:
+        """Pad the rows again after torch has copied the parameter into dense memory."""
+        with torch.no_grad():
+            self.combined_weight.data = self._laid_out(self.combined_weight.data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CombinedLinear:
+        super()._apply(fn, recurse)
+        self._restore_layout()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._restore_layout()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.checkpoint_format == "linear":
+            combined = destination.pop(prefix + "combined_weight")
+            destination[prefix + "weight"], bias = split_weight_bias(combined, self.has_bias)
+            if bias is not None:
+                destination[prefix + "bias"] = bias
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load either form. Of a Linear's form a part may be missing: the other one is still loaded if not strict."""
+        combined = prefix + "combined_weight"
+        live = {prefix + "weight": self.weight.detach()}
+        if self.bias_vector is not None:
+            live[prefix + "bias"] = self.bias_vector.detach()
+        found = {name: state_dict[name] for name in live if name in state_dict}
+        if found and combined in state_dict:
+            error_msgs.append(f"{combined} and {', '.join(found)} are two forms of the same values: give one of them")
+        wrong = [name for name, value in found.items() if value.shape != live[name].shape]
+        error_msgs += [
+            f"size mismatch for {name}: copying a param with shape {found[name].shape} from checkpoint, "
+            f"the shape in current model is {live[name].shape}."
+            for name in wrong
+        ]
+        if wrong or (found and combined in state_dict):
+            return
+        if found:
+            missing_keys += [name for name in live if name not in found]
+            for name in found:
+                del state_dict[name]
+            values = live | found
+            state_dict[combined] = join_weight_bias(values[prefix + "weight"], values.get(prefix + "bias"))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

@@ -1,0 +1,179 @@
+"""Nested dicts to flat ones and back: by exact JSON paths, or by dotted names.
+
+Nothing here is recursive: states nest as deep as models do, and Python's stack does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from optim_utils._paths import decode_path, encode_item, encode_path
+
+_MARKS: dict[type, str] = {list: "l", tuple: "t"}
+
+
+def flatten(input_dict: Mapping[Any, Any], *, sequences: bool = False) -> dict[str, Any]:
+    """The leaves of nested dicts by the JSON of their path, in order, the same objects.
+
+    Keys may be str, int, float, bool and None, and keep their type. An empty dict is a leaf, so that it is not lost.
+
+    Args:
+        input_dict: the nested dicts.
+        sequences: also enter lists and tuples (exactly these types); their items are ``["l", i]`` and ``["t", i]``.
+
+    Raises:
+        TypeError: for a key of another type, with its path.
+        ValueError: for a dict that contains itself.
+    """
+    flat: dict[str, Any] = {}
+    for path, encoded, leaf in _leaves(input_dict, sequences):
+        key = f"[{', '.join(encoded)}]"
+        if key in flat:
+            raise ValueError(f"two keys have the path {encode_path(path)}")
+        flat[key] = leaf
+    return flat
+
+
+def unflatten(flattened_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """The nested dict that `flatten` made ``flattened_dict`` from.
+
+    Raises:
+        ValueError: for a key that is no path, and for two keys of which one leads through the leaf of the other.
+    """
+    nested = _Nested()
+    for key, leaf in flattened_dict.items():
+        nested.insert(decode_path(key), leaf, key)
+    return nested.finish()
+
+
+def to_dotted(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The leaves of nested dicts by the dotted names of ``torch.distributed.checkpoint``, and the path of each name.
+
+    Raises:
+        ValueError: if two paths have one name: the keys 0 and "0", or a key that contains a dot.
+    """
+    dotted: dict[str, Any] = {}
+    mapping: dict[str, tuple[Any, ...]] = {}
+    for path, _, leaf in _leaves(state, sequences=False):
+        name = ".".join(map(str, path))
+        if name in mapping:
+            raise ValueError(f"{encode_path(mapping[name])} and {encode_path(path)} have the same name {name!r}")
+        dotted[name] = leaf
+        mapping[name] = tuple(path)
+    return dotted, mapping
+
+
+def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]]) -> dict[Any, Any]:
+    """The nested dict that `to_dotted` made ``dotted`` and ``mapping`` from.
+
+    Raises:
+        ValueError: for a name that the mapping does not have.
+    """
+    nested = _Nested()
+    for name, leaf in dotted.items():
+        if name not in mapping:
+            raise ValueError(f"the mapping has no path for the name {name!r}")
+        nested.insert(list(mapping[name]), leaf, name)
+    return nested.finish()
+
+
+def _leaves(root: Mapping[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], list[str], Any]]:
+    """Each leaf with its path and the JSON of each item of it; the two lists are reused, so copy what you keep."""
+    if not isinstance(root, dict):
+        raise TypeError(f"expected a dict, got {type(root).__name__}")
+    path: list[Any] = []
+    encoded: list[str] = []
+    # one entry for every container that is being walked: its remaining items, and which object it is
+    stack: list[Iterator[tuple[Any, Any]]] = [iter(root.items())]
+    active: list[int] = [id(root)]
+    entered = {id(root)}
+    while stack:
+        for item, value in stack[-1]:
+            path.append(item)
+            try:
+                encoded.append(encode_item(item))
+            except TypeError as error:
+                raise TypeError(f"{error}, at {encode_path(path)}") from None
+            children = _children(value, sequences)
+            if children is not None:
+                if id(value) in entered:
+                    raise ValueError(f"the container at {encode_path(path)} contains itself")
+                stack.append(iter(children))
+                active.append(id(value))
+                entered.add(id(value))
+                break
+            yield path, encoded, value
+            path.pop()
+            encoded.pop()
+        else:
+            stack.pop()
+            entered.remove(active.pop())
+            if stack:
+                path.pop()
+                encoded.pop()
+
+
+def _children(value: object, sequences: bool) -> Iterable[tuple[Any, Any]] | None:
+    """What is in a container, or None for a leaf. An empty container is a leaf."""
+    if isinstance(value, dict):
+        return value.items() or None
+    # exact types: a namedtuple or a torch.Size would come back as a plain tuple
+    if sequences and isinstance(value, list | tuple) and type(value) in _MARKS:
+        mark = _MARKS[type(value)]
+        return [((mark, i), item) for i, item in enumerate(value)] or None
+    return None
+
+
+class _Nested:
+    """A nested dict that grows path by path, and knows which of its dicts are its own and which are leaves."""
+
+    def __init__(self) -> None:
+        self._root: dict[Any, Any] = {}
+        # for each dict of our own: the key that it was made for, and the kind of its items ("l", "t", or "" for keys)
+        self._made: dict[int, tuple[str, str]] = {id(self._root): ("", "")}
+        # dicts that have to become lists or tuples, with where they are; outer ones first
+        self._sequences: list[tuple[dict[Any, Any], Any, str]] = []
+
+    def insert(self, path: list[Any], leaf: Any, key: str) -> None:
+        """Put ``leaf`` at the end of ``path``; ``key`` is how errors call it."""
+        node = self._root
+        last = len(path) - 1
+        for depth, item in enumerate(path):
+            kind = item[0] if type(item) is tuple else ""
+            made_for, node_kind = self._made[id(node)]
+            if kind != node_kind:
+                raise ValueError(
+                    f"{key!r} and {made_for!r} do not agree on whether {encode_path(path[:depth])} is a dict"
+                )
+            if depth == last:
+                if item in node:
+                    raise ValueError(f"{key!r} is in the way of {self._made.get(id(node[item]), (key, ''))[0]!r}")
+                node[item] = leaf
+            elif item in node:
+                child = node[item]
+                if id(child) not in self._made:
+                    raise ValueError(f"{key!r} leads through the value of {encode_path(path[: depth + 1])!r}")
+                node = child
+            else:
+                node = self._make(node, item, path[depth + 1], key)
+
+    def _make(self, parent: dict[Any, Any], item: Any, next_item: Any, key: str) -> dict[Any, Any]:
+        node: dict[Any, Any] = {}
+        parent[item] = node
+        kind = next_item[0] if type(next_item) is tuple else ""
+        self._made[id(node)] = (key, kind)
+        if kind:
+            self._sequences.append((parent, item, key))
+        return node
+
+    def finish(self) -> dict[Any, Any]:
+        """The dict, with its sequences made: inner ones first, so that none changes after it was put into another."""
+        for parent, item, key in reversed(self._sequences):
+            node = parent[item]
+            kind = self._made[id(node)][1]
+            items = [node[kind, i] for i in range(len(node)) if (kind, i) in node]
+            if len(items) != len(node):
+                raise ValueError(f"the sequence that {key!r} leads through has gaps: {sorted(i for _, i in node)}")
+            parent[item] = items if kind == "l" else tuple(items)
+        return self._root

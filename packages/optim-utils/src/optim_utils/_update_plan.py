@@ -1,0 +1,89 @@
+"""Planning how nested dicts of parameter states are brought to loaded values.
+
+Like `LoadPlan`, with other rules: what has a ``load_state_dict`` loads itself, and what is neither that nor a tensor
+nor a dict is simply replaced. Objects whose attributes are their state are planned by `LoadPlan`'s own rules.
+"""
+
+from __future__ import annotations
+
+import copy
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_utils._load_plan import ALWAYS_REFUSED, LoadPlan
+from optim_utils._load_report import LoadReport, StateLoadError
+from optim_utils._paths import Path
+from optim_utils._state_walk import SEQUENCES, Stateful, by_key, has_content
+from optim_utils._tensor_fill import describe
+
+
+class UpdatePlan(LoadPlan):
+    """What an update of nested dicts will write; ``missing_keys`` are the last keys of the missing entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing_keys: list[Any] = []
+        self.objects = LoadPlan()
+
+    def run(self, *, strict: bool = False) -> LoadReport:
+        """Write everything, or raise `StateLoadError` and write nothing.
+
+        Entries that are missing or too many are the caller's to judge. So are, inside of objects, wrong types: an
+        object loads what fits.
+        """
+        own, objects = self.report.build(), self.objects.report.build()
+        report = own + objects
+        refused = bool(own.mismatched) or any(issue.kind in ALWAYS_REFUSED for issue in objects.mismatched)
+        if refused or (strict and not report.ok):
+            raise StateLoadError.refuse(report)
+        self.write()
+        self.objects.write()
+        self.load_foreign()
+        self.objects.load_foreign()
+        return report
+
+    def add(self, live: Any, loaded: Any, path: Path) -> Any:
+        if isinstance(live, Tensor):
+            return self._add_tensor(live, _as_tensor(live, loaded), path)
+        if isinstance(live, Stateful):
+            return self.objects.add(live, loaded, path)
+        if isinstance(live, dict):
+            entries = by_key(live, loaded)
+            if entries is None:
+                self._mismatch(path, "type", live, loaded)
+            else:
+                self._add_entries(live, entries, path)
+            return live
+        self._loaded(path, live, loaded)
+        if callable(load := getattr(live, "load_state_dict", None)):
+            self.foreign_loads.append(lambda: load(loaded))
+            return live
+        return copy.deepcopy(loaded)
+
+    def _miss(self, live: object, path: Path) -> None:
+        if _has_something_to_fill(live):
+            self.missing_keys.append(path[-1])
+            self.report.add(path, "missing", expected=describe(live))
+
+
+def _has_something_to_fill(live: object) -> bool:
+    if isinstance(live, dict):
+        return any(map(_has_something_to_fill, live.values()))
+    if isinstance(live, Stateful):
+        return has_content(live, store_non_tensors=True)
+    return not isinstance(live, SEQUENCES) or len(live) > 0
+
+
+def _as_tensor(live: Tensor, loaded: Any) -> Any:
+    """A number as a 0-dim tensor for the 0-dim ``live``, in its dtype unless that would truncate; else ``loaded``."""
+    if live.ndim or not isinstance(loaded, Number):
+        return loaded
+    number = torch.tensor(loaded)
+    return (
+        number
+        if number.dtype.is_complex or number.dtype.is_floating_point > live.dtype.is_floating_point
+        else (torch.tensor(loaded, dtype=live.dtype))
+    )

@@ -1,0 +1,90 @@
+"""Nested states as flat ones, and back; objects in them as plain dicts, and back into live ones.
+
+    flatten:     {"bar": {"_thl": {0: t}}}  ->  {'["bar", "_thl", 0]': t}
+    to_dotted:   {"bar": {"_thl": {0: t}}}  ->  {"bar._thl.0": t}, and how to undo it
+
+The first form is exact for every kind of key; the second is how ``torch.distributed.checkpoint`` names things.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from optim_utils._load_report import LoadReport
+from optim_utils._nesting import flatten, from_dotted, to_dotted, unflatten
+from optim_utils._update_plan import UpdatePlan
+from optim_utils.optimizer_modules import OptimizerModule
+
+__all__ = [
+    "extract_state_dict_content",
+    "flatten",
+    "from_dotted",
+    "to_dotted",
+    "unflatten",
+    "update_param_state_dict_object",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def extract_state_dict_content(input_dict: Any) -> dict[Any, Any]:
+    """A copy of the nested dicts in which every `OptimizerModule` is replaced by its ``state_dict()``.
+
+    Everything else is the same object; lists are not entered.
+    """
+    if isinstance(input_dict, OptimizerModule):
+        return input_dict.state_dict()
+    result: dict[Any, Any] = {}
+    waiting: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(input_dict, result)]
+    while waiting:
+        source, target = waiting.pop()
+        for key, value in source.items():
+            if isinstance(value, OptimizerModule):
+                target[key] = value.state_dict()
+            elif isinstance(value, dict):
+                target[key] = {}
+                waiting.append((value, target[key]))
+            else:
+                target[key] = value
+    return result
+
+
+class _MissingKeyError(KeyError):
+    """A KeyError whose text is its message, not the message's ``repr``."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def update_param_state_dict_object(
+    current_param_state_dict: dict[Any, Any],
+    param_state_dict_to_load: Mapping[Any, Any],
+    enable_missing_key_check: bool = True,
+) -> LoadReport:
+    """Bring ``current_param_state_dict`` to the loaded values, in place; say what was done.
+
+    By the keys of the current dict: dicts are entered, tensors filled in place (a number only fills a 0-dim one),
+    objects with a ``load_state_dict`` load, everything else is replaced by a deep copy. Everything is checked before
+    anything is written.
+
+    Raises:
+        KeyError: for a key that is not in the loaded state, unless ``enable_missing_key_check`` is off: then it is
+            skipped with a warning. A container with nothing to fill is never missing.
+        StateLoadError: for a value that does not fit.
+    """
+    plan = UpdatePlan()
+    plan.add(current_param_state_dict, param_state_dict_to_load, ())
+    texts = [f"Key {key} not found in state dict to load." for key in plan.missing_keys]
+    if texts and enable_missing_key_check:
+        error = _MissingKeyError(texts[0])
+        for issue in plan.report.missing:
+            error.add_note(f"missing: {issue.path} ({issue.expected})")
+        raise error
+    report = plan.run()
+    for text in texts:
+        logger.warning(text)
+    for issue in plan.objects.report.build().problems:
+        logger.warning(f"{issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}")
+    return report
