@@ -13,14 +13,23 @@ from optim_kernels.clip import (
     get_total_norm,
     sum_of_squares,
 )
+from optim_kernels.muon import VARIANTS, TritonMuon
+from optim_kernels.muon_adamw import TritonMuonAdamW
+from optim_kernels.orthogonalization import COEFFICIENTS, NSConfig, newton_schulz
 
 __all__ = [
+    "COEFFICIENTS",
+    "NSConfig",
+    "TritonMuon",
+    "TritonMuonAdamW",
+    "VARIANTS",
     "clip_factor",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "compute_global_grad_norm",
     "functional",
     "get_total_norm",
+    "newton_schulz",
     "reference",
     "sum_of_squares",
 ]

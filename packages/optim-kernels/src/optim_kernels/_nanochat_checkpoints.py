@@ -1,0 +1,67 @@
+"""nanochat's checkpoints: Muon state of a group stacked on its first parameter, AdamW steps as ints.
+
+    momentum_buffer          (K, r, c)      for the K parameters r×c of a group
+    second_momentum_buffer   (K, r, 1) if r ≥ c else (K, 1, c)
+
+Its groups hold parameters of one shape, which is what makes the stack possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STACKED = ("momentum_buffer", "second_momentum_buffer")
+
+
+def stack_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` of ours in nanochat's form; groups whose parameters differ in shape are an error."""
+    state = dict(state_dict["state"])
+    for index, group in enumerate(state_dict["param_groups"]):
+        if group["kind"] == "muon":
+            _stack_group(state, group["params"], index)
+        else:
+            for i in group["params"]:
+                if i in state:
+                    state[i] = {**state[i], "step": int(state[i]["step"])}
+    return {**state_dict, "state": state}
+
+
+def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
+    """Move the group's entries of ``state`` into one, on its first parameter."""
+    entries = [state.pop(i) for i in ids if i in state]
+    if not entries:
+        return
+    shapes = {tuple(entry["momentum_buffer"].shape) for entry in entries}
+    if len(entries) != len(ids) or len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        raise ValueError(
+            f"layout='nanochat' stacks matrices of one shape a group, but param_groups[{index}] has state for "
+            f"{len(entries)} of {len(ids)} parameters, in shapes {sorted(shapes)}"
+        )
+    state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in STACKED if key in entries[0]}
+
+
+def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A ``state_dict`` of nanochat's in our form; one that is ours already comes back unchanged."""
+    state = dict(state_dict["state"])
+    for saved, group in zip(state_dict["param_groups"], groups):
+        ids, params = saved["params"], group["params"]
+        if group["kind"] == "muon":
+            first = state.get(ids[0]) if ids else None
+            if first is not None and len(ids) == len(params) and _is_stacked(first, params):
+                for place, i in enumerate(ids):
+                    state[i] = {key: value[place].clone() for key, value in first.items() if key in STACKED}
+        else:
+            for i in ids:
+                if i in state and isinstance(state[i].get("step"), int):
+                    state[i] = {**state[i], "step": torch.tensor(float(state[i]["step"]))}
+    return {**state_dict, "state": state}
+
+
+def _is_stacked(state: dict[str, Any], params: list[Tensor]) -> bool:
+    """Whether the first parameter's state is a stack over the whole group."""
+    buffer = state.get("momentum_buffer")
+    return buffer is not None and tuple(buffer.shape) == (len(params), *params[0].shape)

@@ -1,0 +1,192 @@
+"""The Muon step over lists of tensors: on the GPU a few grouped launches, elsewhere plain torch.
+
+The formulas are those of `optim_kernels.reference.muon`; this module decides who computes them, and reads parameters as
+matrices through `MatrixView`s. Tensors may be views into flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from optim_utils.param_groups import MatrixView
+from torch import Tensor
+
+from optim_kernels._impl import Impl
+from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
+from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
+from optim_kernels.reference.muon import (
+    MuonRule,
+    Scalar,
+    ScaleRule,
+    direction_,
+    lr_scale,
+    momentum_,
+    second_moment_shape,
+    updated,
+    wide_dtype,
+)
+
+__all__ = ["apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
+
+Views = Sequence[MatrixView | None]
+
+
+def muon_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: Scalar,
+    weight_decay: Scalar = 0.0,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    ns: NSConfig | None = None,
+    scale: ScaleRule = "original",
+    second_moments: Sequence[Tensor] | None = None,
+    beta2: Scalar = 0.0,
+    row_equilibrate: bool = False,
+    renormalize: bool = False,
+    cautious: bool = False,
+    maximize: bool = False,
+    views: Views | None = None,
+    masters: Sequence[Tensor | None] | None = None,
+    clip_factor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    steps: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """One Muon step on every parameter, in place; gradients are only read.
+
+    Args:
+        lr, weight_decay, momentum, beta2: floats or 0-d tensors.
+        ns: the orthogonalisation; ``None`` is ``NSConfig()``.
+        scale: what lr is multiplied by (`reference.muon.MuonRule`).
+        second_moments: NorMuon's V (`new_second_moment`), moved with ``beta2``; ``None`` leaves NorMuon out.
+        views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
+        masters: fp32 masters, or int16 low halves (split16), of 16-bit parameters.
+        steps, indices: with ``stochastic_rounding``, the number of this step and of each parameter, which choose the bits.
+    """
+    if found_inf is not None and bool(found_inf.item()):
+        return
+    rule = MuonRule(
+        nesterov=nesterov,
+        scale=scale,
+        row_equilibrate=row_equilibrate,
+        renormalize=renormalize,
+        cautious=cautious,
+        maximize=maximize,
+    )
+    updates = muon_update(
+        grads,
+        momentum_buffers,
+        momentum=momentum,
+        rule=rule,
+        ns=ns,
+        second_moments=second_moments,
+        beta2=beta2,
+        views=views,
+        clip_factor=gradient_scale(clip_factor, grad_scale),
+        impl=impl,
+    )
+    bits: list[Rounding] | None = None
+    if stochastic_rounding:
+        counts = steps if steps is not None else [1] * len(params)
+        places = indices if indices is not None else range(len(params))
+        bits = [Rounding(seed, place, 0, step) for place, step in zip(places, counts, strict=True)]
+    apply_muon_update_(
+        params,
+        updates,
+        lr=lr,
+        weight_decay=weight_decay,
+        scale=scale,
+        cautious=cautious,
+        views=views,
+        masters=masters,
+        bits=bits,
+    )
+
+
+def muon_update(
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    momentum: Scalar = 0.95,
+    rule: MuonRule | None = None,
+    ns: NSConfig | None = None,
+    second_moments: Sequence[Tensor] | None = None,
+    beta2: Scalar = 0.0,
+    views: Views | None = None,
+    clip_factor: Tensor | None = None,
+    impl: Impl = "auto",
+) -> list[Tensor]:
+    """The update direction O of every gradient, each in its gradient's shape, fp32 (fp64 for fp64); buffers move.
+
+    For an owner that sends updates; `apply_muon_update_` is the other half of the step.
+    """
+    rule, ns = rule or MuonRule(), ns or NSConfig()
+    updates = []
+    for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
+        u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
+        o = torch.empty_like(u)
+        view = _view(views, i, u)
+        parts = _second_moment_parts(second_moments, i, view)
+        for source, target, v in zip(view.views(u), view.views(o), parts, strict=True):
+            target.copy_(direction_(source, lambda x: newton_schulz_with(x, ns, impl), rule, v, beta2))
+        updates.append(o)
+    return updates
+
+
+def apply_muon_update_(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    *,
+    lr: Scalar,
+    weight_decay: Scalar = 0.0,
+    scale: ScaleRule = "original",
+    cautious: bool = False,
+    views: Views | None = None,
+    masters: Sequence[Tensor | None] | None = None,
+    bits: Sequence[Rounding] | None = None,
+) -> None:
+    """Decay every parameter and subtract ``lr · scale`` times its update, in place."""
+    for i, (p, o) in enumerate(zip(params, updates, strict=True)):
+        master = None if masters is None else masters[i]
+        old = read_param(p, master).to(wide_dtype(p, o))
+        new = torch.empty_like(old)
+        view = _view(views, i, p)
+        for old_part, new_part, o_part in zip(view.views(old), view.views(new), view.views(o), strict=True):
+            factor = lr_scale(scale, o_part.shape, p.shape)
+            new_part.copy_(updated(old_part, o_part, lr=lr, scale=factor, weight_decay=weight_decay, cautious=cautious))
+        write_param(p, master, new, None if bits is None else bits[i])
+
+
+def new_second_moment(param: Tensor, view: MatrixView | None = None) -> Tensor:
+    """A zero second moment for ``param``, fp32: a value a row of its matrices if they are tall, else a value a column.
+
+    One matrix, or batch, has it in the shape ``(..., r, 1)`` or ``(..., 1, c)``; several views share a flat tensor, in
+    the order of the views.
+    """
+    view = view or MatrixView.identity(param.shape)
+    shapes = [second_moment_shape(shape) for shape in view.shapes]
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    shape = shapes[0] if len(shapes) == 1 else (sum(prod(shape) for shape in shapes),)
+    return torch.zeros(shape, dtype=dtype, device=param.device)
+
+
+def _view(views: Views | None, i: int, tensor: Tensor) -> MatrixView:
+    return (views[i] if views is not None else None) or MatrixView.identity(tensor.shape)
+
+
+def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixView) -> list[Tensor] | list[None]:
+    """Parameter i's second moment, split and shaped for each of its views."""
+    if moments is None:
+        return [None] * len(view.shapes)
+    shapes = [second_moment_shape(shape) for shape in view.shapes]
+    parts = moments[i].reshape(-1).split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,258 @@
+"""`TritonMuon`: momentum, orthogonalised by Newton–Schulz, for the matrices of a model.
+
+A drop-in for ``torch.optim.Muon`` that also follows Keller Jordan's and nanochat's conventions (``VARIANTS``). The
+formulas stand in `optim_kernels.reference.muon`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from optim_utils.param_groups import MatrixView
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optim_kernels._impl import Impl, why_not_triton
+from optim_kernels._muon_groups import (
+    DEFAULTS,
+    KELLER,
+    VARIANTS,
+    MasterWeights,
+    MissingGrad,
+    check_group,
+    check_param,
+    ns_config_of,
+    step_group,
+    variant_options,
+    view_of,
+)
+from optim_kernels._optimizer import StatefulOptimizer, check_capture, run_closure, text_table
+from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
+
+__all__ = ["VARIANTS", "TritonMuon"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class MuonGroups(StatefulOptimizer, Optimizer):
+    """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
+
+    # Derived from the groups and never saved: how each Muon parameter is read as matrices.
+    _views: dict[Tensor, MatrixView]
+
+    def _add_views(self, group: dict[str, Any]) -> None:
+        """Check a Muon group and its parameters; remember their views."""
+        check_group(group)
+        names = self._parameter_names()
+        views = {p: view_of(p, group, i, names[p]) for i, p in enumerate(group["params"])}
+        for p in group["params"]:
+            check_param(p, group, names[p])
+        self._views = {**self.__dict__.get("_views", {}), **views}
+
+    def _withdraw_last_group(self) -> None:
+        """Undo ``add_param_group`` for a group that turned out to be wrong."""
+        self.param_groups.pop()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._views = {}
+        for group in self.param_groups:
+            if self._is_muon(group):
+                for key, value in DEFAULTS.items():
+                    group.setdefault(key, value)
+                self._add_views(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "_views"}
+
+    def _is_muon(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; views are in their plain form, so that it loads with ``weights_only=True``."""
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if group.get("views") is not None:
+                group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this class or of torch.optim.Muon; options it lacks keep their values.
+
+        Raises:
+            ValueError: the state was saved with other views of the parameters.
+        """
+        groups, saved_groups = self.param_groups, state_dict["param_groups"]
+        if len(groups) == len(saved_groups):  # torch's own error is the better one otherwise
+            merged = [_merged_group(i, mine, saved) for i, (mine, saved) in enumerate(zip(groups, saved_groups))]
+            state_dict = {**state_dict, "param_groups": merged}
+        super().load_state_dict(state_dict)
+
+
+def _merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved group, completed from ours, with our views if they are the ones it was saved with."""
+    kept = {key: value for key, value in mine.items() if key not in ("params", "param_names")}
+    merged = {**kept, **saved}
+    if mine.get("views") is not None:
+        merged["views"] = mine["views"]
+    if saved.get("views") is not None:
+        loaded = [
+            view if view is None or isinstance(view, MatrixView) else MatrixView.from_plain(view)
+            for view in saved["views"]
+        ]
+        if loaded != list(mine.get("views") or [None] * len(loaded)):
+            raise ValueError(
+                f"param_groups[{index}] was saved with views {loaded}, this optimizer has {mine.get('views')}; "
+                "construct it with the views of the checkpoint"
+            )
+    return merged
+
+
+class TritonMuon(MuonGroups):
+    """Muon for the matrices ``[..., M, N]`` among a model's parameters.
+
+    The first nine arguments are those of ``torch.optim.Muon``, with its order and defaults.
+
+    Args:
+        ns_coefficients: a triple, a list of triples or a name of ``COEFFICIENTS``.
+        adjust_lr_fn: ``None`` or ``"original"`` multiplies lr by √max(1, r/c), ``"match_rms_adamw"`` by 0.2 √max(r, c);
+            ``"keller"`` takes r and c from the parameter's last two dimensions, ``"none"`` leaves lr alone.
+        ns_method, ns_dtype, ns_restarts, norm_scale, eps_mode: see `NSConfig`.
+        nd: how tensors of four and more dimensions (and with ``"flatten"`` three) are matrices: ``"batch"`` of the last
+            two, or ``"flatten"``-ed to (out, the rest); ``None`` refuses them.
+        split_rows: a block size (heads) or sizes (Q, K, V): each block of rows is a matrix of its own.
+        missing_grad: a parameter without gradient is skipped, treated as having ``"zero"`` gradient, or an error.
+        beta2: NorMuon's variance normalisation; ``None`` leaves it out.
+        row_equilibrate, renormalize, cautious: steps of nanochat's Muon, each on its own.
+        momentum_dtype: of the momentum buffer; ``None`` is the gradient's.
+        master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters.
+        stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = KELLER,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_method: Method = "auto",
+        ns_dtype: torch.dtype | None = None,
+        ns_restarts: tuple[int, ...] | Literal["accurate"] | None = None,
+        norm_scale: float = 1.0,
+        eps_mode: EpsMode = "clamp",
+        nd: Literal["batch", "flatten"] | None = None,
+        split_rows: int | Sequence[int] | None = None,
+        missing_grad: MissingGrad = "skip",
+        beta2: float | None = None,
+        row_equilibrate: bool = False,
+        renormalize: bool = False,
+        cautious: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        master_weights: MasterWeights | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        maximize: bool = False,
+        capturable: bool = False,
+        impl: Impl = "auto",
+    ) -> None:
+        given = locals()
+        defaults = {key: given[key] for key in DEFAULTS if key != "views"}
+        super().__init__(params, {**defaults, "views": None})
+
+    @classmethod
+    def keller(
+        cls, params: Params, lr: float = 0.02, weight_decay: float = 0.0, momentum: float = 0.95, **ours: Any
+    ) -> TritonMuon:
+        """Keller Jordan's ``SingleDeviceMuon``, with its arguments; ``ours`` are further options."""
+        options = variant_options("keller")
+        options.pop("views")
+        return cls(params, **{**options, "lr": lr, "weight_decay": weight_decay, "momentum": momentum, **ours})
+
+    @classmethod
+    def nanochat(
+        cls,
+        params: Params,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        **ours: Any,
+    ) -> TritonMuon:
+        """nanochat's ``Muon`` of 2025, with its arguments; ``ours`` are further options."""
+        options = variant_options("nanochat-2025")
+        options.pop("views")
+        given = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        return cls(params, **{**options, **given, **ours})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; beside options it may name a ``variant``, whose options it takes where it has none."""
+        if "variant" in param_group:
+            param_group = {**variant_options(param_group["variant"]), **param_group}
+        super().add_param_group(param_group)
+        try:
+            self._add_views(self.param_groups[-1])
+        except (ValueError, RuntimeError):
+            self._withdraw_last_group()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
+        """Update every parameter that has a gradient; gradients are only read.
+
+        Args:
+            closure: recomputes the loss, which is returned.
+            clip_factor: 0-d tensor that gradients are multiplied with, see `clip.clip_factor`.
+        """
+        loss = run_closure(closure)
+        check_capture(self)
+        grad_scale, found_inf = self._loss_scaling()
+        names = self._parameter_names()
+        for group in self.param_groups:
+            step_group(
+                group,
+                self.state,
+                self._views,
+                names,
+                clip_factor=clip_factor,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
+        return loss
+
+    def explain(self) -> str:
+        """A table of the parameters: how they are read as matrices, which iteration they take, and who computes it."""
+        return text_table(MUON_HEADER, [row for group in self.param_groups for row in self._explain_group(group)])
+
+    def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
+        names = self._parameter_names()
+        return [explain_row(names[p], p, self._views[p], group) for p in group["params"]]
+
+
+MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "Gflop")
+
+
+def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any]) -> list[object]:
+    """One row of ``explain()`` for a Muon parameter."""
+    config = ns_config_of(group)
+    methods = sorted({config.method_for(min(shape[-2:]), max(shape[-2:])) for shape in view.shapes})
+    reason = "impl='torch'" if group["impl"] == "torch" else why_not_triton(param)
+    flops = sum(config.flops(*shape[-2:]) * shape[:-2].numel() for shape in map(torch.Size, view.shapes))
+    path = "torch" if reason else "triton"
+    return [
+        name,
+        tuple(param.shape),
+        view.describe(),
+        "+".join(methods),
+        path,
+        reason or "",
+        f"{flops / 1e9:.3g}",
+    ]
