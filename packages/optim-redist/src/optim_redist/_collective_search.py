@@ -338,7 +338,8 @@ class _Space:
             for entry in entries:
                 result = self._put(state, (tensor_dim, left), (other, entry))
                 # where cuts are not even, a rank may keep nothing
-                even = self.even[tensor_dim] and self.even[other] and not _is_foreign(state.dims[tensor_dim] + entry)
+                foreign = _is_foreign(state.dims[tensor_dim]) or _is_foreign(entry)
+                even = self.even[tensor_dim] and self.even[other] and not foreign
                 recv = size - size // n_procs if even else max(size, self.local_size(result))
                 yield _Move("all_to_all", moved, recv, result)
 
