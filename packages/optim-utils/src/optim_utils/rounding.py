@@ -39,6 +39,7 @@ __all__ = [
     "packed_philox_uint16",
     "philox_4x32",
     "philox_uint32",
+    "random_bits",
     "round_with_bits",
     "split_master",
     "stochastic_round",
@@ -146,6 +147,22 @@ def packed_philox_uint16(
     return halves.view(-1)[skip : skip + count].to(torch.int32).view(shape)
 
 
+def random_bits(
+    shape: Sequence[int],
+    device: torch.device | str | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    seed: Word | None = None,
+    offset: Word = 0,
+) -> Tensor:
+    """16 random bits an element (int32): of the plain stream if there is a seed, else of a generator of torch's."""
+    if seed is None:
+        return torch.randint(0, 1 << 16, tuple(shape), generator=generator, dtype=torch.int32, device=device)
+    if generator is not None:
+        raise ValueError("random bits come from a seed or a generator, got both")
+    return (philox_uint32(seed, offset, shape, device) & 0xFFFF).to(torch.int32)
+
+
 def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """x rounded to ``dtype`` (bf16 or fp16) by the given random bits: int32 values in [0, 2**16), shaped like x.
 
@@ -185,14 +202,9 @@ def stochastic_round(
     """
     if not x.is_floating_point():
         raise TypeError(f"stochastic_round takes a floating tensor, got {x.dtype}")
-    if seed is not None and generator is not None:
-        raise ValueError("stochastic_round takes a seed or a generator, got both")
     if out is not None and (out.dtype != dtype or out.shape != x.shape):
         raise ValueError(f"out must be {dtype} of shape {tuple(x.shape)}, got {out.dtype} of shape {tuple(out.shape)}")
-    if seed is not None:
-        bits = (philox_uint32(seed, offset, x.shape, x.device) & 0xFFFF).to(torch.int32)
-    else:
-        bits = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    bits = random_bits(x.shape, x.device, generator=generator, seed=seed, offset=offset)
     rounded = round_with_bits(x, dtype, bits)
     return rounded if out is None else out.copy_(rounded)
 

@@ -1,0 +1,174 @@
+"""Tensors of numbers to blocks of codes and back: scales, layouts, packing.
+
+For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its code (:mod:`optim_utils._low_bit_codes`):
+
+    symmetric and one-sided:  a = max |x|,  scale = min(a (1 / peak), largest fp32)
+                              code = encode((x u) (peak (1 / (a u)))),  u = 2**100 if a < 2**-80 else 1
+                              x ~ decode(code) scale
+    companding "sqrt":        the same for sqrt(x); x ~ (decode(code) scale)**2
+    affine, 8 bits:           h = max x / 2 - min x / 2,  scale = h / 127.5,  offset = min x
+                              code = rint(((x / 2 - offset / 2) / h) 255),  x ~ 2 (code (scale / 2) + offset / 2)
+
+u keeps ``1 / a`` finite (a root is never so small). In one-sided formats a positive number gets at least code 1, and
+what underflows on decoding becomes the smallest fp32, so a second moment never turns into zero. A block with a NaN or
+an infinity has the scale NaN, and codes without meaning. A last block that is not full ends with copies of its last
+number.
+
+Shapes, B = block size: flat: x [...] -> codes [...] (4 bits: [ceil(n / 2)]), scale [ceil(n / B)];
+rows: x [..., k] -> codes [..., k] (4 bits: [..., ceil(k / 2)]), scale [..., ceil(k / B)].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optim_utils._low_bit_codes import code_of
+from optim_utils._low_bit_formats import LowBitFormat
+
+__all__ = ["Blocks", "codes_shape", "decode_blocks", "encode_blocks", "scale_shape"]
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_FP32_TINY = 2.0**-149
+_SMALL, _RAISE = 2.0**-80, 2.0**100
+
+
+class Blocks(NamedTuple):
+    """What a quantized tensor stores: uint8 codes, fp32 scales and, for affine formats, fp32 offsets."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+
+
+def scale_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of the given shape."""
+    if fmt.layout == "flat":
+        return (-(-math.prod(shape) // fmt.block_size),)
+    *lead, last = shape or (1,)
+    return (*lead, -(-last // fmt.block_size))
+
+
+def codes_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
+    """Shape of the uint8 codes of a tensor of the given shape."""
+    if fmt.bits == 8:
+        return tuple(shape)
+    if fmt.layout == "flat":
+        return (-(-math.prod(shape) // 2),)
+    *lead, last = shape or (1,)
+    return (*lead, -(-last // 2))
+
+
+def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:
+    """(runs, length): the runs of neighbouring elements that are cut into blocks, one in all or one a row."""
+    if fmt.layout == "flat" or not shape:
+        return (1, math.prod(shape))
+    return (math.prod(shape[:-1]), shape[-1])
+
+
+def _to_blocks(runs: Tensor, block_size: int) -> Tensor:
+    """[runs, length] -> [runs, blocks, block_size], the last block filled up with copies of its last element."""
+    num_runs, length = runs.shape
+    num_blocks = -(-length // block_size)
+    missing = num_blocks * block_size - length
+    if missing:
+        runs = torch.cat((runs, runs[:, -1:].expand(num_runs, missing)), dim=1)
+    return runs.view(num_runs, num_blocks, block_size)
+
+
+def _from_blocks(blocks: Tensor, length: int) -> Tensor:
+    """[runs, blocks, block_size] -> [runs, length]."""
+    return blocks.flatten(1)[:, :length]
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """[runs, length] of 4-bit codes -> [runs, ceil(length / 2)], the first of two in the low half."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _unpack(packed: Tensor, length: int) -> Tensor:
+    return torch.stack((packed & 0xF, packed >> 4), dim=2).flatten(1)[:, :length]
+
+
+def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+    """The codes, scales and offsets of x.
+
+    Args:
+        uniform: fp32 numbers in [0, 1) shaped like x; with them each number goes to one of its two neighbours at
+            random, so that the mean of what is decoded is x, instead of to the nearest.
+    """
+    shape = x.shape
+    runs = x.to(torch.float32).reshape(_runs_shape(shape, fmt))
+    blocks = _to_blocks(runs, fmt.block_size)
+    if uniform is not None:
+        uniform = _to_blocks(uniform.reshape(runs.shape), fmt.block_size)
+    if fmt.has_offset:
+        codes, scale, offset = _encode_affine(blocks, uniform)
+    else:
+        codes, scale, offset = *_encode_scaled(blocks, fmt, uniform), None
+    codes = _from_blocks(codes.to(torch.uint8), runs.shape[1])
+    if fmt.bits == 4:
+        codes = _pack(codes)
+    shape_of_scale = scale_shape(shape, fmt)
+    return Blocks(
+        codes.reshape(codes_shape(shape, fmt)),
+        scale.view(shape_of_scale),
+        None if offset is None else offset.view(shape_of_scale),
+    )
+
+
+def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    code = code_of(fmt)
+    if fmt.unsigned:
+        x = x.clamp(min=0)
+    if fmt.companding == "sqrt":
+        x = x.sqrt()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    finite = largest <= _FP32_MAX
+    up = torch.where(largest < _SMALL, _RAISE, 1.0)
+    factor = torch.where(finite & (largest > 0), code.peak * (largest * up).reciprocal(), 0.0)
+    y = torch.where(finite, x, 0.0) * up * factor
+    codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform)
+    if fmt.unsigned:
+        codes = torch.where(x > 0, codes.clamp(min=1), 0)
+    scale = torch.where(finite, (largest * (1 / code.peak)).clamp(max=_FP32_MAX), math.nan)
+    return codes, scale.squeeze(-1)
+
+
+def _encode_affine(x: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    half_range = high * 0.5 - low * 0.5
+    finite = half_range <= _FP32_MAX
+    steps = torch.where(finite & (half_range > 0), (x * 0.5 - low * 0.5) / half_range * 255, 0.0)
+    codes = steps.round() if uniform is None else (steps + uniform).floor().clamp(max=255)
+    scale = torch.where(finite, half_range / 127.5, math.nan)
+    return codes, scale.squeeze(-1), torch.where(finite, low, math.nan).squeeze(-1)
+
+
+def decode_blocks(
+    codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBitFormat, shape: Sequence[int]
+) -> Tensor:
+    """The fp32 numbers, of the given shape, that codes, scales and offsets stand for."""
+    num_runs, length = _runs_shape(shape, fmt)
+    codes = codes.reshape(num_runs, -(-length * fmt.bits // 8))
+    if fmt.bits == 4:
+        codes = _unpack(codes, length)
+    codes = _to_blocks(codes, fmt.block_size).to(torch.int32)
+    scale = scale.reshape(num_runs, -1, 1)
+    if fmt.has_offset:
+        assert offset is not None
+        half = codes.to(torch.float32) * (scale * 0.5) + offset.reshape(scale.shape) * 0.5
+        numbers = half * 2
+    else:
+        numbers = code_of(fmt).decode(codes) * scale
+        if fmt.companding == "sqrt":
+            numbers = numbers * numbers
+        if fmt.unsigned:
+            numbers = torch.where((numbers == 0) & (codes != 0), _FP32_TINY, numbers)
+    return _from_blocks(numbers, length).reshape(tuple(shape))

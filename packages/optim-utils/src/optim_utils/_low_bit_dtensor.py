@@ -1,0 +1,100 @@
+"""Low-bit tensors of DTensors: each rank codes its own part, and nothing is communicated.
+
+The parts become DTensors with the placements of the input. That is right only if no block lies on two ranks, and if the
+scales split over the ranks as DTensor splits a tensor of their shape; both are checked, alike on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC2701
+
+from optim_utils._low_bit_blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
+from optim_utils._low_bit_formats import LowBitFormat
+
+if TYPE_CHECKING:
+    from optim_utils._low_bit_tensor import LowBitTensor
+
+__all__ = ["decode_sharded", "encode_sharded"]
+
+
+def encode_sharded(x: Tensor, fmt: LowBitFormat, *, dtype: torch.dtype, uniform: Tensor | None = None) -> LowBitTensor:
+    """The DTensor x in the given format; ``uniform`` is this rank's part, see ``encode_blocks``."""
+    from optim_utils._low_bit_tensor import LowBitTensor
+
+    if not isinstance(x, DTensor):
+        raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(x).__name__}")
+    _check_shards(x, fmt)
+    blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
+    shapes = (codes_shape(x.shape, fmt), scale_shape(x.shape, fmt), scale_shape(x.shape, fmt))
+    parts = Blocks(*(None if part is None else _as_dtensor(part, x, shape) for part, shape in zip(blocks, shapes)))  # type: ignore[arg-type]
+    return LowBitTensor(*parts, fmt, x.shape, dtype)
+
+
+def decode_sharded(x: LowBitTensor) -> Tensor:
+    """The DTensor of fp32 numbers that x stands for."""
+    codes, scale, offset = x.codes, x.scale, x.offset
+    assert isinstance(codes, DTensor)
+    assert isinstance(scale, DTensor)
+    local_shape, _ = compute_local_shape_and_global_offset(x.shape, codes.device_mesh, codes.placements)
+    local_offset = offset.to_local() if isinstance(offset, DTensor) else None
+    numbers = decode_blocks(codes.to_local(), scale.to_local(), local_offset, x.fmt, local_shape)
+    return _as_dtensor(numbers, codes, x.shape)
+
+
+def _as_dtensor(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _check_shards(x: DTensor, fmt: LowBitFormat) -> None:
+    """Raise ValueError if x is cut where its codes or scales can't be."""
+    shape = tuple(x.shape)
+    for placement in x.placements:
+        if placement.is_partial():
+            raise ValueError(f"a DTensor of shape {shape} must be sharded or replicated, got placements {x.placements}")
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise ValueError(f"a DTensor of shape {shape} has placement {placement}; redistribute it to Shard first")
+    mesh_sizes: dict[int, int] = {}
+    for mesh_axis, placement in enumerate(x.placements):
+        if placement.is_shard():
+            dim = placement.dim % x.dim()  # type: ignore[attr-defined]
+            mesh_sizes[dim] = mesh_sizes.get(dim, 1) * x.device_mesh.size(mesh_axis)
+    for dim, num_shards in mesh_sizes.items():
+        _check_dim(shape, dim, num_shards, fmt)
+
+
+def _check_dim(shape: tuple[int, ...], dim: int, num_shards: int, fmt: LowBitFormat) -> None:
+    """The shards of one dimension, of ceil(size / num_shards) indices each, and those of the scales' dimension."""
+    if fmt.layout == "rows" and dim < len(shape) - 1:
+        return
+    if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
+        raise ValueError(
+            f"flat blocks of a tensor of shape {shape} run across its sharded dimension {dim}: shard dimension 0, or "
+            'use layout="rows"'
+        )
+    unit, block_size = math.prod(shape[dim + 1 :]), fmt.block_size
+    chunk = -(-shape[dim] // num_shards)
+    if chunk < shape[dim] and chunk * unit % block_size:
+        offset = chunk * unit
+        raise ValueError(
+            f"{num_shards} shards of dimension {dim} of a tensor of shape {shape} divide a block: element {offset} is "
+            f"no multiple of the block size {block_size}; the next aligned offset is "
+            f"{-(-offset // block_size) * block_size}"
+        )
+    num_blocks = -(-shape[dim] * unit // block_size)
+    blocks_a_shard = chunk * unit // block_size
+    if chunk < shape[dim] and -(-num_blocks // num_shards) != blocks_a_shard:
+        raise ValueError(
+            f"{num_shards} shards of dimension {dim} of a tensor of shape {shape} hold {blocks_a_shard} blocks of "
+            f"{block_size} each, but a DTensor of its {num_blocks} scales would hold {-(-num_blocks // num_shards)}: "
+            f"make the dimension divisible by {num_shards}, or use another block size"
+        )

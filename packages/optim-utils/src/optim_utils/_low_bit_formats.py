@@ -1,0 +1,152 @@
+"""What a low-bit format is: which codes, how many bits, how large the blocks, and the presets.
+
+Every block of ``block_size`` neighbouring elements shares one fp32 scale, so an element costs
+``bits / 8 + 4 / block_size`` bytes (twice the 4 with an offset). Code 0 always means zero (for affine codes: the
+block's minimum).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+__all__ = [
+    "DYNAMIC8",
+    "DYNAMIC8_UNSIGNED",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "INT4",
+    "INT8",
+    "LOG4_UNSIGNED",
+    "MOMENT8",
+    "NF4",
+    "OCTAL8",
+    "OCTAL8_UNSIGNED",
+    "OCTAL_MOMENT8",
+    "UINT8_AFFINE",
+    "LowBitFormat",
+]
+
+CodeName = Literal[
+    "int", "affine", "dynamic", "dynamic_unsigned", "e4m3", "e5m2", "nf4", "log_unsigned", "octal", "octal_unsigned"
+]
+LayoutName = Literal["flat", "rows"]
+CompandingName = Literal["none", "sqrt"]
+
+_CODES: tuple[CodeName, ...] = get_args(CodeName)
+_LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
+_COMPANDINGS: tuple[CompandingName, ...] = get_args(CompandingName)
+_SCALE_DTYPES = (torch.float32,)
+_CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
+    4: ("int", "nf4", "log_unsigned"),
+    8: ("int", "affine", "dynamic", "dynamic_unsigned", "e4m3", "e5m2", "octal", "octal_unsigned"),
+}
+
+
+@dataclass(frozen=True)
+class LowBitFormat:
+    """How numbers become codes. Use a preset, and ``.with_(...)`` for another block size or layout.
+
+    Attributes:
+        code: the map from codes to numbers in [-1, 1] (or [0, 1] for the unsigned ones).
+        bits: bits a code, 4 or 8; two 4-bit codes share a byte, the first one in its low half.
+        block_size: elements that share a scale.
+        layout: ``"flat"``, blocks along the row-major order of all elements; ``"rows"``, blocks begin anew at every row
+            of the last dimension, so the tensor can be cut along its other dimensions anywhere.
+        scale_dtype: float32, the only one so far.
+        companding: ``"sqrt"`` stores the roots of the numbers (second moments) and squares after decoding.
+    """
+
+    code: CodeName
+    bits: int = 8
+    block_size: int = 256
+    layout: LayoutName = "flat"
+    scale_dtype: torch.dtype = torch.float32
+    companding: CompandingName = "none"
+
+    def __post_init__(self) -> None:
+        if self.code not in _CODES_OF_BITS.get(self.bits, ()):
+            known = {bits: list(codes) for bits, codes in _CODES_OF_BITS.items()}
+            raise ValueError(f"there is no {self.bits}-bit code {self.code!r}; codes by bits: {known}")
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"layout must be one of {_LAYOUTS}, got {self.layout!r}")
+        if self.scale_dtype not in _SCALE_DTYPES:
+            raise ValueError(f"scale_dtype must be torch.float32, got {self.scale_dtype}")
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size must be a positive int, got {self.block_size!r}")
+        if self.bits == 4 and self.block_size % 2:
+            raise ValueError(f"block_size must be even where two codes share a byte, got {self.block_size}")
+        if self.companding not in _COMPANDINGS:
+            raise ValueError(f"companding must be one of {_COMPANDINGS}, got {self.companding!r}")
+        if self.companding == "sqrt" and not self.unsigned:
+            raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
+
+    @property
+    def unsigned(self) -> bool:
+        """Whether negative numbers are clamped to zero and a positive number never becomes zero."""
+        return self.code.endswith("_unsigned")
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether a block stores its minimum beside its scale."""
+        return self.code == "affine"
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes an element, its share of the scale (and offset) included."""
+        per_block = self.scale_dtype.itemsize * (2 if self.has_offset else 1)
+        return self.bits / 8 + per_block / self.block_size
+
+    def with_(self, **changes: Any) -> LowBitFormat:
+        """This format with some fields changed, e.g. ``INT8.with_(block_size=256, layout="rows")``."""
+        return dataclasses.replace(self, **changes)
+
+    def to_ints(self) -> dict[str, int]:
+        """The format as ints alone: the one kind of metadata that every optimizer's state survives."""
+        return {
+            "code": _CODES.index(self.code),
+            "bits": self.bits,
+            "block_size": self.block_size,
+            "layout": _LAYOUTS.index(self.layout),
+            "scale_dtype": _SCALE_DTYPES.index(self.scale_dtype),
+            "companding": _COMPANDINGS.index(self.companding),
+        }
+
+    @classmethod
+    def from_ints(cls, ints: dict[str, Any]) -> LowBitFormat:
+        """The format whose :meth:`to_ints` this is; other keys are ignored."""
+        try:
+            return cls(
+                code=_CODES[_index(ints["code"])],
+                bits=_index(ints["bits"]),
+                block_size=_index(ints["block_size"]),
+                layout=_LAYOUTS[_index(ints["layout"])],
+                scale_dtype=_SCALE_DTYPES[_index(ints["scale_dtype"])],
+                companding=_COMPANDINGS[_index(ints["companding"])],
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"not the ints of a LowBitFormat: {ints!r} ({error})") from error
+
+
+def _index(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"expected a non-negative int, got {value!r}")
+    return value
+
+
+INT8 = LowBitFormat("int", block_size=64)
+UINT8_AFFINE = LowBitFormat("affine")
+DYNAMIC8 = LowBitFormat("dynamic")
+DYNAMIC8_UNSIGNED = LowBitFormat("dynamic_unsigned")
+MOMENT8 = LowBitFormat("dynamic_unsigned", companding="sqrt")
+FP8_E4M3 = LowBitFormat("e4m3")
+FP8_E5M2 = LowBitFormat("e5m2")
+INT4 = LowBitFormat("int", bits=4, block_size=128)
+NF4 = LowBitFormat("nf4", bits=4, block_size=128)
+LOG4_UNSIGNED = LowBitFormat("log_unsigned", bits=4, block_size=128)
+OCTAL8 = LowBitFormat("octal")
+OCTAL8_UNSIGNED = LowBitFormat("octal_unsigned")
+OCTAL_MOMENT8 = LowBitFormat("octal_unsigned", companding="sqrt")

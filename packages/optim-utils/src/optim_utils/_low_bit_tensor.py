@@ -1,0 +1,328 @@
+"""`LowBitTensor`: codes and scales that pass for one tensor.
+
+It has the shape, dtype and device of the numbers it stands for, and does what a state has to go through: detach, clone,
+``copy_``, ``.to``, ``empty_like``, ``zeros_like``, cuts between blocks, deepcopy, pickle, ``torch.save``. None of these
+decodes anything: codes and scales are moved as they are. Arithmetic is refused; ``dequantize()`` says where it happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils._low_bit_blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
+from optim_utils._low_bit_formats import LowBitFormat
+
+__all__ = ["LowBitTensor"]
+
+aten = torch.ops.aten
+
+
+class LowBitTensor(Tensor):
+    """A tensor stored as low-bit codes with a scale for each block; made by :func:`optim_utils.low_bit.quantize`.
+
+    Attributes:
+        codes: uint8, shaped like the tensor; two 4-bit codes share a byte (see ``optim_utils.low_bit``).
+        scale: fp32, one a block.
+        offset: fp32, one a block, for affine formats; else None.
+        fmt: the format.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    fmt: LowBitFormat
+
+    @staticmethod
+    def __new__(
+        cls: type[LowBitTensor],
+        codes: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        fmt: LowBitFormat,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> LowBitTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=codes.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        fmt: LowBitFormat,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_parts(codes, scale, offset, fmt, shape)
+        self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers, in ``dtype`` or this tensor's; a DTensor if the codes are one."""
+        dtype = dtype or self.dtype
+        if not is_dtensor(self.codes):
+            return decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape).to(dtype)
+        from optim_utils._low_bit_dtensor import decode_sharded
+
+        return decode_sharded(self).to(dtype)
+
+    @property
+    def parts(self) -> Blocks:
+        """Codes, scale and offset."""
+        return Blocks(self.codes, self.scale, self.offset)
+
+    def with_parts(
+        self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> LowBitTensor:
+        """A tensor of the same format whose parts are ``change`` of this one's."""
+        offset = None if self.offset is None else change(self.offset)
+        shape = self.shape if shape is None else shape
+        return LowBitTensor(change(self.codes), change(self.scale), offset, self.fmt, shape, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
+        arguments = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
+        return rebuild_low_bit_tensor, arguments
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[LowBitFormat, torch.dtype]]:
+        names = ["codes", "scale"] if self.offset is None else ["codes", "scale", "offset"]
+        return names, (self.fmt, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[LowBitFormat, torch.dtype], outer_size: Sequence[int], _: object
+    ) -> LowBitTensor:
+        fmt, dtype = context
+        return LowBitTensor(inner["codes"], inner["scale"], inner.get("offset"), fmt, outer_size, dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = _OPERATIONS.get(func)
+        if operation is None:
+            raise NotImplementedError(
+                f"{func} is not defined for a LowBitTensor of shape {_shape_of_first(args)}: "
+                "compute with its .dequantize() and quantize the result"
+            )
+        return operation(*args, **(kwargs or {}))
+
+
+def rebuild_low_bit_tensor(
+    codes: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    format_ints: dict[str, int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> LowBitTensor:
+    """What unpickling calls; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
+    return LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
+
+
+torch.serialization.add_safe_globals([rebuild_low_bit_tensor])
+
+
+def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBitFormat, shape: Sequence[int]) -> None:
+    """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
+    expected = {
+        "codes": (codes, torch.uint8, codes_shape(shape, fmt)),
+        "scale": (scale, fmt.scale_dtype, scale_shape(shape, fmt)),
+    }
+    if (offset is not None) != fmt.has_offset:
+        raise ValueError(f"{fmt.code} codes {'need an' if fmt.has_offset else 'have no'} offset, got {offset!r}")
+    if offset is not None:
+        expected["offset"] = (offset, fmt.scale_dtype, scale_shape(shape, fmt))
+    for name, (tensor, dtype, size) in expected.items():
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} of a {fmt.code} format must be {dtype}, found {tensor.dtype}: something cast them, as "
+                "torch.optim.Optimizer.load_state_dict does; see attach_state_dict_hooks"
+            )
+        if tuple(tensor.shape) != tuple(size):
+            raise ValueError(
+                f"{name} of a tensor of shape {tuple(shape)} in blocks of {fmt.block_size} ({fmt.layout}, "
+                f"{fmt.bits} bits) must have shape {tuple(size)}, found {tuple(tensor.shape)}"
+            )
+
+
+# --- the operations it goes through -----------------------------------------------------------------------------------
+
+
+def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
+    found = next((arg for arg in args if isinstance(arg, LowBitTensor)), None)
+    return None if found is None else tuple(found.shape)
+
+
+def _detach(x: LowBitTensor) -> LowBitTensor:
+    return x.with_parts(Tensor.detach)
+
+
+def _clone(x: LowBitTensor, memory_format: object = None) -> LowBitTensor:
+    return x.with_parts(torch.clone)
+
+
+def _empty_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
+    return _like(x, torch.empty_like, **options)
+
+
+def _zeros_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
+    # code 0 under scale 0 (and offset 0) is zero in every format
+    return _like(x, torch.zeros_like, **options)
+
+
+def _like(
+    x: LowBitTensor,
+    make: Callable[..., Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: object = None,
+    pin_memory: object = None,
+    memory_format: object = None,
+) -> LowBitTensor:
+    return x.with_parts(lambda part: make(part, device=device), dtype=dtype)
+
+
+def _to_copy(
+    x: LowBitTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: object = None,
+    pin_memory: object = None,
+    non_blocking: bool = False,
+    memory_format: object = None,
+) -> LowBitTensor:
+    if dtype is not None and not dtype.is_floating_point:
+        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {dtype}; use .dequantize()")
+    # The dtype is only what dequantize() gives: codes and scales keep theirs.
+    return x.with_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
+
+
+def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, LowBitTensor):
+        raise NotImplementedError(
+            f"a LowBitTensor of shape {tuple(source.shape)} can't be copied into a {target.dtype} tensor: "
+            "copy its .dequantize()"
+        )
+    if target.shape != source.shape:
+        raise ValueError(f"copy_ takes the same shape: {tuple(target.shape)}, got {tuple(source.shape)}")
+    if not isinstance(source, LowBitTensor):
+        source = encode_like(target, source)
+    elif source.fmt != target.fmt:
+        raise NotImplementedError(
+            f"copy_ takes codes of the same format, {target.fmt}, got {source.fmt}: copy its .dequantize()"
+        )
+    for mine, other in zip(target.parts, source.parts):
+        if mine is not None:
+            mine.copy_(other, non_blocking=non_blocking)
+    return target
+
+
+def encode_like(target: LowBitTensor, source: Tensor) -> LowBitTensor:
+    """``source`` in the format of ``target``."""
+    if is_dtensor(source) or is_dtensor(target.codes):
+        from optim_utils._low_bit_dtensor import encode_sharded
+
+        return encode_sharded(source, target.fmt, dtype=target.dtype)
+    return LowBitTensor(*encode_blocks(source, target.fmt), target.fmt, source.shape, target.dtype)
+
+
+def _slice(
+    x: LowBitTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LowBitTensor:
+    size = x.shape[dim]
+    begin, stop, stride = slice(start, end, step).indices(size)
+    if stride != 1:
+        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} is cut with step 1 only, got {step}")
+    return cut(x, dim % x.dim(), begin, max(begin, stop))
+
+
+def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
+    total = x.shape[dim]
+    starts = range(0, max(total, 1), max(size, 1))
+    return [cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
+
+
+def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> list[LowBitTensor]:
+    if sum(sizes) != x.shape[dim]:
+        raise ValueError(f"sizes {list(sizes)} must add up to {x.shape[dim]}, the size of dimension {dim}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [cut(x, dim % x.dim(), start, start + size) for start, size in zip(starts, sizes)]
+
+
+def cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
+    """Elements start to stop along ``dim``, sharing memory; between blocks only.
+
+    Raises:
+        ValueError: if a block would be cut in two, or its elements aren't neighbours along ``dim``.
+    """
+    fmt, shape, last = x.fmt, tuple(x.shape), x.dim() - 1
+    new_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    if (start, stop) == (0, shape[dim]):
+        return x.with_parts(lambda part: part.narrow(0, 0, part.shape[0]))
+    if fmt.layout == "rows" and dim < last:
+        return x.with_parts(lambda part: part.narrow(dim, start, stop - start), new_shape)
+    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it.
+    unit = math.prod(shape[dim + 1 :])
+    if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
+        raise ValueError(
+            f"flat blocks of a tensor of shape {shape} run across dimension {dim}: cut it along dimension 0, or use "
+            'layout="rows"'
+        )
+    for index in (start, stop):
+        if index < shape[dim] and index * unit % fmt.block_size:
+            raise ValueError(_not_aligned(shape, dim, index, unit, fmt.block_size))
+    first_block, end_block = start * unit // fmt.block_size, -(-stop * unit // fmt.block_size)
+
+    def change(part: Tensor) -> Tensor:
+        if part is not x.codes:
+            return part.narrow(-1, first_block, end_block - first_block)
+        if fmt.bits == 8:
+            return part.narrow(dim, start, stop - start)
+        return part.narrow(-1, start * unit // 2, -(-stop * unit // 2) - start * unit // 2)
+
+    return x.with_parts(change, new_shape)
+
+
+def _not_aligned(shape: tuple[int, ...], dim: int, index: int, unit: int, block_size: int) -> str:
+    offset = index * unit
+    next_offset = -(-offset // block_size) * block_size
+    step = block_size // math.gcd(unit, block_size)
+    next_index = min(-(-index // step) * step, shape[dim])
+    return (
+        f"cutting a tensor of shape {shape} at index {index} of dimension {dim} divides a block: element {offset} is "
+        f"no multiple of the block size {block_size}; the next aligned offset is {next_offset}, the next aligned "
+        f"index {next_index}"
+    )
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: _zeros_like,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+}

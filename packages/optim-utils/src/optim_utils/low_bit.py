@@ -1,0 +1,208 @@
+"""Tensors in 8 or 4 bits: formats, `quantize`, `dequantize`, and the plain form that checkpoints keep.
+
+    q = quantize(x, MOMENT8)        a LowBitTensor: uint8 codes and an fp32 scale for each block of 256
+    dequantize(q)                   the numbers again
+
+Which format for what (bytes an element with the default block; errors in the README):
+
+    INT8 1.063          matrices, eigenvectors, roots: even steps; small numbers are lost, so not second moments
+    UINT8_AFFINE 1.031  one-sided data: even steps from the block's minimum to its maximum
+    DYNAMIC8 1.016      first moments: steps that grow with the number, over seven decades
+    MOMENT8 1.016       second moments: their roots in DYNAMIC8_UNSIGNED; what is positive stays positive
+    OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at half the instructions in a kernel
+    FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
+    INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
+
+The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`;
+kernels reproduce them bit for bit. Precision does not depend on sharding: a block-aligned part of a quantized tensor is
+the quantized part of the tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils._low_bit_blocks import encode_blocks
+from optim_utils._low_bit_formats import (
+    DYNAMIC8,
+    DYNAMIC8_UNSIGNED,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT4,
+    INT8,
+    LOG4_UNSIGNED,
+    MOMENT8,
+    NF4,
+    OCTAL8,
+    OCTAL8_UNSIGNED,
+    OCTAL_MOMENT8,
+    UINT8_AFFINE,
+    LowBitFormat,
+)
+from optim_utils._low_bit_tensor import LowBitTensor
+from optim_utils.rounding import random_bits
+
+__all__ = [
+    "DYNAMIC8",
+    "DYNAMIC8_UNSIGNED",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "INT4",
+    "INT8",
+    "LOG4_UNSIGNED",
+    "MOMENT8",
+    "NF4",
+    "OCTAL8",
+    "OCTAL8_UNSIGNED",
+    "OCTAL_MOMENT8",
+    "UINT8_AFFINE",
+    "LowBitFormat",
+    "LowBitTensor",
+    "aligned_bounds",
+    "dequantize",
+    "from_plain",
+    "quantize",
+    "quantize_into",
+    "to_plain",
+]
+
+
+def quantize(
+    x: Tensor,
+    fmt: LowBitFormat,
+    *,
+    dtype: torch.dtype | None = None,
+    stochastic: bool = False,
+    seed: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+    validate: bool = False,
+) -> LowBitTensor:
+    """x in a low-bit format; of a DTensor, codes and scales are DTensors with its placements.
+
+    Args:
+        dtype: what the result passes for and decodes to; by default that of x (float32 for float64, which is
+            converted to float32 first).
+        stochastic: go to one of the two neighbouring codes at random, so that the mean of what is decoded is x (in
+            one-sided formats for numbers above the lowest code only, as a positive number never becomes zero).
+        seed: of the plain stream of :mod:`optim_utils.rounding`; without it ``generator`` or torch's default one.
+        validate: refuse negative numbers in a one-sided format, instead of clamping them to zero. Reads the result
+            back, so it waits for the device.
+    """
+    _check_input(x, fmt, validate)
+    dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
+    x = x.detach()
+    if is_dtensor(x):
+        from optim_utils._low_bit_dtensor import encode_sharded
+
+        return encode_sharded(x, fmt, dtype=dtype, uniform=_uniform(x.to_local(), stochastic, seed, generator))
+    return LowBitTensor(*encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator)), fmt, x.shape, dtype)
+
+
+def _check_input(x: Tensor, fmt: LowBitFormat, validate: bool) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"quantize takes a floating tensor, got {x.dtype} of shape {tuple(x.shape)}")
+    if isinstance(x, LowBitTensor):
+        raise TypeError(
+            f"the tensor of shape {tuple(x.shape)} is quantized already ({x.fmt.code}); dequantize it first"
+        )
+    if validate and fmt.unsigned and bool((x < 0).any()):
+        raise ValueError(
+            f"{fmt.code} codes hold no negative numbers, but the tensor of shape {tuple(x.shape)} has some"
+        )
+
+
+def _uniform(
+    x: Tensor, stochastic: bool, seed: int | Tensor | None, generator: torch.Generator | None
+) -> Tensor | None:
+    if not stochastic:
+        if seed is not None or generator is not None:
+            raise ValueError("a seed or generator is of use with stochastic=True only")
+        return None
+    bits = random_bits(x.shape, x.device, seed=seed, generator=generator)
+    return bits.to(torch.float32) * 2.0**-16
+
+
+def quantize_into(codes: Tensor, scale: Tensor, x: Tensor, fmt: LowBitFormat, *, offset: Tensor | None = None) -> None:
+    """Fill ``codes`` and ``scale`` (affine formats: ``offset`` too) with those of x."""
+    target = LowBitTensor(codes, scale, offset, fmt, x.shape)
+    target.copy_(x.detach())
+
+
+def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """The numbers of t in ``dtype`` (by default the one it passes for), or written into ``out``."""
+    if out is None:
+        return t.dequantize(dtype)
+    if out.shape != t.shape or (dtype is not None and out.dtype != dtype):
+        raise ValueError(
+            f"out must be {dtype or 'a tensor'} of shape {tuple(t.shape)}, got {out.dtype} {tuple(out.shape)}"
+        )
+    return out.copy_(t.dequantize(out.dtype))
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def to_plain(t: LowBitTensor) -> dict[str, Any]:
+    """``{"codes", "scale", "offset"?, "format": ints only}``, the tensors sharing memory.
+
+    Ints, because strings inside a state do not survive ``torch.optim.Optimizer.load_state_dict``.
+    """
+    plain: dict[str, Any] = {"codes": t.codes.detach(), "scale": t.scale.detach()}
+    if t.offset is not None:
+        plain["offset"] = t.offset.detach()
+    sizes = {f"size_{dim}": size for dim, size in enumerate(t.shape)}
+    plain["format"] = {**t.fmt.to_ints(), "dtype": _DTYPES.index(t.dtype), "dims": t.dim(), **sizes}
+    return plain
+
+
+def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBitTensor:
+    """The tensor whose plain form this is, sharing its memory.
+
+    Raises:
+        ValueError: if it is not of format ``fmt`` (when given), or if codes or scales were cast or reshaped.
+    """
+    missing = [key for key in ("codes", "scale", "format") if key not in plain]
+    if missing:
+        raise ValueError(
+            f"a plain form has codes, scale and format; found {sorted(map(str, plain))}, without {missing}"
+        )
+    ints = plain["format"]
+    found = LowBitFormat.from_ints(ints)
+    if fmt is not None and found != fmt:
+        expected, saved = fmt.to_ints(), found.to_ints()
+        differ = ", ".join(
+            f"{name} {_named(found, name)}, expected {_named(fmt, name)}"
+            for name in saved
+            if saved[name] != expected[name]
+        )
+        raise ValueError(f"the saved tensor has another format: found {differ}")
+    try:
+        shape = [ints[f"size_{dim}"] for dim in range(ints["dims"])]
+        dtype = _DTYPES[ints["dtype"]]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"the saved format lacks its shape or dtype: {ints!r}") from error
+    return LowBitTensor(plain["codes"], plain["scale"], plain.get("offset"), found, shape, dtype)
+
+
+def _named(fmt: LowBitFormat, name: str) -> str:
+    return f"{getattr(fmt, name)!r}"
+
+
+def aligned_bounds(numel: int, parts: int, block_size: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of ``parts`` consecutive ranges that cover ``numel`` elements and begin between blocks.
+
+    The ranges differ by at most one block; with fewer blocks than parts the last ones are empty.
+    """
+    if numel < 0 or parts < 1 or block_size < 1:
+        raise ValueError(
+            f"aligned_bounds takes numel >= 0, parts >= 1, block_size >= 1, got {numel}, {parts}, {block_size}"
+        )
+    num_blocks = -(-numel // block_size)
+    each, more = divmod(num_blocks, parts)
+    starts = [min(numel, (part * each + min(part, more)) * block_size) for part in range(parts + 1)]
+    return tuple(itertools.pairwise(starts))
