@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULE_OF = {
+    "cost": ["CommModel", "Topology"],
     "errors": [
         "LayoutError",
         "NotRepresentableError",
@@ -17,8 +18,13 @@ _MODULE_OF = {
         "RedistError",
         "UnsupportedError",
     ],
-    "layout": ["Block", "Chunk", "Cyclic", "Intervals", "Layout", "Mesh", "Ragged"],
+    "execute": ["redistribute_local", "simulate"],
+    "layout": ["Block", "Chunk", "Cyclic", "Intervals", "Layout", "Mesh", "Ragged", "Strided"],
+    "lower_bounds": ["Bounds", "bounds"],
     "ownership": ["same_ownership"],
+    "planners": ["Step"],
+    "planning": ["Plan", "plan"],
+    "program": ["Handle", "Program", "compile"],
     "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
     "multi_axis": ["MultiAxisDist"],
     "redistributors": ["MemoryConstrainedRedist", "NaiveGathererRedist", "OptimalRedist", "Redistributor"],

@@ -215,3 +215,49 @@ def positions(held: IndexSet, part: IndexSet) -> IndexSet:
                 Run(num_below(held, run.start + k * run.stride), run.length, run.length, 1) for k in range(run.repeats)
             )
     return tuple(found)
+
+
+def take(indices: IndexSet, start: int, stop: int) -> IndexSet:
+    """The indices at places ``start … stop - 1`` of the set's enumeration run by run."""
+    found: IndexSet = EMPTY
+    for run in indices:
+        total = run.length * run.repeats
+        if start < total and stop > 0:
+            found += _take_run(run, max(start, 0), min(stop, total))
+        start, stop = start - total, stop - total
+    return found
+
+
+def _take_run(run: Run, start: int, stop: int) -> IndexSet:
+    if run.repeats == 1:
+        return interval(run.start + start, run.start + stop)
+    (first, head), (last, tail) = divmod(start, run.length), divmod(stop, run.length)
+
+    def piece(k: int, a: int, b: int) -> IndexSet:
+        return interval(run.start + k * run.stride + a, run.start + k * run.stride + b)
+
+    if first == last:
+        return piece(first, head, tail)
+    whole = first + (head > 0)
+    return (
+        (piece(first, head, run.length) if head else EMPTY)
+        + strided(run.start + whole * run.stride, run.length, run.stride, last - whole)
+        + (piece(last, 0, tail) if tail else EMPTY)
+    )
+
+
+def aligned_runs(part: IndexSet, *held: IndexSet) -> list[tuple[Run, ...]]:
+    """The runs of ``part`` as places in each of ``held``, cut so that every piece is evenly spaced in all of them.
+
+    Each tuple is one piece: its run in the first holder's local numbering, in the second's, …
+    """
+    pieces: list[tuple[Run, ...]] = []
+    for run in part:
+        places = [positions(indices, (run,)) for indices in held]
+        if all(len(place) == 1 for place in places):
+            pieces.append(tuple(place[0] for place in places))
+        else:
+            for k in range(run.repeats):
+                single = interval(run.start + k * run.stride, run.start + k * run.stride + run.length)
+                pieces.append(tuple(positions(indices, single)[0] for indices in held))
+    return pieces

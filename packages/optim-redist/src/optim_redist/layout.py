@@ -183,6 +183,48 @@ class Chunk(Kind):
 
 
 @dataclass(frozen=True)
+class Strided(Kind):
+    """Axis after axis like ``Chunk``, but an axis with split factor s cuts what is left into s pieces first.
+
+    Each piece is cut into p chunks, and coordinate c takes the c-th of every piece, one behind the other: torch's
+    ``_StridedShard``. Factors of 1 throughout are ``Chunk``.
+    """
+
+    split_factors: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(factor < 1 for factor in self.split_factors):
+            raise LayoutError(f"split factors are 1 or more, got {self.split_factors}")
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        if len(self.split_factors) != len(axis_sizes):
+            raise LayoutError(f"{len(axis_sizes)} mesh axes need as many split factors, got {self.split_factors}")
+        held = [[(0, n)] if n else []]
+        for p, factor in zip(axis_sizes, self.split_factors):
+            taken: list[list[tuple[int, int]]] = []
+            for pieces in held:
+                parts = [_cut_in_chunks(piece, p) for piece in _cut_in_chunks(pieces, factor)]
+                taken += ([run for part in parts for run in part[c]] for c in range(p))
+            held = taken
+        return tuple(from_intervals(pieces) for pieces in held)
+
+
+def _cut_in_chunks(pieces: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """``torch.chunk`` of the indices that the intervals list: ``count`` lists of intervals, the last short or empty."""
+    total = sum(stop - start for start, stop in pieces)
+    length = -(-total // count)
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    done = 0
+    for start, stop in pieces:
+        while start < stop:
+            chunk, used = divmod(done, length)
+            taken = min(stop - start, length - used)
+            chunks[chunk].append((start, start + taken))
+            start, done = start + taken, done + taken
+    return chunks
+
+
+@dataclass(frozen=True)
 class Cyclic(Kind):
     """Blocks of ``block`` indices dealt out in turn: block j belongs to coordinate j mod P."""
 
@@ -257,6 +299,7 @@ class Intervals(Kind):
 KINDS: dict[str, type[Kind]] = {
     "block": Block,
     "chunk": Chunk,
+    "strided": Strided,
     "cyclic": Cyclic,
     "ragged": Ragged,
     "intervals": Intervals,
@@ -389,6 +432,8 @@ class Layout:
         match split.kind:
             case Chunk():
                 return "/".join(names) if len(names) > 1 else f"{names[0]}/"
+            case Strided(factors):
+                return "/".join(f"{name}@{factor}" for name, factor in zip(names, factors))
             case Cyclic(block):
                 return f"{'.'.join(names)}~{block}"
             case Ragged(cuts):
@@ -424,6 +469,8 @@ def _as_split(mesh: Mesh, spec: DimSpec) -> Split | None:
         axes, kind = spec.axes, spec.kind
     elif isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], Kind):
         axes, kind = spec[0], spec[1]
+    if isinstance(axes, Kind) or not isinstance(axes, int | str | Iterable | None):
+        raise LayoutError(f"a dimension is None, an axis, a tuple of axes or (axes, kind), got {spec!r}")
     numbers = tuple(mesh.axis(axis) for axis in ((axes,) if isinstance(axes, int | str) else axes or ()))
     return Split(numbers, kind) if numbers else None
 
@@ -437,6 +484,8 @@ def _as_op(op: str) -> ReduceOp:
 def _split_json(split: Split) -> dict[str, Any]:
     item: dict[str, Any] = {"axes": list(split.axes), "kind": type(split.kind).__name__.lower()}
     match split.kind:
+        case Strided(factors):
+            item["split_factors"] = list(factors)
         case Cyclic(block):
             item["block"] = block
         case Ragged(cuts):
@@ -451,4 +500,6 @@ def _split_from_json(item: Mapping[str, Any]) -> Split:
     if name not in KINDS:
         raise LayoutError(f"a dimension's kind is one of {sorted(KINDS)}, got {name!r}")
     parameters = {key: value for key, value in item.items() if key not in ("axes", "kind")}
+    if "split_factors" in parameters:
+        parameters["split_factors"] = tuple(parameters["split_factors"])
     return Split(tuple(item["axes"]), KINDS[name](**parameters))

@@ -1,0 +1,276 @@
+"""What moving bytes costs: a tree of groups with bandwidths, and measured curves of seconds over bytes.
+
+Topology. Level 1 groups ranks (a node), level 2 groups level-1 groups (a rack), …. A rank sends and receives at
+``rank_bandwidth`` inside the innermost group; into and out of a group goes at most its own bandwidth.
+
+Model. A step in which the busiest rank moves b bytes takes
+
+    call + curve(b),         curve = seconds measured for that collective, interpolated in log b, monotone in b,
+
+and no less than what any group's border lets through. Packing and unpacking read and write every byte once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from optim_redist.errors import RedistError
+from optim_redist.layout import Axis, Mesh
+
+_FORMAT = "optim-redist.model/1"
+
+
+@dataclass(frozen=True)
+class Level:
+    """Groups of ranks whose border is a bottleneck.
+
+    Attributes:
+        name: as printed, e.g. "node".
+        bandwidth: bytes per second into a group, and as many out of it.
+        latency: seconds that a message across the border takes at least.
+        size: ranks of a group, numbered in blocks; or
+        members: the groups themselves.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    size: int | None = None
+    members: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {rank: number for number, ranks in enumerate(self.members) for rank in ranks}
+
+    def group_of(self, rank: int) -> int:
+        """The number of the group that a rank belongs to."""
+        if self.size is not None:
+            return rank // self.size
+        if rank not in self._group_of:
+            raise RedistError(f"level {self.name!r} of the topology has no group with rank {rank}")
+        return self._group_of[rank]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A tree of groups, innermost level first.
+
+    Attributes:
+        rank_bandwidth: bytes per second that one rank receives (and sends) inside the innermost group.
+        latency: seconds of the shortest exchange.
+        levels: the groups whose borders are bottlenecks.
+    """
+
+    rank_bandwidth: float = 300e9
+    latency: float = 20e-6
+    levels: tuple[Level, ...] = ()
+
+    @classmethod
+    def flat(cls, num_ranks: int = 0, *, bandwidth: float = 300e9, latency: float = 20e-6) -> Topology:
+        """All pairs of ranks alike; ``num_ranks`` only documents how many."""
+        del num_ranks
+        return cls(bandwidth, latency)
+
+    @classmethod
+    def nodes(
+        cls, ranks_per_node: int, *, bandwidth: float = 50e9, rank_bandwidth: float = 300e9, latency: float = 30e-6
+    ) -> Topology:
+        """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
+        level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
+        return cls(rank_bandwidth, 20e-6, (level,))
+
+    @classmethod
+    def from_mesh_axis(cls, mesh: Mesh, axis: Axis, *, bandwidth: float = 50e9, name: str = "node") -> Topology:
+        """Ranks with the same coordinate on ``axis`` form a node; ``bandwidth`` is one rank's share of the border."""
+        k = mesh.axis(axis)
+        found: list[list[int]] = [[] for _ in range(mesh.sizes[k])]
+        for rank, point in mesh.coordinates.items():
+            found[point[k]].append(rank)
+        return cls(levels=(Level(name, bandwidth * len(found[0]), 30e-6, members=tuple(map(tuple, found))),))
+
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[str], *, bandwidth: float = 50e9) -> Topology:
+        """Ranks of the same host name form a node: ``hosts[r]`` is where rank r runs."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            found.setdefault(host, []).append(rank)
+        largest = max(map(len, found.values()))
+        return cls(levels=(Level("node", bandwidth * largest, 30e-6, members=tuple(map(tuple, found.values()))),))
+
+    def groups(self, ranks: Iterable[int]) -> list[tuple[str, tuple[int, ...], float]]:
+        """(level, ranks, bandwidth) of every group that holds some but not all of the ranks."""
+        every = tuple(ranks)
+        found = []
+        for level in self.levels:
+            parts: dict[int, list[int]] = {}
+            for rank in every:
+                parts.setdefault(level.group_of(rank), []).append(rank)
+            if len(parts) > 1:
+                found += [(level.name, tuple(part), level.bandwidth) for _, part in sorted(parts.items())]
+        return found
+
+    def distance(self, a: int, b: int) -> int:
+        """How many levels two ranks are apart: 0 inside the innermost group."""
+        for k, level in enumerate(self.levels):
+            if level.group_of(a) == level.group_of(b):
+                return k
+        return len(self.levels)
+
+    def to_json(self) -> dict[str, Any]:
+        levels = [
+            {"name": v.name, "bandwidth": v.bandwidth, "latency": v.latency, "size": v.size, "members": v.members}
+            for v in self.levels
+        ]
+        return {"rank_bandwidth": self.rank_bandwidth, "latency": self.latency, "levels": levels}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Topology:
+        levels = tuple(
+            Level(**{**item, "members": tuple(tuple(group) for group in item["members"])}) for item in data["levels"]
+        )
+        return cls(data["rank_bandwidth"], data["latency"], levels)
+
+
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class CommModel:
+    """Seconds of every step on one machine.
+
+    Attributes:
+        name: as printed; the id adds a digest of the numbers.
+        topology: groups and bandwidths.
+        curves: for a collective, (bytes the busiest rank receives, seconds), ascending; without one the topology's
+            latency and bandwidth serve.
+        pack_bandwidth: bytes read plus written per second by a local copy.
+        call_seconds: host time of one call.
+    """
+
+    name: str
+    topology: Topology
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    pack_bandwidth: float = 3e12
+    call_seconds: float = 10e-6
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @cached_property
+    def id(self) -> str:
+        """Name and digest: equal for equal numbers, on every rank."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def seconds(self, op: str, num_bytes: float) -> float:
+        """Time of one collective in which the busiest rank receives (or sends) ``num_bytes``, without any border."""
+        curve = self.curves.get(op)
+        if not curve:
+            return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
+        return self.call_seconds + _interpolate(curve, num_bytes)
+
+    def border_seconds(self, level: str, num_bytes: float) -> float:
+        """Time for ``num_bytes`` to cross the border of one group of a level."""
+        found = next(v for v in self.topology.levels if v.name == level)
+        return found.latency + num_bytes / found.bandwidth
+
+    def pack_seconds(self, num_bytes: float) -> float:
+        """Time of one local copy: every byte is read and written."""
+        return 2 * num_bytes / self.pack_bandwidth
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "name": self.name,
+            "topology": self.topology.to_json(),
+            "curves": {op: [list(point) for point in curve] for op, curve in sorted(self.curves.items())},
+            "pack_bandwidth": self.pack_bandwidth,
+            "call_seconds": self.call_seconds,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CommModel:
+        if data.get("format") != _FORMAT:
+            raise RedistError(f"expected a cost model of format {_FORMAT}, got {data.get('format')}")
+        curves = {op: tuple((b, s) for b, s in curve) for op, curve in data["curves"].items()}
+        topology = Topology.from_json(data["topology"])
+        return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as JSON; keys this version does not know are the writer's business."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CommModel:
+        """The model in a file that ``save`` or ``calibrate`` wrote."""
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+    @classmethod
+    def preset(cls, name: str) -> CommModel:
+        """A machine known here: "h200x4", "h200x8", "nodes-400g" or "flat"."""
+        if name not in _PRESETS:
+            raise RedistError(f"presets are {sorted(_PRESETS)}, got {name!r}")
+        return _PRESETS[name]
+
+
+def _interpolate(curve: Curve, num_bytes: float) -> float:
+    """Seconds at a size: log-log between measured points, flat below the first, at its bandwidth above the last."""
+    k = bisect_left(curve, (num_bytes,))
+    if k == 0:
+        return curve[0][1]
+    if k == len(curve):
+        return curve[-1][1] * num_bytes / curve[-1][0]
+    (b0, s0), (b1, s1) = curve[k - 1], curve[k]
+    weight = log(num_bytes / b0) / log(b1 / b0)
+    return exp((1 - weight) * log(s0) + weight * log(s1))
+
+
+def curve_from_bus_rates(num_ranks: int, rates: Mapping[int, float], *, reduces_twice: bool = False) -> Curve:
+    """(bytes received, seconds) from measured bus bandwidths, by buffer size per rank in bytes.
+
+    A buffer of S bytes on each of n ranks moves (n - 1)/n · S per rank, twice that in an all-reduce. Times are made
+    monotone in the size.
+    """
+    share = (num_ranks - 1) / num_ranks * (2 if reduces_twice else 1)
+    points, latest = [], 0.0
+    for size, rate in sorted(rates.items()):
+        latest = max(latest, share * size / rate)
+        points.append((share * size, latest))
+    return tuple(points)
+
+
+_SIZES = [2**20, 2**23, 2**26, 2**28, 2**30]
+
+
+def _bus(num_ranks: int, gigabytes_per_second: Sequence[float], *, twice: bool = False) -> Curve:
+    rates = {size: rate * 1e9 for size, rate in zip(_SIZES, gigabytes_per_second)}
+    return curve_from_bus_rates(num_ranks, rates, reduces_twice=twice)
+
+
+def _h200(num_ranks: int) -> CommModel:
+    # bus bandwidths measured on 4×H200, every pair on NVLink, bf16; all_gather in place, device copy 4.13 TB/s
+    curves = {
+        "all_to_all": _bus(num_ranks, [15, 106, 242, 295, 333]),
+        "all_gather": _bus(num_ranks, [7, 101, 246, 295, 327]),
+        "reduce_scatter": _bus(num_ranks, [12, 105, 244, 291, 317]),
+        "all_reduce": _bus(num_ranks, [20, 133, 295, 335, 352], twice=True),
+    }
+    return CommModel(f"h200x{num_ranks}", Topology.flat(num_ranks, bandwidth=333e9), curves, 4.13e12)
+
+
+_PRESETS = {
+    "flat": CommModel("flat", Topology.flat()),
+    "h200x4": _h200(4),
+    # not measured yet: the bus rates of four, which the same switch gives to eight
+    "h200x8": _h200(8),
+    # nodes of eight with one 400 Gb/s port a rank
+    "nodes-400g": CommModel("nodes-400g", Topology.nodes(8, bandwidth=50e9, rank_bandwidth=333e9)),
+}

@@ -1,0 +1,129 @@
+"""Running redistributions of plain tensors: on a process group, or all ranks in one process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from optim_redist import _collectives
+from optim_redist.cost import CommModel, Topology
+from optim_redist.errors import LayoutError
+from optim_redist.layout import Layout
+from optim_redist.planning import Plan, plan
+from optim_redist.program import Program, StageProgram, compile, slots
+
+_programs: OrderedDict[tuple[Any, ...], tuple[object, Program]] = OrderedDict()
+_CACHE_SIZE = 1024
+
+
+def redistribute_local(
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    group: ProcessGroup | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    cost_model: CommModel | None = None,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+) -> Any:
+    """This rank's part of the target layout, given its part of the source layout.
+
+    Every rank of either layout calls. Ranks outside the source pass ``None`` and say the ``dtype``; ranks outside the
+    target get ``None``. A rank whose part stays as it is may get its own tensor back.
+
+    Args:
+        tensor: the local part, of any strides.
+        shape: the global shape.
+        group: who takes part; by default the ranks of both layouts.
+        out: where to put the result.
+        async_op: return a ``Handle`` whose ``wait()`` gives the result.
+        cost_model, topology, memory_limit: as for ``plan``.
+
+    Raises:
+        LayoutError: if the tensor's shape is not what the layout says.
+        PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
+    """
+    if tensor is not None:
+        if dtype is not None and dtype != tensor.dtype:
+            raise LayoutError(f"dtype={dtype} was given for a tensor of {tensor.dtype}")
+        dtype = tensor.dtype
+    if dtype is None:
+        raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
+    made = plan(shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit)
+    return program_for(made, group)(tensor, out, async_op)
+
+
+def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
+    """The plan compiled on this rank, once for every process group."""
+    world = _collectives.world()
+    key = (id(made), _collectives.my_rank(), id(group))
+    known = _programs.get(key)
+    if known is not None and known[0] is world and known[1].plan is made:
+        _programs.move_to_end(key)
+        return known[1]
+    program = compile(made, group)
+    _programs[key] = (world, program)
+    if len(_programs) > _CACHE_SIZE:
+        _programs.popitem(last=False)
+    return program
+
+
+def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    """Every rank's target, with all ranks' programs run in this process and copies in place of the wire.
+
+    Args:
+        plan: any plan.
+        locals: what every rank holds of the source: by rank, or a list for ranks 0, 1, ….
+
+    Raises:
+        LayoutError: if a local tensor has not the shape that the layout says.
+    """
+    given = dict(locals) if isinstance(locals, Mapping) else dict(enumerate(locals))
+    ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
+    tensors = {rank: given.get(rank) for rank in ranks}
+    device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
+    for rank in ranks:
+        Program(plan, rank, None, ranks)._check(tensors[rank], None)
+    dtype = getattr(torch, plan.dtype)
+    for problem, phases in plan.phases:
+        stages = {rank: StageProgram(problem, phases, rank, dtype) for rank in ranks}
+        targets = {rank: stage.allocate(device) for rank, stage in stages.items()}
+        for k, phase in enumerate(phases):
+            try:
+                _simulate_phase(stages, k, tensors, targets, device)
+            except RuntimeError as error:
+                error.add_note(f"in step {phase.name!r} of plan {plan.hash[:12]}")
+                raise
+        tensors = targets
+    return tensors
+
+
+def _simulate_phase(
+    stages: Mapping[int, StageProgram],
+    k: int,
+    tensors: Mapping[int, Tensor | None],
+    targets: Mapping[int, Tensor | None],
+    device: torch.device,
+) -> None:
+    buffers = {rank: stage.begin(k, tensors[rank], targets[rank], device) for rank, stage in stages.items()}
+    wire = {
+        (rank, message.peer): slot.clone()
+        for rank, stage in stages.items()
+        for message, slot in slots(stage.phases[k].sends, buffers[rank][0])
+    }
+    for rank, stage in stages.items():
+        for message, slot in slots(stage.phases[k].receives, buffers[rank][1]):
+            slot.copy_(wire.pop((message.peer, rank)))
+        stage.local(k, tensors[rank], targets[rank])
+    assert not wire, "every message has a receiver"
+    for rank, stage in stages.items():
+        stage.finish(k, buffers[rank][1], tensors[rank], targets[rank])

@@ -1,0 +1,195 @@
+"""What no plan can beat.
+
+Let H(e) be the holders of an element e and N(e) its needers; with a pending reduction e has several contributions,
+each with its own holders. For any set of ranks g
+
+    In(g)  = |{ e : some rank of g needs e, and some contribution of e has no holder in g }|
+    Out(g) = In(all other ranks)
+
+elements must enter and leave g. The busiest rank therefore moves at least
+
+    LB = max( R, U, reduction ),     R = max_r In({r}),     U = max_r Out({r}).
+
+Reductions without arithmetic in the network: an element with k >= 2 contributions of one holder each and q needers
+takes at least k + q - 1 transfers, one less if a needer contributes; the sum over elements divided by the number of
+ranks bounds the busiest.
+
+A plan in one step sends every element straight from a holder. All holders of one source point (and contribution)
+share the same demand, so the least possible largest send is the largest of ceil(demand / holders).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from optim_redist.layout import Layout
+from optim_redist.problem import Point, Problem
+
+if TYPE_CHECKING:
+    from optim_redist.cost import Topology
+
+BoundKind = Literal["receive", "send", "reduction"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What must cross the border of one group of ranks.
+
+    Attributes:
+        level: name of the topology level the group belongs to, or "source" / "target".
+        ranks: the group.
+        inbound, outbound: elements that must enter and leave it.
+        bandwidth: bytes per second through its border, None if the border is no bottleneck.
+    """
+
+    level: str
+    ranks: tuple[int, ...]
+    inbound: int
+    outbound: int
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds on a redistribution, in elements unless a name says otherwise.
+
+    Attributes:
+        recv: what the neediest rank must receive.
+        send: what the most burdened rank alone holds and others need.
+        reduction: what reducing costs the busiest rank, 0 without a reduction.
+        lb: the largest of the three; ``lb_kind`` says which.
+        direct_recv, direct_send: what the busiest ranks receive and send in the best plan of one step.
+        cuts: the borders of the topology's groups, of the source's ranks and of the target's.
+        memory: elements that the fullest rank holds of source and target together.
+        live: elements of the larger of source and target on the fullest rank.
+        seconds: least time in bytes over bandwidth, 0 without a topology.
+    """
+
+    recv: int
+    send: int
+    reduction: int
+    lb: int
+    lb_kind: BoundKind
+    direct_recv: int
+    direct_send: int
+    cuts: tuple[Cut, ...]
+    memory: int
+    live: int
+    seconds: float = 0.0
+
+    @property
+    def single_hop(self) -> int:
+        """The busiest rank's volume in the best plan of one step."""
+        return max(self.direct_recv, self.direct_send)
+
+
+def bounds(
+    shape: Sequence[int], src: Layout, dst: Layout, topology: Topology | None = None, *, itemsize: int = 2
+) -> Bounds:
+    """What no plan from ``src`` to ``dst`` can beat.
+
+    ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
+    """
+    return bounds_of(Problem(shape, src, dst), topology, itemsize=itemsize)
+
+
+def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:
+    """The bounds of a problem that is already laid out."""
+    reduces = problem.num_contributions > 1
+    held = {point: problem.num_held(point) for point, _ in problem.holders}
+    needed = {point: problem.num_needed(point) for point in problem.needers}
+    kept = {rank: problem.num_kept_by(rank) for rank in problem.dst_points}
+
+    recv = send = memory = live = direct_recv = 0
+    for rank, point in problem.dst_points.items():
+        own = kept[rank]
+        recv = max(recv, needed[point] - (0 if reduces else own))
+        direct_recv = max(direct_recv, needed[point] * problem.num_contributions - own)
+    for rank in problem.ranks:
+        src_size, dst_size = problem.stored(rank)
+        memory, live = max(memory, src_size + dst_size), max(live, src_size, dst_size)
+        if problem.src_replicas == 1:
+            send = max(send, src_size - (kept.get(rank, 0) if problem.dst_replicas == 1 else 0))
+
+    direct_send = 0
+    for (point, _), ranks in problem.holders.items():
+        demand = held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)
+        direct_send = max(direct_send, -(-demand // len(ranks)))
+
+    reduction = _reduction_bound(problem)
+    lb = max(recv, send, reduction)
+    kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
+    cuts = _cuts(problem, topology)
+    crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
+    seconds = 0.0
+    if topology is not None and lb:
+        seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
+    return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, seconds)
+
+
+def _reduction_bound(problem: Problem) -> int:
+    """Transfers that a reduction takes, per rank, rounded up; 0 where contributions have several holders."""
+    if problem.num_contributions == 1 or problem.src_replicas > 1:
+        return 0
+    contributing = {
+        (problem.src_points[rank], point) for rank, point in problem.dst_points.items() if rank in problem.src_points
+    }
+    transfers = problem.num_elements * (problem.num_contributions + problem.dst_replicas - 1)
+    transfers -= sum(problem.num_common(src, dst) for src, dst in contributing)
+    return -(-transfers // len(problem.ranks))
+
+
+def _cuts(problem: Problem, topology: Topology | None) -> tuple[Cut, ...]:
+    groups: list[tuple[str, tuple[int, ...], float | None]] = []
+    if topology is not None:
+        groups += topology.groups(problem.ranks)
+    sources, targets = set(problem.src.mesh.ranks), set(problem.dst.mesh.ranks)
+    if sources != targets:
+        groups.append(("source", tuple(sorted(sources)), None))
+        groups.append(("target", tuple(sorted(targets)), None))
+    return tuple(Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks)
+
+
+def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:
+    """(In, Out) of a group: elements that must enter it and that must leave it.
+
+    Only the points of the group's own ranks are visited, since
+
+        In(g)  = Σ_{j needed in g} ( |D_j| - Σ_{i wholly held in g} |B(i, j)| )
+        Out(g) = Σ_{i not wholly held outside} ( |S_i| - Σ_{j needed only in g} |B(i, j)| )
+    """
+    group = set(ranks)
+    inside: dict[Point, set[int]] = {}
+    for rank in ranks:
+        if rank in problem.src_points:
+            inside.setdefault(problem.src_points[rank], set()).add(problem.contribution[rank])
+    whole_inside = [point for point, found in inside.items() if len(found) == problem.num_contributions]
+    not_outside = [
+        point
+        for point, found in inside.items()
+        if any(all(rank in group for rank in problem.holders[point, c]) for c in found)
+    ]
+    needed_inside = list({problem.dst_points[rank]: None for rank in ranks if rank in problem.dst_points})
+    only_inside = [point for point in needed_inside if all(rank in group for rank in problem.needers[point])]
+
+    inbound = sum(map(problem.num_needed, needed_inside)) - _shared(problem, whole_inside, needed_inside)
+    outbound = sum(map(problem.num_held, not_outside)) - _shared(problem, not_outside, only_inside)
+    return inbound, outbound
+
+
+def _shared(problem: Problem, sources: list[Point], targets: list[Point]) -> int:
+    """Σ |B(i, j)| over two lists of points; a product of one-dimensional sums when both lists are grids."""
+    if not sources or not targets:
+        return 0
+    num_dims = len(problem.overlaps)
+    src_axes = [{point[k] for point in sources} for k in range(num_dims)]
+    dst_axes = [{point[k] for point in targets} for k in range(num_dims)]
+    if prod(map(len, src_axes)) == len(sources) and prod(map(len, dst_axes)) == len(targets):
+        return prod(
+            sum(overlap.common[i][j] for i in src_axes[k] for j in dst_axes[k])
+            for k, overlap in enumerate(problem.overlaps)
+        )
+    return sum(problem.num_common(i, j) for i in sources for j in targets)

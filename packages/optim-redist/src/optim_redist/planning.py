@@ -1,0 +1,245 @@
+"""The choice among candidate plans, and the plan that results.
+
+``plan`` asks every planner for its candidates, costs all of them with one model, and keeps the cheapest; ties go to
+fewer steps, then to the lower peak, then to the smaller name. It is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist.cost import CommModel, Topology
+from optim_redist.errors import PlanInfeasibleError, RedistError
+from optim_redist.layout import Layout
+from optim_redist.lower_bounds import Bounds, Cut, bounds_of
+from optim_redist.moves import Phase
+from optim_redist.planners import Candidate, Request, Stage, Step, candidates, phases_of
+from optim_redist.problem import Problem
+
+_FORMAT = "optim-redist.plan"
+_VERSION = 1
+_CACHE_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen, and why."""
+
+    planner: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one tensor gets from one layout to another; immutable and the same on every rank.
+
+    Attributes:
+        shape, dtype, src, dst: the task.
+        model: id of the cost model that chose.
+        planner: which planner it is from.
+        stages: the layouts it goes through, each with the method that gets there.
+        steps: the exchanges, with what they move and cost.
+        bounds: what no plan can beat.
+        time: predicted seconds.
+        peak_bytes: bytes that the fullest rank holds at once: source, target and buffers.
+        gap: time above the bound on time, relative to it; 0 if nothing moves.
+        volume_ratio: volume of the busiest rank over ``bounds.lb``; 1 if nothing has to move.
+        memory_limit: the limit it respects, in bytes.
+        donate: whether the source may be overwritten.
+        alternatives: the candidates that lost.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    model: str
+    planner: str
+    stages: tuple[Stage, ...]
+    steps: tuple[Step, ...]
+    bounds: Bounds
+    time: float
+    peak_bytes: int
+    gap: float
+    volume_ratio: float
+    memory_limit: int | None
+    donate: bool
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any rank sends anything."""
+        return any(step.recv for step in self.steps)
+
+    @cached_property
+    def phases(self) -> tuple[tuple[Problem, tuple[Phase, ...]], ...]:
+        """For every stage its problem and the transfers of its phases."""
+        found = []
+        for stage in self.stages:
+            problem = Problem(self.shape, stage.src, stage.dst)
+            found.append((problem, tuple(phases_of(problem, stage))))
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data; ``from_json`` reads it back."""
+        return {
+            "format": f"{_FORMAT}/{_VERSION}",
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "src": self.src.to_json(),
+            "dst": self.dst.to_json(),
+            "model": self.model,
+            "planner": self.planner,
+            "memory_limit": self.memory_limit,
+            "donate": self.donate,
+            "stages": [stage.to_json() for stage in self.stages],
+            "steps": [asdict(step) for step in self.steps],
+            "bounds": asdict(self.bounds),
+            "time": self.time,
+            "peak_bytes": self.peak_bytes,
+            "gap": self.gap,
+            "volume_ratio": self.volume_ratio,
+            "alternatives": [asdict(other) for other in self.alternatives],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` wrote; newer formats are refused."""
+        name, _, version = str(data.get("format")).partition("/")
+        if name != _FORMAT or not version.isdecimal() or int(version) > _VERSION:
+            raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
+        found = dict(data)
+        del found["format"]
+        limits = found["bounds"]
+        cuts = tuple(Cut(**{**cut, "ranks": tuple(cut["ranks"])}) for cut in limits["cuts"])
+        return cls(
+            **{
+                **found,
+                "shape": tuple(found["shape"]),
+                "src": Layout.from_json(found["src"]),
+                "dst": Layout.from_json(found["dst"]),
+                "stages": tuple(Stage.from_json(stage) for stage in found["stages"]),
+                "steps": tuple(Step(**{**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
+                "bounds": Bounds(**{**limits, "cuts": cuts}),
+                "alternatives": tuple(Alternative(**other) for other in found["alternatives"]),
+            }
+        )
+
+
+_cache: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def plan(
+    shape: Sequence[int],
+    dtype: Any,
+    src: Layout,
+    dst: Layout,
+    *,
+    cost_model: CommModel | None = None,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+    donate: bool = False,
+    planners: Sequence[str] | None = None,
+) -> Plan:
+    """The cheapest plan that gets a tensor of this shape and dtype from ``src`` to ``dst``.
+
+    Args:
+        shape: the global shape.
+        dtype: a ``torch.dtype`` or its name.
+        cost_model: seconds and bytes of the machine; a flat one by default.
+        topology: groups of ranks, in place of the cost model's.
+        memory_limit: bytes that no rank may exceed with source, target and buffers together.
+        donate: the source may be given up once it has been read.
+        planners: names of the planners to ask; all by default.
+
+    Raises:
+        PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
+    """
+    model = cost_model or CommModel.preset("flat")
+    if topology is not None and topology != model.topology:
+        model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
+    name = dtype_name(dtype)
+    asked = None if planners is None else tuple(planners)
+    key = (tuple(shape), name, src, dst, model, memory_limit, donate, asked)
+    known = _cache.get(key)
+    if known is not None:
+        _cache.move_to_end(key)
+        return known
+    made = _plan(Request(Problem(shape, src, dst), name, model, memory_limit, donate), asked)
+    _cache[key] = made
+    if len(_cache) > _CACHE_SIZE:
+        _cache.popitem(last=False)
+    return made
+
+
+def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
+    problem, model = request.problem, request.model
+    limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
+    found = candidates(request, limits, asked)
+    fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
+    if not fitting:
+        raise _infeasible(request, limits)
+    chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
+    volume = chosen.busiest
+    return Plan(
+        shape=problem.shape,
+        dtype=request.dtype,
+        src=problem.src,
+        dst=problem.dst,
+        model=model.id,
+        planner=chosen.planner,
+        stages=chosen.stages,
+        steps=chosen.steps,
+        bounds=limits,
+        time=chosen.seconds,
+        peak_bytes=chosen.peak_bytes,
+        gap=chosen.seconds / limits.seconds - 1 if limits.seconds else 0.0,
+        volume_ratio=volume / limits.lb if limits.lb else 1.0,
+        memory_limit=request.memory_limit,
+        donate=request.donate,
+        alternatives=tuple(
+            Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen
+        ),
+    )
+
+
+def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
+    if request.memory_limit is not None and loser.peak_bytes > request.memory_limit:
+        return f"peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
+    if loser.seconds > winner.seconds:
+        return f"takes {loser.seconds * 1e6:.1f} µs, {winner.planner} {winner.seconds * 1e6:.1f} µs"
+    return f"as fast as {winner.planner}, which has fewer steps or a lower peak"
+
+
+def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
+    assert request.memory_limit is not None
+    problem, width = request.problem, request.itemsize
+    needs = []
+    for rank in problem.ranks:
+        src, dst = problem.stored(rank)
+        needs.append((max(src, dst) if request.donate else src + dst, -rank, src, dst))
+    _, negative_rank, src, dst = max(needs)
+    terms = {"larger of source and target": max(src, dst) * width}
+    if not request.donate:
+        terms = {"source": src * width, "target": dst * width}
+    proven = request.memory_limit < sum(terms.values())
+    if not proven:
+        terms["one chunk"] = request.smallest_chunk
+    return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)

@@ -1,0 +1,262 @@
+"""A plan compiled for one rank: groups, splits, offsets and views decided once, then run as often as needed.
+
+A program walks the stages of its plan. Each stage allocates its target (the last one may be given), runs its phases as
+one all-to-all each, and hands the target on as the next stage's source. Groups are made at compile, and the first run
+compares the plans of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from optim_redist import _collectives
+from optim_redist._rank_program import Message, as_bits, rank_phases
+from optim_redist._reduction import Reduction, fill_identity
+from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.problem import Problem
+
+if TYPE_CHECKING:
+    from optim_redist.planning import Plan
+
+
+class StageProgram:
+    """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one."""
+
+    def __init__(self, problem: Problem, phases: Sequence[Any], rank: int, dtype: torch.dtype) -> None:
+        self.rank = rank
+        self.dtype = dtype
+        self.phases = rank_phases(problem, phases, rank)
+        self.src_shape = _local_shape(problem.src, problem.shape, rank)
+        self.dst_shape = _local_shape(problem.dst, problem.shape, rank)
+        self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
+        self.identity_op = None
+        self.start_scale = 1
+        if problem.started and self.dst_shape is not None:
+            self.start_scale = prod(problem.dst.mesh.sizes[axis] for axis, op in problem.started if op == "avg")
+            if rank not in problem.dst_points:
+                self.identity_op = problem.started[0][1]
+
+    def allocate(self, device: torch.device) -> Tensor | None:
+        """An uninitialised target."""
+        return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
+
+    def begin(self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Pack phase k: the buffer to send, and one to receive into."""
+        phase = self.phases[k]
+        src_bits, dst_bits = _bits(src), _bits(dst)
+        sent = phase.dense_span(phase.sends, src_bits, "src")
+        bits = _bits_type(self.dtype)
+        if sent is None:
+            sent = torch.empty(phase.num_sent, dtype=bits, device=device)
+            for message, slot in slots(phase.sends, sent):
+                phase.pack(message, src_bits, dst_bits, slot)
+        received = None
+        if not self._reduces(k):
+            received = phase.dense_span(phase.receives, dst_bits, "dst")
+        if received is None:
+            received = torch.empty(phase.num_received, dtype=bits, device=device)
+        return sent, received
+
+    def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
+        """What phase k copies within the rank; reductions do this when they finish."""
+        phase = self.phases[k]
+        if phase.stays_from.pieces and not self._reduces(k):
+            assert src is not None, "what stays has a source"
+            assert dst is not None, "what stays has a target"
+            phase.copy_what_stays(as_bits(src), as_bits(dst))
+
+    def finish(self, k: int, received: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Unpack what phase k brought."""
+        phase = self.phases[k]
+        if self._reduces(k):
+            assert self.reduction is not None
+            if dst is not None:
+                self.reduction.combine(phase, received.view(self.dtype) if received.numel() else received, src, dst)
+        else:
+            dst_bits = _bits(dst)
+            for message, slot in slots(phase.receives, received):
+                assert dst_bits is not None, "receivers have a target"
+                first = message.views(dst_bits.stride())[0]
+                # buffers that already are the target's memory need no copy
+                if slot.data_ptr() != dst_bits.data_ptr() + first[2] * dst_bits.element_size():
+                    phase.unpack(message, slot, dst_bits)
+        if k == len(self.phases) - 1 and dst is not None:
+            if self.identity_op is not None:
+                fill_identity(dst, self.identity_op)
+            elif self.start_scale != 1:
+                dst.mul_(self.start_scale)
+
+    def _reduces(self, k: int) -> bool:
+        return self.reduction is not None and k == 0
+
+
+def slots(messages: Sequence[Message], buffer: Tensor) -> Iterator[tuple[Message, Tensor]]:
+    """Every message with its part of a flat buffer."""
+    place = 0
+    for message in messages:
+        yield message, buffer[place : place + message.num_elements]
+        place += message.num_elements
+
+
+def _bits(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else as_bits(tensor)
+
+
+def _bits_type(dtype: torch.dtype) -> torch.dtype:
+    return as_bits(torch.empty(0, dtype=dtype)).dtype
+
+
+def _local_shape(layout: Any, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
+    return layout.local_shape(shape, rank) if rank in layout.mesh.coordinates else None
+
+
+class Handle:
+    """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
+
+    Waiting twice is harmless. A handle that is dropped without waiting waits then, and warns.
+    """
+
+    def __init__(self, steps: Generator[Work | None, None, Tensor | None]) -> None:
+        # the generator owns the source, the buffers and the target
+        self._steps: Generator[Work | None, None, Tensor | None] | None = steps
+        self._result: Tensor | None = None
+        self._work = next(steps, None)
+
+    def wait(self) -> Tensor | None:
+        """Finish, and return this rank's target (None where it has none)."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            work = self._work
+            while True:
+                if work is not None:
+                    work.wait()
+                try:
+                    work = next(steps)
+                except StopIteration as stop:
+                    self._result = stop.value
+                    break
+            self._work = None
+        return self._result
+
+    def __del__(self) -> None:
+        if getattr(self, "_steps", None) is not None:
+            warnings.warn("a redistribution was dropped without wait(); it is waited for now", stacklevel=2)
+            with suppress(RuntimeError):
+                self.wait()
+
+
+class Program:
+    """One rank's compiled plan; call it with the local source to get the local target."""
+
+    def __init__(self, plan: Plan, rank: int, group: ProcessGroup | None, members: Sequence[int]) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.group = group
+        self.dtype = getattr(torch, plan.dtype)
+        self.stages = [StageProgram(problem, phases, rank, self.dtype) for problem, phases in plan.phases]
+        self._place = {member: k for k, member in enumerate(members)}
+        self._splits = [
+            [(self._sizes(phase.sends), self._sizes(phase.receives)) for phase in stage.phases] for stage in self.stages
+        ]
+        self._compared = not plan.communicates
+
+    def _sizes(self, messages: Sequence[Message]) -> list[int]:
+        sizes = [0] * len(self._place)
+        for message in messages:
+            sizes[self._place[message.peer]] = message.num_elements * self.plan.itemsize
+        return sizes
+
+    def __call__(self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False) -> Any:
+        """This rank's part of the target; a ``Handle`` to it with ``async_op``."""
+        self._check(x, out)
+        device = x.device if x is not None else out.device if out is not None else _collectives.device_of(self.group)
+        self._compare()
+        if async_op:
+            return Handle(self._run(x, out, device, True))
+        steps = self._run(x, out, device, False)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                return stop.value
+
+    def _run(
+        self, x: Tensor | None, out: Tensor | None, device: torch.device, async_op: bool
+    ) -> Generator[Work | None, None, Tensor | None]:
+        """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
+        for number, stage in enumerate(self.stages):
+            last = number == len(self.stages) - 1
+            target = out if last and out is not None else stage.allocate(device)
+            for k, _ in enumerate(stage.phases):
+                sent, received = stage.begin(k, x, target, device)
+                work = None
+                if self.plan.communicates:
+                    work = self._exchange(received, sent, number, k, async_op)
+                stage.local(k, x, target)
+                yield work
+                stage.finish(k, received, x, target)
+            x = target
+        return x
+
+    def _exchange(self, received: Tensor, sent: Tensor, number: int, k: int, async_op: bool) -> Work | None:
+        assert self.group is not None
+        sent_sizes, received_sizes = self._splits[number][k]
+        try:
+            return _collectives.exchange(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                received_sizes,
+                sent_sizes,
+                self.group,
+                async_op=async_op,
+            )
+        except RuntimeError as error:
+            step = self.stages[number].phases[k].name
+            error.add_note(f"in step {step!r} of plan {self.plan.hash[:12]} on rank {self.rank}")
+            raise
+
+    def _compare(self) -> None:
+        if not self._compared:
+            assert self.group is not None
+            _collectives.compare_texts(json.dumps(self.plan.to_json(), sort_keys=True, indent=0), self.group)
+            self._compared = True
+
+    def _check(self, x: Tensor | None, out: Tensor | None) -> None:
+        first, last = self.stages[0], self.stages[-1]
+        for what, tensor, expected in (("source", x, first.src_shape), ("out", out, last.dst_shape)):
+            if what == "out" and tensor is None:
+                continue
+            found = None if tensor is None else tuple(tensor.shape)
+            if found != expected:
+                raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
+            if tensor is not None and tensor.dtype != self.dtype:
+                raise LayoutError(
+                    f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}"
+                )
+
+
+def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
+    """The plan as this rank runs it. Every rank of both layouts has to call, since a group may have to be made.
+
+    Args:
+        plan: the same on every rank; the first run makes sure.
+        group: who takes part; by default the world, or a group of exactly the layouts' ranks if that is smaller.
+    """
+    rank = _collectives.my_rank()
+    if not plan.communicates:
+        return Program(plan, rank, group, ())
+    ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
+    found = _collectives.group_of(ranks, group)
+    members = _collectives.members(found)
+    if rank not in members:
+        raise UnsupportedError(f"rank {rank} is in neither layout nor group; only ranks {members} take part")
+    return Program(plan, rank, found, members)
