@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 # Run as a script, Python's path starts at this folder; the modules are named from the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.report import machine_info
+from benchmarks.report import machine, versions
 
 from benchmarks.gpt.arms import SWEEP, TUNED
 from benchmarks.gpt.data import Corpus, load_corpus
@@ -57,7 +57,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         display.table(HEADER, [r.row() for r in results])
         about = {
             "command": " ".join(sys.argv),
-            "machine": machine_info(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
             "world_size": world_size,
             "model": {"name": options.model} | asdict(settings.config),
             "settings": {k: str(v) for k, v in vars(settings).items() if k != "config"},
@@ -147,6 +149,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch_size", "context", "save_every", "eval_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.lr is not None and not options.lr > 0:
+        parser.error(f"--lr must be positive, got {options.lr}")
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 
