@@ -53,6 +53,7 @@ from optim_utils.rounding import (
     stochastic_round_,
 )
 from optim_utils.shampoo_checkpoint_utils import (
+    attach_state_dict_hooks,
     extract_state_dict_content,
     flatten,
     from_dotted,
@@ -121,6 +122,7 @@ __all__ = [
     "UINT8_AFFINE",
     "UnroutedParameterError",
     "aligned_bounds",
+    "attach_state_dict_hooks",
     "batched",
     "combine_linears",
     "compress_list",

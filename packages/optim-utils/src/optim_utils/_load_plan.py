@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._dtensors import is_dtensor
 from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError
 from optim_utils._paths import Path
 from optim_utils._state_walk import (
@@ -27,6 +26,7 @@ from optim_utils._state_walk import (
     rebuild,
 )
 from optim_utils._tensor_fill import describe, fill, find_mismatch
+from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory
 ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device")
@@ -38,7 +38,7 @@ class LoadPlan:
     Args:
         store_non_tensors: whether plain values are loaded too, or stay.
         cast: whether floating-point tensors are converted to the live dtype, or refused.
-        assign: whether loaded tensors take the place of live ones, of None and of missing attributes.
+        assign: whether a loaded tensor takes the place of what has no memory to fill: None, a meta tensor, nothing.
     """
 
     def __init__(self, *, store_non_tensors: bool = True, cast: bool = True, assign: bool = False) -> None:
@@ -52,11 +52,16 @@ class LoadPlan:
 
     def run(self, *, strict: bool) -> LoadReport:
         """Write everything, or raise `StateLoadError` and write nothing."""
+        report = self.check(strict=strict)
+        self.write()
+        self.load_foreign()
+        return report
+
+    def check(self, *, strict: bool) -> LoadReport:
+        """The report, or `StateLoadError`: for any problem if ``strict``, else for those that are always refused."""
         report = self.report.build()
         if any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
             raise StateLoadError.refuse(report)
-        self.write()
-        self.load_foreign()
         return report
 
     def write(self) -> None:
@@ -85,7 +90,7 @@ class LoadPlan:
                 if new is not old:
                     self._write_attribute(live, name, new)
             else:
-                self._miss(old, (*path, name))
+                self.miss(old, (*path, name))
         for name, value in entries.items():
             if self._takes_over(value) and isinstance(name, str) and name not in live.non_state_attributes:
                 self._loaded((*path, name), None, value)
@@ -96,6 +101,8 @@ class LoadPlan:
 
     def add(self, live: Any, loaded: Any, path: Path) -> Any:
         """Plan any value."""
+        if isinstance(live, LowBitTensor):
+            return self._add_low_bit(live, loaded, path)
         if isinstance(live, Tensor):
             return self._add_tensor(live, loaded, path)
         if isinstance(live, Stateful):
@@ -120,16 +127,35 @@ class LoadPlan:
             self._mismatch(path, "type", live, loaded)
         return live
 
+    def _add_low_bit(self, live: LowBitTensor, loaded: Any, path: Path) -> LowBitTensor:
+        """Codes and scales are filled as they are: they are never cast, nor decoded on the way."""
+        if not isinstance(loaded, LowBitTensor):
+            if not isinstance(loaded, Mapping):
+                self._mismatch(path, "type", live, loaded)
+                return live
+            try:
+                loaded = from_plain(dict(loaded), live.fmt)
+            except ValueError as error:
+                self.report.add(path, "type", expected=describe(live), found=str(error))
+                return live
+        if live.shape != loaded.shape or live.fmt != loaded.fmt:
+            self._mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
+            return live
+        self._loaded(path, live, loaded)
+        for mine, other in zip(live.parts, loaded.parts):
+            if mine is not None and other is not None:
+                self.fills.append((mine, other))
+        return live
+
     def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
         if not isinstance(loaded, Tensor):
             self._mismatch(path, "type", live, loaded)
             return live
         mismatch = find_mismatch(live, loaded, cast=self.cast)
-        if self.assign and mismatch in (None, "dtype", "device") and is_dtensor(live) == is_dtensor(loaded):
+        if mismatch == "device" and live.is_meta and self._takes_over(loaded):
             self._loaded(path, live, loaded)
-            if isinstance(live, torch.nn.Parameter) and not isinstance(loaded, torch.nn.Parameter):
-                return torch.nn.Parameter(loaded, requires_grad=live.requires_grad)
-            return loaded
+            is_parameter = isinstance(live, torch.nn.Parameter)
+            return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
         if mismatch is not None:
             self._mismatch(path, mismatch, live, loaded)
             return live
@@ -158,7 +184,7 @@ class LoadPlan:
                 if new is not old:
                     self._write_item(live, key, new)
             else:
-                self._miss(old, (*path, key))
+                self.miss(old, (*path, key))
         for key, value in entries.items():
             if self._takes_over(value):
                 self._loaded((*path, key), None, value)
@@ -178,7 +204,7 @@ class LoadPlan:
             if position in entries:
                 items[position] = self.add(old, entries.pop(position), (*path, position))
             else:
-                self._miss(old, (*path, position))
+                self.miss(old, (*path, position))
         for position, value in entries.items():
             self._unexpected((*path, position), value)
         return rebuild(live, items)
@@ -227,7 +253,7 @@ class LoadPlan:
     def _loaded(self, path: Path, live: object, loaded: object) -> None:
         self.report.add(path, "loaded", describe(live), describe(loaded))
 
-    def _miss(self, live: object, path: Path) -> None:
+    def miss(self, live: object, path: Path) -> None:
         if has_content(live, store_non_tensors=self.store_non_tensors):
             self.report.add(path, "missing", expected=describe(live))
 

@@ -64,18 +64,26 @@ def _slots(cls: type) -> tuple[str, ...]:
 def by_position(loaded: object) -> dict[Any, Any] | None:
     """The loaded counterpart of a sequence, by position: a dict's ``"0"`` means 0; None if it is no container."""
     if isinstance(loaded, Mapping):
-        return {int(key) if isinstance(key, str) and key.isdecimal() else key: loaded[key] for key in loaded}
+        positions = {int(key) for key in loaded if isinstance(key, str) and key.isdecimal()}
+        return by_key(positions, loaded)
     if isinstance(loaded, SEQUENCES):
         return dict(enumerate(loaded))
     return None
 
 
 def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
-    """The loaded counterpart of a dict with the keys ``live``, of which an int also matches its string."""
+    """The loaded counterpart of a dict with the keys ``live``, of which an int also matches its string.
+
+    If both forms are there the string wins: ``torch.distributed.checkpoint`` puts a loaded number under the string,
+    beside the old one under the int.
+    """
     if not isinstance(loaded, Mapping):
         return None
-    renamed = {str(key): key for key in live if type(key) is int and key not in loaded}
-    return {renamed.get(key, key) if isinstance(key, str) else key: loaded[key] for key in loaded}
+    keys = set(live)
+    renamed = {str(key): key for key in keys if type(key) is int and str(key) not in keys}
+    entries = {key: value for key, value in loaded.items() if key not in renamed}
+    entries.update((renamed[key], value) for key, value in loaded.items() if key in renamed)
+    return entries
 
 
 def rebuild(live: Any, items: list[Any]) -> Any:
@@ -103,5 +111,6 @@ def has_content(value: object, *, store_non_tensors: bool) -> bool:
     elif isinstance(value, SEQUENCES):
         children = value
     else:
-        return store_non_tensors and not is_never_stored(value)
+        # None holds nothing that could be lost, and is what torch's flat form of a state cannot hold
+        return store_non_tensors and value is not None and not is_never_stored(value)
     return any(has_content(child, store_non_tensors=store_non_tensors) for child in children)

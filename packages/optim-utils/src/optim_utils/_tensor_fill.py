@@ -61,7 +61,7 @@ def _local_part(live: Tensor, loaded: Tensor) -> Tensor:
 def describe(value: object) -> str:
     """What a value is, for reports: its type, shape and dtype, never its contents."""
     if isinstance(value, Tensor):
-        name = "DTensor" if is_dtensor(value) else "Tensor"
+        name = "Tensor" if isinstance(value, torch.nn.Parameter) else type(value).__name__
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{device}"
     if isinstance(value, dict | list | tuple | set):

@@ -18,6 +18,7 @@ from optim_utils._load_report import LoadReport, StateLoadError
 from optim_utils._paths import Path
 from optim_utils._state_walk import SEQUENCES, Stateful, by_key, has_content
 from optim_utils._tensor_fill import describe
+from optim_utils.low_bit import LowBitTensor
 
 
 class UpdatePlan(LoadPlan):
@@ -46,6 +47,8 @@ class UpdatePlan(LoadPlan):
         return report
 
     def add(self, live: Any, loaded: Any, path: Path) -> Any:
+        if isinstance(live, LowBitTensor):
+            return self._add_low_bit(live, loaded, path)
         if isinstance(live, Tensor):
             return self._add_tensor(live, _as_tensor(live, loaded), path)
         if isinstance(live, Stateful):
@@ -63,7 +66,7 @@ class UpdatePlan(LoadPlan):
             return live
         return copy.deepcopy(loaded)
 
-    def _miss(self, live: object, path: Path) -> None:
+    def miss(self, live: object, path: Path) -> None:
         if _has_something_to_fill(live):
             self.missing_keys.append(path[-1])
             self.report.add(path, "missing", expected=describe(live))

@@ -91,7 +91,7 @@ def _global_offset(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's part begins in the whole tensor, in elements along each dimension."""
     if not is_dtensor(tensor):
         return (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC2701
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)

@@ -13,7 +13,7 @@ What fits is decided for the whole object before anything is written; the decisi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from optim_utils._load_plan import LoadPlan
 from optim_utils._load_report import LoadIssue, LoadReport, StateLoadError
 from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored
+from optim_utils.low_bit import LowBitTensor, to_plain
 
 __all__ = ["LoadIssue", "LoadReport", "OptimizerModule", "StateLoadError"]
 
@@ -47,14 +48,14 @@ class OptimizerModule(Stateful):
         """
         state = {} if destination is None else destination
         for name, value in self.state_attributes():
-            stored = _store(value, keep_vars, store_non_tensors)
+            stored = store(value, keep_vars, store_non_tensors)
             if stored is not _LEFT_OUT:
                 state[name] = stored
         return state
 
     def load_state_dict(
         self,
-        state_dict: dict[Any, Any],
+        state_dict: Mapping[Any, Any],
         store_non_tensors: bool = True,
         *,
         strict: bool = False,
@@ -72,8 +73,8 @@ class OptimizerModule(Stateful):
             store_non_tensors: load plain values too, instead of keeping the present ones.
             strict: refuse missing, unexpected and mismatched entries, instead of skipping each with a warning.
             cast: convert floating-point tensors to the present dtype, instead of refusing another one.
-            assign: let the loaded tensors themselves take the place of present ones, of None and of missing
-                attributes, as ``torch.nn.Module.load_state_dict`` does.
+            assign: where there is no memory to fill (None, a meta tensor, no such attribute), let the loaded tensor
+                itself take the place.
 
         Raises:
             StateLoadError: with all problems in its ``report``, and nothing written; for tensors of another shape or
@@ -96,8 +97,10 @@ class OptimizerModule(Stateful):
 _LEFT_OUT = object()
 
 
-def _store(value: Any, keep_vars: bool, store_non_tensors: bool) -> Any:
-    """What stands for ``value`` in a state, or ``_LEFT_OUT``."""
+def store(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
+    """What stands for ``value`` in a state; a private object if that is nothing."""
+    if isinstance(value, LowBitTensor):
+        return to_plain(value)
     if isinstance(value, Tensor):
         return value if keep_vars else value.detach()
     if isinstance(value, OptimizerModule):
@@ -108,5 +111,5 @@ def _store(value: Any, keep_vars: bool, store_non_tensors: bool) -> Any:
         items = enumerate(value)
     else:
         return value if store_non_tensors and not is_never_stored(value) else _LEFT_OUT
-    stored = ((key, _store(item, keep_vars, store_non_tensors)) for key, item in items)
+    stored = ((key, store(item, keep_vars, store_non_tensors)) for key, item in items)
     return {key: item for key, item in stored if item is not _LEFT_OUT}

@@ -1,0 +1,262 @@
+"""Checkpoints of optimizers whose state holds objects: what goes out is plain, what comes in goes into the objects.
+
+``torch.optim.Optimizer.load_state_dict`` casts every tensor in a parameter's state, nested ones too, to the parameter's
+dtype, unless its key is "step": 8-bit codes become bf16. It rebuilds nested dicts, so objects are lost, and turns a
+string into the repr of a generator. So the values are kept out of its hands:
+
+    saving   an object becomes its nested dict; everything else stays
+    before   what was saved is checked against the live objects (nothing is written yet); torch gets placeholders
+    after    the objects are filled in place and put back, tensors return with the dtype that they were saved in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optim_utils._load_plan import LoadPlan
+from optim_utils._state_walk import SEQUENCES, Stateful, by_key
+from optim_utils.low_bit import LowBitTensor, from_plain
+from optim_utils.optimizer_modules import OptimizerModule, store
+
+State = dict[Any, Any]
+
+
+def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> StateDictHooks:
+    """Make ``optimizer.state_dict()`` and ``load_state_dict`` work with objects in the state; return the handle.
+
+    The state may hold `OptimizerModule` objects and `LowBitTensor` tensors, also inside dicts and sequences. Its
+    checkpoint then consists of tensors and numbers in nested dicts, which ``torch.save`` and
+    ``torch.load(weights_only=True)``, ``torch.distributed.checkpoint`` and ``get_optimizer_state_dict`` (nested and
+    flat) can hold. Every tensor comes back with the dtype it was saved in, on the device where the optimizer has it.
+
+    If objects are to be loaded that the optimizer has not made yet, it makes them as ``get_optimizer_state_dict`` does:
+    by a step with zero gradients and learning rate 0, after which parameters and gradients are put back.
+
+    Hooks are not pickled or copied with the optimizer.
+
+    Args:
+        optimizer: any optimizer.
+        strict: refuse a checkpoint in which entries of an object are missing, too many or of another type, with a
+            `StateLoadError` before anything is changed; otherwise these entries keep their present values.
+    """
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        if isinstance(getattr(hook, "__self__", None), StateDictHooks):
+            raise ValueError(f"this {type(optimizer).__name__} has state dict hooks already; remove them first")
+    return StateDictHooks(optimizer, strict)
+
+
+class StateDictHooks:
+    """The hooks on an optimizer; ``remove()``, or leaving it as a context, takes them off."""
+
+    def __init__(self, optimizer: Optimizer, strict: bool) -> None:
+        self._strict = strict
+        # between the two hooks of a load: what to write, and what each parameter's state becomes
+        self._plan: LoadPlan | None = None
+        self._states: dict[Tensor, State] = {}
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> StateDictHooks:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: State) -> State:
+        state = {
+            key: {name: _plain(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+            for key, entry in state_dict["state"].items()
+        }
+        # a parameter without state says so: `set_optimizer_state_dict` takes an absent entry for a damaged checkpoint
+        for key, param in _saved_params(optimizer, state_dict):
+            if param.requires_grad:
+                state.setdefault(key, {})
+        return {**state_dict, "state": state}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
+        params = dict(_saved_params(optimizer, state_dict))
+        saved = {
+            key: _without_gaps(entry, optimizer.state.get(params[key], {})) if key in params else entry
+            for key, entry in state_dict["state"].items()
+        }
+        params = {key: param for key, param in params.items() if key in saved}
+        _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
+        self._plan = LoadPlan(assign=True)
+        self._states = {}
+        for key, param in params.items():
+            live = optimizer.state.get(param, {})
+            self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
+        self._plan.check(strict=self._strict)
+        held = {key: {name: _hold(value) for name, value in saved[key].items()} for key in params}
+        return {**state_dict, "state": {**saved, **held}}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        plan, states = self._plan, self._states
+        self._plan, self._states = None, {}
+        assert plan is not None
+        plan.write()
+        plan.load_foreign()
+        for param, state in states.items():
+            by_torch = optimizer.state[param]
+            optimizer.state[param] = {
+                name: value if _is_held(value) else _with_dtype(by_torch.get(name, value), value, name)
+                for name, value in state.items()
+            }
+
+
+class _Held:
+    """A value that torch passes on untouched, being neither tensor nor dict nor iterable."""
+
+    __slots__ = ()
+
+
+def _is_held(value: object) -> bool:
+    """Whether torch's load must not see ``value``.
+
+    It may see numbers and 0-dim tensors: optimizers look at them in ``__setstate__``, to mend old checkpoints.
+    """
+    return isinstance(value, (Mapping, str, Stateful, LowBitTensor, *SEQUENCES)) or (
+        isinstance(value, Tensor) and value.ndim > 0
+    )
+
+
+def _hold(value: object) -> object:
+    return _Held() if _is_held(value) else value
+
+
+def _with_dtype(by_torch: Any, saved: Any, name: Any) -> Any:
+    """What torch made of a number or a 0-dim tensor, in the dtype that was saved; a "step" torch treats well itself."""
+    if isinstance(by_torch, Tensor) and isinstance(saved, Tensor) and name != "step":
+        return saved.to(by_torch.device)
+    return by_torch
+
+
+def _saved_params(optimizer: Optimizer, state_dict: State) -> Iterator[tuple[Any, Tensor]]:
+    """Each parameter with what the saved groups call it: a number, or a name."""
+    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"]):
+        yield from zip(saved_group["params"], group["params"])
+
+
+def _without_gaps(saved: State, live: State) -> State:
+    """``saved`` without the empty dicts that stand for what was not saved.
+
+    ``set_optimizer_state_dict`` puts them there in its flat form, for every name that the live state has.
+    """
+    if live and not any(_is_something(value) for value in saved.values()):
+        return {}
+    return {name: value for name, value in saved.items() if _is_something(value) or not _is_leaf(live.get(name, {}))}
+
+
+def _is_something(value: object) -> bool:
+    return not (isinstance(value, dict) and not value)
+
+
+def _is_leaf(value: object) -> bool:
+    return not isinstance(value, (Stateful, dict, *SEQUENCES))
+
+
+def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...]) -> State:
+    """What a parameter's state becomes: objects as they are, to be filled by the plan, and the saved values."""
+    entries = by_key(live, saved) or {}
+    state = {}
+    for name, value in entries.items():
+        old = live.get(name)
+        if _holds_objects(old):
+            state[name] = plan.add(old, value, (*path, name))
+        else:
+            state[name] = _restored(value, old.device if isinstance(old, Tensor) else device)
+    if saved:
+        for name, old in live.items():
+            if name not in entries and _holds_objects(old):
+                # a checkpoint format dropped the object because it holds nothing, or it is missing
+                plan.miss(old, (*path, name))
+                state[name] = old
+    return state
+
+
+def _restored(value: Any, device: torch.device) -> Any:
+    """A saved value on ``device``, in containers of its own; a 0-dim tensor stays for torch to place."""
+    if isinstance(value, Tensor):
+        return value.to(device) if value.ndim else value
+    if isinstance(value, Mapping):
+        if {"codes", "scale", "format"} <= value.keys():
+            return from_plain({name: _restored(part, device) for name, part in value.items()})
+        return {name: _restored(item, device) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_restored(item, device) for item in value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for a checkpoint: with objects it becomes nested dicts, otherwise it stays what it is."""
+    return _without_none(store(value)) if _holds_objects(value) else value
+
+
+def _holds_objects(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_objects, value.values()))
+    if isinstance(value, SEQUENCES):
+        return any(map(_holds_objects, value))
+    return isinstance(value, (OptimizerModule, LowBitTensor))
+
+
+def _without_none(value: Any) -> Any:
+    """Nested dicts without the entries that are None, which torch's flat form of a state refuses to hold."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> None:
+    """Let the optimizer make the state of those parameters that have none, if a saved state holds objects for them."""
+    params = [
+        param
+        for param, state in saved.items()
+        if not optimizer.state.get(param) and any(map(_may_be_object, state.values()))
+    ]
+    if not params:
+        return
+    wanted = set(params)
+    everyone = [param for group in optimizer.param_groups for param in group["params"]]
+    values = [param.detach().clone() for param in params]
+    gradients = [param.grad for param in everyone]
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    try:
+        for param in everyone:
+            param.grad = torch.zeros_like(param) if param in wanted else None
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = rates.pop(0)
+        for param, gradient in zip(everyone, gradients):
+            param.grad = gradient
+        with torch.no_grad():
+            for param, value in zip(params, values):
+                param.copy_(value)
+
+
+def _may_be_object(value: object) -> bool:
+    """Whether a saved value can be the state of an object; a low-bit tensor says itself what it is."""
+    return isinstance(value, Mapping) and not {"codes", "scale", "format"} <= value.keys()
