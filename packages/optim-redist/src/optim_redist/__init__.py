@@ -20,6 +20,7 @@ _MODULE_OF = {
     ],
     "execute": ["redistribute_local", "simulate"],
     "layout": ["Block", "Chunk", "Cyclic", "Intervals", "Layout", "Mesh", "Ragged", "Strided"],
+    "many": ["Item", "redistribute_many"],
     "lower_bounds": ["Bounds", "bounds"],
     "ownership": ["same_ownership"],
     "planners": ["Step"],

@@ -18,7 +18,7 @@ from torch import Tensor
 from optim_redist.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from optim_redist._rank_program import RankPhase
+    from optim_redist._rank_program import Message, RankPhase
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -63,15 +63,17 @@ class Reduction:
         scale = prod(count for name, count in reduced if name == "avg")
         return cls(op, scale, torch.float32 if narrow else dtype)
 
-    def combine(self, phase: RankPhase, received: Tensor, src: Tensor | None, dst: Tensor) -> None:
+    def combine(
+        self, phase: RankPhase, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor
+    ) -> None:
         """Write to ``dst`` the combination of what came and of this rank's own contribution."""
         parts: list[tuple[int, Tensor, tuple[tuple[int, ...], tuple[int, ...], int]]] = []
-        place = 0
         strides = _dense_strides(dst.shape)
-        for message in phase.receives:
+        for message, slot in arrived:
+            values, place = slot.view(dst.dtype), 0
             for contribution, view in zip(message.contributions, message.views(strides)):
                 size = prod(view[0])
-                parts.append((contribution, received[place : place + size].view(view[0]), view))
+                parts.append((contribution, values[place : place + size].view(view[0]), view))
                 place += size
         if phase.stays_from.pieces:
             assert src is not None

@@ -126,4 +126,4 @@ def _simulate_phase(
         stage.local(k, tensors[rank], targets[rank])
     assert not wire, "every message has a receiver"
     for rank, stage in stages.items():
-        stage.finish(k, buffers[rank][1], tensors[rank], targets[rank])
+        stage.finish(k, slots(stage.phases[k].receives, buffers[rank][1]), tensors[rank], targets[rank])

@@ -23,6 +23,10 @@ from optim_redist.errors import LayoutError
 from optim_redist.index_sets import EMPTY, IndexSet, from_intervals, interval, strided
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from optim_redist.dtensor import Placements
     from optim_redist.multi_axis import MultiAxisDist
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
@@ -413,6 +417,34 @@ class Layout:
         from optim_redist.ownership import canonical
 
         return canonical(self, shape)
+
+    @classmethod
+    def from_placements(
+        cls,
+        device_mesh: DeviceMesh | Mesh,
+        placements: Sequence[Any],
+        shape: Sequence[int],
+        shard_order: Any = None,
+        *,
+        strided: Literal["replay", "ordered"] = "replay",
+    ) -> Layout:
+        """The layout that DTensor's placements give a tensor of ``shape``; see ``optim_redist.dtensor``."""
+        from optim_redist.dtensor import from_placements
+
+        return from_placements(device_mesh, placements, shape, shard_order, strided=strided)
+
+    @classmethod
+    def from_dtensor(cls, dtensor: DTensor, *, strided: Literal["replay", "ordered"] = "replay") -> Layout:
+        """The layout of a DTensor, checked against the shape of its local tensor."""
+        from optim_redist.dtensor import from_dtensor
+
+        return from_dtensor(dtensor, strided=strided)
+
+    def to_placements(self, shape: Sequence[int]) -> Placements:
+        """torch's placements, one per mesh axis, with the orders of axes in their ``shard_order``."""
+        from optim_redist.dtensor import to_placements
+
+        return to_placements(self, shape)
 
     def to_multi_axis(self, shape: Sequence[int] | None = None) -> MultiAxisDist:
         """The notebook's notation of this layout; ``shape`` is needed for all kinds but ``Cyclic``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class StageProgram:
     def __init__(self, problem: Problem, phases: Sequence[Any], rank: int, dtype: torch.dtype) -> None:
         self.rank = rank
         self.dtype = dtype
+        self.bits = _bits_type(dtype)
         self.phases = rank_phases(problem, phases, rank)
         self.src_shape = _local_shape(problem.src, problem.shape, rank)
         self.dst_shape = _local_shape(problem.dst, problem.shape, rank)
@@ -54,17 +55,20 @@ class StageProgram:
         phase = self.phases[k]
         src_bits, dst_bits = _bits(src), _bits(dst)
         sent = phase.dense_span(phase.sends, src_bits, "src")
-        bits = _bits_type(self.dtype)
         if sent is None:
-            sent = torch.empty(phase.num_sent, dtype=bits, device=device)
+            sent = torch.empty(phase.num_sent, dtype=self.bits, device=device)
             for message, slot in slots(phase.sends, sent):
                 phase.pack(message, src_bits, dst_bits, slot)
         received = None
         if not self._reduces(k):
             received = phase.dense_span(phase.receives, dst_bits, "dst")
         if received is None:
-            received = torch.empty(phase.num_received, dtype=bits, device=device)
+            received = torch.empty(phase.num_received, dtype=self.bits, device=device)
         return sent, received
+
+    def pack(self, k: int, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Copy one message of phase k into its part of a buffer."""
+        self.phases[k].pack(message, _bits(src), _bits(dst), slot)
 
     def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
         """What phase k copies within the rank; reductions do this when they finish."""
@@ -74,16 +78,16 @@ class StageProgram:
             assert dst is not None, "what stays has a target"
             phase.copy_what_stays(as_bits(src), as_bits(dst))
 
-    def finish(self, k: int, received: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
-        """Unpack what phase k brought."""
+    def finish(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None) -> None:
+        """Unpack what phase k brought: every message with the flat bits that came."""
         phase = self.phases[k]
         if self._reduces(k):
             assert self.reduction is not None
             if dst is not None:
-                self.reduction.combine(phase, received.view(self.dtype) if received.numel() else received, src, dst)
+                self.reduction.combine(phase, arrived, src, dst)
         else:
             dst_bits = _bits(dst)
-            for message, slot in slots(phase.receives, received):
+            for message, slot in arrived:
                 assert dst_bits is not None, "receivers have a target"
                 first = message.views(dst_bits.stride())[0]
                 # buffers that already are the target's memory need no copy
@@ -99,12 +103,13 @@ class StageProgram:
         return self.reduction is not None and k == 0
 
 
-def slots(messages: Sequence[Message], buffer: Tensor) -> Iterator[tuple[Message, Tensor]]:
+def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
     """Every message with its part of a flat buffer."""
-    place = 0
+    found, place = [], 0
     for message in messages:
-        yield message, buffer[place : place + message.num_elements]
+        found.append((message, buffer[place : place + message.num_elements]))
         place += message.num_elements
+    return found
 
 
 def _bits(tensor: Tensor | None) -> Tensor | None:
@@ -125,14 +130,14 @@ class Handle:
     Waiting twice is harmless. A handle that is dropped without waiting waits then, and warns.
     """
 
-    def __init__(self, steps: Generator[Work | None, None, Tensor | None]) -> None:
+    def __init__(self, steps: Generator[Work | None, None, Any]) -> None:
         # the generator owns the source, the buffers and the target
-        self._steps: Generator[Work | None, None, Tensor | None] | None = steps
-        self._result: Tensor | None = None
+        self._steps: Generator[Work | None, None, Any] | None = steps
+        self._result: Any = None
         self._work = next(steps, None)
 
-    def wait(self) -> Tensor | None:
-        """Finish, and return this rank's target (None where it has none)."""
+    def wait(self) -> Any:
+        """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
         if steps is not None:
             work = self._work
@@ -203,7 +208,7 @@ class Program:
                     work = self._exchange(received, sent, number, k, async_op)
                 stage.local(k, x, target)
                 yield work
-                stage.finish(k, received, x, target)
+                stage.finish(k, slots(stage.phases[k].receives, received), x, target)
             x = target
         return x
 

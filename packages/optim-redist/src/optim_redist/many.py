@@ -1,0 +1,234 @@
+"""Many tensors at once: one exchange a bucket for all of them, whatever their shapes, dtypes and layouts.
+
+Small messages cost time by number, not by size. All tensors of a bucket therefore share one all-to-all: the messages
+between two ranks are laid one after the other, each at a multiple of 16 bytes, in the order of their names.
+Training mesh to inference mesh, and a checkpoint at another world size, are one call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from optim_redist import _collectives
+from optim_redist._rank_program import Message
+from optim_redist.cost import CommModel
+from optim_redist.errors import LayoutError
+from optim_redist.layout import Layout
+from optim_redist.planning import Plan, plan
+from optim_redist.program import Handle, StageProgram
+
+_ALIGNMENT = 16  # bytes: the widest element
+_CACHE_SIZE = 64
+
+
+class Item(NamedTuple):
+    """One tensor to redistribute.
+
+    Attributes:
+        tensor: the local part of the source, None outside the source's ranks.
+        shape: the global shape.
+        src, dst: the layouts.
+        dtype: needed where ``tensor`` is None.
+    """
+
+    tensor: Tensor | None
+    shape: Sequence[int]
+    src: Layout
+    dst: Layout
+    dtype: torch.dtype | None = None
+
+
+class _Segment(NamedTuple):
+    """Where one message of one tensor lies in the bucket's buffer."""
+
+    item: int
+    message: Message
+    offset: int
+    num_bytes: int
+
+
+class _Round:
+    """Phase k of every plan of a bucket, as one exchange."""
+
+    def __init__(
+        self, bucket: Sequence[tuple[int, StageProgram]], k: int, members: Sequence[int], width: list[int]
+    ) -> None:
+        taking_part = [(item, stage.phases[k]) for item, stage in bucket if k < len(stage.phases)]
+        self.sends, self.send_splits = _lay_out([(i, phase.sends) for i, phase in taking_part], members, width)
+        self.receives, self.receive_splits = _lay_out([(i, phase.receives) for i, phase in taking_part], members, width)
+
+
+def _lay_out(
+    messages: Sequence[tuple[int, Sequence[Message]]], members: Sequence[int], width: list[int]
+) -> tuple[list[_Segment], list[int]]:
+    by_peer: dict[int, list[tuple[int, Message]]] = {member: [] for member in members}
+    for item, found in messages:
+        for message in found:
+            by_peer[message.peer].append((item, message))
+    segments, splits, offset = [], [], 0
+    for member in members:
+        start = offset
+        for item, message in by_peer[member]:
+            num_bytes = message.num_elements * width[item]
+            segments.append(_Segment(item, message, offset, num_bytes))
+            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        splits.append(offset - start)
+    return segments, splits
+
+
+class ManyProgram:
+    """The compiled plans of many tensors on one rank."""
+
+    def __init__(self, plans: Sequence[Plan], bucket_bytes: int, group: ProcessGroup | None) -> None:
+        self.plans = list(plans)
+        self.rank = _collectives.my_rank()
+        self.group: ProcessGroup | None = None
+        members: list[int] = []
+        if any(made.communicates for made in plans):
+            ranks = {rank for made in plans for layout in (made.src, made.dst) for rank in layout.mesh.ranks}
+            self.group = _collectives.group_of(sorted(ranks), group)
+            members = _collectives.members(self.group)
+        self.stages: list[StageProgram] = []
+        for made in plans:
+            ((problem, phases),) = made.phases
+            self.stages.append(StageProgram(problem, phases, self.rank, getattr(torch, made.dtype)))
+        width = [made.itemsize for made in plans]
+        self.buckets = _fill_buckets(plans, bucket_bytes)
+        self.rounds: list[list[_Round]] = []
+        for numbers in self.buckets:
+            bucket = [(number, self.stages[number]) for number in numbers]
+            depth = max(len(stage.phases) for _, stage in bucket)
+            self.rounds.append([_Round(bucket, k, members, width) for k in range(depth)])
+        self._compared = self.group is None
+
+    def run(self, tensors: list[Tensor | None], async_op: bool) -> Generator[Work | None, None, list[Tensor | None]]:
+        """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
+        device = next((t.device for t in tensors if t is not None), _collectives.device_of(self.group))
+        self._compare()
+        targets: list[Tensor | None] = [None] * len(tensors)
+        for numbers, rounds in zip(self.buckets, self.rounds):
+            for number in numbers:
+                targets[number] = self.stages[number].allocate(device)
+            communicates = any(self.plans[number].communicates for number in numbers)
+            for k, exchange in enumerate(rounds):
+                sent = torch.empty(sum(exchange.send_splits), dtype=torch.uint8, device=device)
+                received = torch.empty(sum(exchange.receive_splits), dtype=torch.uint8, device=device)
+                for segment in exchange.sends:
+                    number = segment.item
+                    slot = _slot(sent, segment, self.stages[number].bits)
+                    self.stages[number].pack(k, segment.message, slot, tensors[number], targets[number])
+                work = None
+                if communicates:
+                    assert self.group is not None, "plans that communicate were given a group"
+                    work = _collectives.exchange(
+                        received, sent, exchange.receive_splits, exchange.send_splits, self.group, async_op=async_op
+                    )
+                taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
+                for number in taking_part:
+                    self.stages[number].local(k, tensors[number], targets[number])
+                yield work
+                arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
+                for segment in exchange.receives:
+                    slot = _slot(received, segment, self.stages[segment.item].bits)
+                    arrived[segment.item].append((segment.message, slot))
+                for number in taking_part:
+                    self.stages[number].finish(k, arrived[number], tensors[number], targets[number])
+            for number in numbers:
+                tensors[number] = None
+        return targets
+
+    def _compare(self) -> None:
+        if not self._compared:
+            assert self.group is not None
+            text = "\n".join(json.dumps(made.to_json(), sort_keys=True, indent=0) for made in self.plans)
+            _collectives.compare_texts(text, self.group)
+            self._compared = True
+
+
+def _slot(buffer: Tensor, segment: _Segment, bits: torch.dtype) -> Tensor:
+    return buffer[segment.offset : segment.offset + segment.num_bytes].view(bits)
+
+
+def _fill_buckets(plans: Sequence[Plan], bucket_bytes: int) -> list[list[int]]:
+    """Consecutive plans whose busiest ranks together move at most ``bucket_bytes``, at least one a bucket."""
+    buckets: list[list[int]] = []
+    room = -1
+    for number, made in enumerate(plans):
+        size = sum(step.bytes for step in made.steps)
+        if size > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(number)
+        room -= size
+    return buckets
+
+
+_programs: OrderedDict[tuple[Any, ...], tuple[object, ManyProgram]] = OrderedDict()
+
+
+def redistribute_many(
+    items: Mapping[str, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = 256 * 2**20,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    cost_model: CommModel | None = None,
+) -> Any:
+    """This rank's part of every target: a dict for a dict (in its order), a list for a sequence.
+
+    Every rank of any of the layouts calls with the same names, shapes, dtypes and layouts; tensors of a dict travel in
+    the order of their names, so its order may differ between ranks.
+
+    Args:
+        items: ``Item`` or ``(tensor, shape, src, dst[, dtype])`` each.
+        bucket_bytes: the busiest rank moves at most about so much in one exchange.
+        group: who takes part; by default the ranks of all layouts.
+        async_op: return a ``Handle``; only the first bucket's exchange overlaps with what the caller does next.
+        cost_model: as for ``plan``.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    names: list[Hashable] = sorted(items) if isinstance(items, Mapping) else list(range(len(items)))
+    chosen = [Item(*cast(Any, items)[name]) for name in names]
+    if not chosen:
+        return {} if isinstance(items, Mapping) else []
+    plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
+    key = (tuple(map(id, plans)), bucket_bytes, id(group), _collectives.my_rank())
+    world = _collectives.world()
+    known = _programs.get(key)
+    if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
+        _programs[key] = known = (world, ManyProgram(plans, bucket_bytes, group))
+        if len(_programs) > _CACHE_SIZE:
+            _programs.popitem(last=False)
+    program = known[1]
+    for name, item, stage in zip(names, chosen, program.stages):
+        found = None if item.tensor is None else tuple(item.tensor.shape)
+        if found != stage.src_shape:
+            raise LayoutError(
+                f"rank {program.rank}: {name!r} has local shape {found}, its source layout says {stage.src_shape}"
+            )
+    order = list(items) if isinstance(items, Mapping) else None
+
+    def run() -> Generator[Work | None, None, Any]:
+        targets = yield from program.run([item.tensor for item in chosen], async_op)
+        if order is None:
+            return targets
+        by_name = dict(zip(names, targets))
+        return {name: by_name[name] for name in order}
+
+    handle = Handle(run())
+    return handle if async_op else handle.wait()
+
+
+def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None) -> Plan:
+    dtype = item.dtype if item.tensor is None else item.tensor.dtype
+    if dtype is None:
+        raise LayoutError(f"{name!r} has no tensor on this rank, so its dtype has to be given")
+    return plan(item.shape, dtype, item.src, item.dst, cost_model=cost_model, planners=("direct", "relay"))

@@ -1,0 +1,78 @@
+"""Many tensors of different dtypes, layouts and meshes in one exchange a bucket."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from redist_cases import part_of, random_case
+
+from optim_redist import Item, Layout, LayoutError, Mesh, redistribute_many
+from optim_utils.testing import run_ranks
+
+DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
+
+
+def _tasks(rank: int, num_tasks: int) -> tuple[dict[str, Item], dict[str, Any]]:
+    items, expected = {}, {}
+    for seed in range(num_tasks):
+        shape, src, dst = random_case(seed, "COBURIEKM", [(4,), (2, 2), (3,), (2,)])
+        if max((*src.mesh.ranks, *dst.mesh.ranks)) > 3:
+            continue
+        full = torch.arange(prod(shape)).reshape(shape).to(DTYPES[seed % len(DTYPES)])
+        items[f"w{seed}"] = Item(part_of(full, src, rank), shape, src, dst, full.dtype)
+        expected[f"w{seed}"] = part_of(full, dst, rank)
+    return items, expected
+
+
+def _move_all(rank: int, world: int, bucket_bytes: int, async_op: bool) -> None:
+    items, expected = _tasks(rank, 40)
+    assert len(items) > 20
+    # every rank may list them in its own order
+    names = sorted(items, key=lambda name: hash((rank, int(name[1:]))))
+    for _ in range(2):
+        found = redistribute_many({name: items[name] for name in names}, bucket_bytes=bucket_bytes, async_op=async_op)
+        found = found.wait() if async_op else found
+        assert list(found) == names
+        for name, part in expected.items():
+            assert (part is None) == (found[name] is None)
+            assert part is None or torch.equal(part, found[name]), name
+
+
+@pytest.mark.parametrize(("bucket_bytes", "async_op"), [(2**20, False), (200, True)], ids=["one-bucket", "many"])
+def test_many_tensors_at_once(bucket_bytes: int, async_op: bool) -> None:
+    run_ranks(_move_all, 4, bucket_bytes, async_op)
+
+
+def _gradients(rank: int, world: int) -> None:
+    mesh = Mesh(4)
+    partial, sharded, whole = Layout(mesh, [None], {0: "sum"}), Layout(mesh, [0]), Layout(mesh, [None])
+    mine = torch.full((10,), float(rank + 1))
+    found = redistribute_many(
+        [
+            (mine, (10,), partial, sharded),
+            (mine, (10,), partial, whole),
+            (mine[:3] if rank < 3 else mine[:1], (10,), sharded, whole),
+        ]
+    )
+    assert torch.equal(found[0], torch.full(sharded.local_shape((10,), rank), 10.0))
+    assert torch.equal(found[1], torch.full((10,), 10.0))
+    assert torch.equal(found[2], torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0]))
+
+
+def test_reductions_share_the_exchange() -> None:
+    run_ranks(_gradients, 4)
+
+
+def test_errors_name_the_tensor() -> None:
+    one = Layout(Mesh(1), [None])
+    with pytest.raises(LayoutError, match="'b' has no tensor"):
+        redistribute_many({"b": (None, (3,), one, one)})
+    with pytest.raises(LayoutError, match=r"'b' has local shape \(2,\)"):
+        redistribute_many({"b": (torch.zeros(2), (3,), one, one)})
+    assert redistribute_many({}) == {}
+    assert redistribute_many([]) == []
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        redistribute_many([], bucket_bytes=0)
