@@ -1,0 +1,141 @@
+"""Layouts from and to DTensor's device meshes and placements.
+
+What a rank owns is found by replaying torch's own splitting (see ``placements``), not by trusting a shortcut, so that
+uneven and strided shards are read as torch stores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from optim_redist.errors import LayoutError, NotRepresentableError, UnsupportedError
+from optim_redist.layout import Layout, Mesh
+from optim_redist.placements import Placement, ShardOrder, StridedReading, as_shard_order, layout_from, placements_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+class Placements(tuple[Any, ...]):
+    """torch's placements, one per mesh axis, with the orders of axes that they cannot say themselves.
+
+    Attributes:
+        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
+    """
+
+    shard_order: ShardOrder
+
+    def __new__(cls, placements: Sequence[Any], shard_order: ShardOrder | None = None) -> Placements:
+        made = super().__new__(cls, placements)
+        made.shard_order = dict(shard_order or {})
+        return made
+
+
+def mesh_from(device_mesh: DeviceMesh | Mesh) -> Mesh:
+    """The grid of ranks of a device mesh."""
+    if isinstance(device_mesh, Mesh):
+        return device_mesh
+    names = device_mesh.mesh_dim_names
+    return Mesh(tuple(device_mesh.mesh.shape), names=names, ranks=device_mesh.mesh.flatten().tolist())
+
+
+def from_placements(
+    device_mesh: DeviceMesh | Mesh,
+    placements: Sequence[TorchPlacement],
+    shape: Sequence[int],
+    shard_order: Mapping[int, Sequence[int]] | Sequence[tuple[int, Sequence[int]]] | None = None,
+    *,
+    strided: StridedReading = "replay",
+) -> Layout:
+    """The layout of a tensor of ``shape`` that DTensor places so.
+
+    Args:
+        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order: a
+            dictionary, or torch's tuple of (tensor_dim, mesh_dims).
+        strided: "replay" reads ``_StridedShard`` as torch's splitting does; "ordered" as the order of axes that its
+            split factor encodes, which is what FSDP stores of a parameter that was tensor-parallel before.
+    """
+    if strided not in ("replay", "ordered"):
+        raise LayoutError(f'strided is "replay" or "ordered", got {strided!r}')
+    order = as_shard_order(shard_order)
+    if order is None and isinstance(placements, Placements):
+        order = placements.shard_order
+    return layout_from(mesh_from(device_mesh), [_ours(p) for p in placements], len(shape), order, strided)
+
+
+def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Layout:
+    """The layout of a DTensor, checked against the shape of its local tensor.
+
+    Raises:
+        LayoutError: if this rank's local tensor has another shape than the reading of its placements says.
+    """
+    spec = getattr(dtensor, "_spec", None)
+    order = as_shard_order(getattr(spec, "shard_order", None))
+    if any(type(p).__name__ == "_StridedShard" for p in dtensor.placements):
+        order = None
+    layout = from_placements(dtensor.device_mesh, dtensor.placements, dtensor.shape, order, strided=strided)
+    rank = dtensor.device_mesh.get_rank()
+    if rank in layout.mesh.coordinates:
+        found = tuple(dtensor._local_tensor.shape)
+        expected = layout.local_shape(dtensor.shape, rank)
+        if found != expected:
+            other = "ordered" if strided == "replay" else "replay"
+            raise LayoutError(
+                f"rank {rank}: the local tensor has shape {found}, but {tuple(dtensor.placements)} of "
+                f"{tuple(dtensor.shape)} gives {expected}; if it holds a _StridedShard try strided={other!r}, if it "
+                "was built from uneven parts describe it with Ragged"
+            )
+    return layout
+
+
+def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:
+    """torch's placements for ``layout``, one per mesh axis; orders of axes are in their ``shard_order``.
+
+    Raises:
+        NotRepresentableError: if no placements of torch say what the layout says.
+    """
+    placements, order = placements_of(layout, shape)
+    return Placements([_theirs(placement) for placement in placements], order)
+
+
+def _ours(placement: TorchPlacement) -> Placement:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+    name = type(placement).__name__
+    if type(placement) is Shard:
+        return Placement(placement.dim)
+    if name == "_StridedShard":
+        return Placement(placement.dim, int(placement.split_factor))  # type: ignore[attr-defined]
+    if type(placement) is Replicate:
+        return Placement()
+    if type(placement) is Partial:
+        if placement.reduce_op not in ("sum", "avg", "min", "max", "product"):
+            raise UnsupportedError(
+                f"{placement}: a pending {placement.reduce_op!r} cannot be reduced here; reduce it first"
+            )
+        return Placement(op=placement.reduce_op)
+    if isinstance(placement, Partial):
+        raise UnsupportedError(
+            f"{placement}: a masked partial needs the mask of its operation; let DTensor redistribute it to "
+            "Replicate() or Shard(dim) before it comes here"
+        )
+    raise UnsupportedError(f"{placement!r} of type {name} is not known here; use Shard, Replicate or Partial")
+
+
+def _theirs(placement: Placement) -> TorchPlacement:
+    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
+
+    if placement.op is not None:
+        return Partial(placement.op)
+    if placement.tensor_dim is None:
+        return Replicate()
+    if placement.split_factor == 1:
+        return Shard(placement.tensor_dim)
+    # private in every torch so far, and absent from some
+    strided_shard = getattr(placement_types, "_StridedShard", None)
+    if strided_shard is None:
+        raise NotRepresentableError(f"this torch has no _StridedShard, which {placement} needs")
+    return strided_shard(placement.tensor_dim, split_factor=placement.split_factor)

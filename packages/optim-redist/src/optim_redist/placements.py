@@ -1,0 +1,189 @@
+"""Layouts as one placement per mesh axis, the way torch's DTensor writes them; plain Python, without torch.
+
+A placement says what its mesh axis does: replicate, hold contributions to a pending reduction, or split a tensor
+dimension. Axes that split the same dimension are applied from left to right, or in an explicit order; each cuts what
+the ones before it have left:
+
+    Shard(d)                            into p chunks, as torch.chunk does
+    _StridedShard(d, split_factor=s)    into s chunks, each of those into p, and takes one of every s
+
+With even sizes a strided shard only says in which order the axes count: an axis counts behind axes to its right whose
+sizes multiply to s. With uneven sizes the two readings differ ([0..8] over 4×2: the last pair holds ([8], []) strided
+and ([], [8]) ordered), so they are kept apart: ``Strided`` is what torch's splitting gives, ``Chunk`` over axes in
+another order is the ordered reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from typing import Any, Literal
+
+from optim_redist.errors import LayoutError, NotRepresentableError
+from optim_redist.index_sets import IndexSet, same
+from optim_redist.layout import Axis, Chunk, Cyclic, Kind, Layout, Mesh, Split, Strided
+
+StridedReading = Literal["replay", "ordered"]
+# for each tensor dimension that is split over several axes, the axes in the order in which they cut
+ShardOrder = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one mesh axis does: replicate, or split ``tensor_dim``, or hold contributions that ``op`` combines."""
+
+    tensor_dim: int | None = None
+    split_factor: int = 1
+    op: str | None = None
+
+    def __str__(self) -> str:
+        if self.tensor_dim is None:
+            return "R" if self.op is None else f"Partial({self.op})"
+        return f"S({self.tensor_dim})" if self.split_factor == 1 else f"_S({self.tensor_dim},{self.split_factor})"
+
+
+REPLICATE = Placement()
+
+
+def layout_from(
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    num_dims: int,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+    strided: StridedReading = "replay",
+) -> Layout:
+    """The layout that the placements, one per mesh axis, describe.
+
+    Args:
+        num_dims: dimensions of the tensor.
+        shard_order: for tensor dimensions where axes do not cut from left to right, the axes in their order.
+        strided: read split factors as torch's splitting does, or as the order of axes that they encode.
+    """
+    if len(placements) != mesh.num_axes:
+        raise LayoutError(f"a mesh of {mesh.num_axes} axes needs as many placements, got {len(placements)}")
+    partial: dict[Axis, str] = {}
+    axes_of: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if placement.op is not None:
+            partial[axis] = placement.op
+        elif placement.tensor_dim is not None:
+            if not -num_dims <= placement.tensor_dim < num_dims:
+                raise LayoutError(f"{placement} on axis {axis}: the tensor has {num_dims} dimensions")
+            axes_of.setdefault(placement.tensor_dim % num_dims, []).append(axis)
+    orders = {
+        tensor_dim % num_dims if num_dims else tensor_dim: tuple(axes)
+        for tensor_dim, axes in (shard_order or {}).items()
+    }
+    for tensor_dim, cutting in orders.items():
+        if sorted(cutting) != axes_of.get(tensor_dim, []):
+            raise LayoutError(
+                f"shard_order lists axes {cutting} for dimension {tensor_dim}, the placements split it over "
+                f"{axes_of.get(tensor_dim, [])}"
+            )
+    dims: list[Split | None] = [None] * num_dims
+    for tensor_dim, axes in axes_of.items():
+        factors = [placements[axis].split_factor for axis in axes]
+        order = orders.get(tensor_dim)
+        if all(factor == 1 for factor in factors):
+            dims[tensor_dim] = Split(tuple(order or axes), Chunk())
+        elif order is not None:
+            raise LayoutError(f"dimension {tensor_dim} has both split factors and a shard_order; give one of them")
+        elif strided == "replay":
+            dims[tensor_dim] = Split(tuple(axes), Strided(tuple(factors)))
+        else:
+            dims[tensor_dim] = Split(_order_of_factors(axes, factors, mesh), Chunk())
+    return Layout(mesh, dims, partial)
+
+
+def _order_of_factors(axes: Sequence[int], factors: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """The order of axes that split factors encode: each counts behind axes to its right that multiply to its factor."""
+    order: list[int] = []
+    for axis, factor in zip(reversed(axes), reversed(factors)):
+        places = [place for place in range(len(order) + 1) if prod(mesh.sizes[a] for a in order[:place]) == factor]
+        if not places:
+            raise NotRepresentableError(
+                f"split factor {factor} of mesh axis {axis} is no product of the sizes of axes behind it, so it "
+                'says no order of axes; read it with strided="replay"'
+            )
+        order.insert(places[0], axis)
+    return tuple(order)
+
+
+def placements_of(layout: Layout, shape: Sequence[int]) -> tuple[list[Placement], ShardOrder]:
+    """One placement per mesh axis, and the orders of axes that are not left to right.
+
+    Raises:
+        NotRepresentableError: if torch's splitting cannot give what the layout says.
+    """
+    layout.check_shape(shape)
+    placements = [REPLICATE] * layout.mesh.num_axes
+    for axis, op in layout.partial:
+        placements[axis] = Placement(op=op)
+    order: ShardOrder = {}
+    for tensor_dim, split in enumerate(layout.dims):
+        if split is not None:
+            factors, cutting = _notation(layout, tensor_dim, shape[tensor_dim])
+            for axis in split.axes:
+                placements[axis] = Placement(tensor_dim, factors.get(axis, 1))
+            if list(cutting) != sorted(cutting):
+                order[tensor_dim] = cutting
+    return placements, order
+
+
+def _notation(layout: Layout, tensor_dim: int, n: int) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Split factors by axis and the order of cutting that give this split of a dimension of size n."""
+    split = layout.dims[tensor_dim]
+    assert split is not None
+    axes, left_to_right = split.axes, tuple(sorted(split.axes))
+    if isinstance(split.kind, Strided) and axes == left_to_right:
+        return dict(zip(axes, split.kind.split_factors)), axes
+    if isinstance(split.kind, Chunk):
+        return {}, axes
+    held = split.kind.index_sets(n, layout.axis_sizes(tensor_dim))
+
+    def gives(kind: Kind, cutting: tuple[int, ...]) -> bool:
+        found = kind.index_sets(n, [layout.mesh.sizes[axis] for axis in cutting])
+        return all(map(same, _rearranged(found, cutting, axes, layout.mesh), held))
+
+    if gives(Chunk(), left_to_right):
+        return {}, left_to_right
+    # Dealing blocks of b out over P coordinates is cutting n / (b·P) pieces first; an axis that counts behind axes to
+    # its right cuts into so many more.
+    factors = {}
+    for place, axis in enumerate(axes):
+        factors[axis] = prod(layout.mesh.sizes[before] for before in axes[:place] if before > axis)
+        if isinstance(split.kind, Cyclic):
+            factors[axis] *= max(1, -(-n // (split.kind.block * prod(layout.axis_sizes(tensor_dim)))))
+    if gives(Strided(tuple(factors[axis] for axis in left_to_right)), left_to_right):
+        return factors, left_to_right
+    for cutting in [axes, *permutations(left_to_right)]:
+        if gives(Chunk(), cutting):
+            return {}, cutting
+    raise NotRepresentableError(
+        f"dimension {tensor_dim} of {layout}, {n} indices over mesh axes {axes}, is no sequence of torch's chunks; "
+        "redistribute it to a layout that is, or keep it as a plain local tensor"
+    )
+
+
+def _rearranged(
+    sets: Sequence[IndexSet], given: Sequence[int], wanted: Sequence[int], mesh: Mesh
+) -> Iterable[IndexSet]:
+    """Index sets by linear coordinate on the axes ``given``, listed by linear coordinate on ``wanted``."""
+    for linear in range(len(sets)):
+        at: dict[int, int] = {}
+        for axis in reversed(wanted):
+            linear, at[axis] = divmod(linear, mesh.sizes[axis])
+        place = 0
+        for axis in given:
+            place = place * mesh.sizes[axis] + at[axis]
+        yield sets[place]
+
+
+def as_shard_order(order: Any) -> ShardOrder | None:
+    """A shard order as a dictionary, from one or from torch's tuple of (tensor_dim, mesh_dims)."""
+    if order is None:
+        return None
+    pairs = order.items() if isinstance(order, Mapping) else order
+    return {int(tensor_dim): tuple(int(axis) for axis in axes) for tensor_dim, axes in pairs}

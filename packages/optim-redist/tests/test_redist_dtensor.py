@@ -1,0 +1,220 @@
+"""Layouts from and to DTensor: against torch's own splitting, and round trips."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor.device_mesh import init_device_mesh
+
+from optim_redist import (
+    Block,
+    Chunk,
+    Cyclic,
+    Layout,
+    LayoutError,
+    Mesh,
+    NotRepresentableError,
+    Ragged,
+    Strided,
+    UnsupportedError,
+    same_ownership,
+)
+from optim_redist.index_sets import elements
+from optim_utils.testing import run_ranks
+
+StridedShard = placement_types._StridedShard
+
+
+def replayed(mesh: Mesh, placements, shape, order=None) -> dict[int, list[list[int]]]:
+    """What each rank holds of every dimension, by torch's own splitting of index vectors."""
+    held = {}
+    for rank, point in mesh.coordinates.items():
+        vectors = [torch.arange(n) for n in shape]
+        axes = range(mesh.num_axes)
+        if order:
+            axes = [axis for dim_axes in order.values() for axis in dim_axes]
+            axes += [axis for axis in range(mesh.num_axes) if axis not in axes]
+        for axis in axes:
+            placement = placements[axis]
+            if isinstance(placement, Shard | StridedShard):
+                alone = (
+                    type(placement)(0)
+                    if isinstance(placement, Shard)
+                    else StridedShard(0, split_factor=placement.split_factor)
+                )
+                parts, _ = alone._split_tensor(vectors[placement.dim], mesh.sizes[axis], with_padding=False)
+                vectors[placement.dim] = parts[point[axis]] if point[axis] < len(parts) else vectors[0][:0]
+        held[rank] = [vector.tolist() for vector in vectors]
+    return held
+
+
+def held_by(layout: Layout, shape) -> dict[int, list[list[int]]]:
+    return {rank: [elements(indices) for indices in layout.indices(shape, rank)] for rank in layout.mesh.ranks}
+
+
+@st.composite
+def placed(draw):
+    """A mesh, a shape and placements; strided shards with any small factor."""
+    mesh = Mesh(tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))))
+    shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
+    dim = st.integers(0, len(shape) - 1)
+    one = st.one_of(
+        st.just(Replicate()),
+        dim.map(Shard),
+        st.builds(lambda d, s: StridedShard(d, split_factor=s), dim, st.integers(2, 5)),
+        st.just(Partial("sum")),
+    )
+    return mesh, shape, [draw(one) for _ in mesh.sizes]
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed())
+def test_ownership_is_that_of_torchs_splitting_and_placements_round_trip(case):
+    mesh, shape, placements = case
+    layout = Layout.from_placements(mesh, placements, shape)
+    assert held_by(layout, shape) == replayed(mesh, placements, shape)
+    back = layout.to_placements(shape)
+    assert list(back) == placements
+    assert back.shard_order == {}
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@settings(max_examples=60, deadline=None)
+@given(placed(), st.randoms(use_true_random=False))
+def test_shard_orders_round_trip(case, rng: random.Random):
+    mesh, shape, placements = case
+    placements = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements]
+    order = {}
+    for dim in range(len(shape)):
+        axes = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+        if axes:
+            order[dim] = tuple(rng.sample(axes, len(axes)))
+    layout = Layout.from_placements(mesh, placements, shape, order)
+    assert held_by(layout, shape) == replayed(mesh, placements, shape, order)
+    back = layout.to_placements(shape)
+    assert list(back) == placements
+    assert back.shard_order == {dim: axes for dim, axes in order.items() if list(axes) != sorted(axes)}
+    assert Layout.from_placements(mesh, back, shape) == layout
+    as_torch_writes_it = tuple(order.items())
+    assert Layout.from_placements(mesh, placements, shape, as_torch_writes_it) == layout
+
+
+def test_uneven_strided_and_ordered_shards_are_kept_apart():
+    mesh, shape = Mesh((4, 2)), (9,)
+    placements = [StridedShard(0, split_factor=2), Shard(0)]
+    strided = Layout.from_placements(mesh, placements, shape)
+    ordered = Layout.from_placements(mesh, placements, shape, strided="ordered")
+    last_pair = lambda layout: [held_by(layout, shape)[rank][0] for rank in (6, 7)]  # noqa: E731
+    assert last_pair(strided) == [[8], []]
+    assert last_pair(ordered) == [[], [8]]
+    assert not same_ownership(strided, ordered, shape)
+    assert same_ownership(strided, ordered, (8,))
+    assert ordered == Layout(mesh, [((1, 0), Chunk())])
+    assert ordered.to_placements(shape).shard_order == {0: (1, 0)}
+
+
+@pytest.mark.parametrize(
+    "layout, shape, expected",
+    [
+        (Layout(Mesh((2, 4)), [(0, 1), None]), (16, 3), [Shard(0), Shard(0)]),
+        (Layout(Mesh((2, 4)), [(1, 0), None]), (16, 3), [StridedShard(0, split_factor=4), Shard(0)]),
+        (Layout(Mesh(4), [(0, Cyclic(1))]), (12,), [StridedShard(0, split_factor=3)]),
+        (
+            Layout(Mesh((4, 2)), [((1, 0), Cyclic(2))]),
+            (32,),
+            [StridedShard(0, split_factor=4), StridedShard(0, split_factor=2)],
+        ),
+        (Layout(Mesh(4), [(0, Ragged([0, 3, 6, 9, 10]))]), (10,), [Shard(0)]),
+        (Layout(Mesh((2, 2)), [1, None], {0: "max"}), (4, 4), [Partial("max"), Shard(0)]),
+    ],
+    ids=str,
+)
+def test_placements_of_layouts_that_torch_can_say(layout, shape, expected):
+    placements = layout.to_placements(shape)
+    assert list(placements) == expected
+    assert same_ownership(Layout.from_placements(layout.mesh, placements, shape), layout, shape)
+
+
+@pytest.mark.parametrize(
+    "layout, shape",
+    [
+        (Layout(Mesh((2, 2)), [(0, 1)]), (10,)),  # 3, 3, 3, 1 where nested chunks give 3, 2, 3, 2
+        (Layout(Mesh(4), [(0, Ragged([0, 1, 2, 3, 10]))]), (10,)),
+        (Layout(Mesh(4), [(0, Cyclic(2))]), (10,)),
+    ],
+    ids=str,
+)
+def test_layouts_that_torch_cannot_say_are_refused(layout, shape):
+    with pytest.raises(NotRepresentableError, match="torch"):
+        layout.to_placements(shape)
+
+
+def test_refusals():
+    mesh = Mesh((2, 2))
+    masked = placement_types._MaskPartial(offset_shape=torch.Size([4]), offset_dim=0)
+    with pytest.raises(UnsupportedError, match="Replicate"):
+        Layout.from_placements(mesh, [masked, Replicate()], (4,))
+    with pytest.raises(UnsupportedError, match="premul"):
+        Layout.from_placements(mesh, [Partial("premul"), Replicate()], (4,))
+    with pytest.raises(UnsupportedError, match="not known"):
+        Layout.from_placements(mesh, [object(), Replicate()], (4,))
+    with pytest.raises(LayoutError, match="as many placements"):
+        Layout.from_placements(mesh, [Replicate()], (4,))
+    with pytest.raises(LayoutError, match="dimensions"):
+        Layout.from_placements(mesh, [Shard(2), Replicate()], (4, 4))
+    with pytest.raises(LayoutError, match="shard_order"):
+        Layout.from_placements(mesh, [Shard(0), Replicate()], (4,), {0: (1,)})
+    with pytest.raises(LayoutError, match="both"):
+        Layout.from_placements(mesh, [StridedShard(0, split_factor=2), Shard(0)], (4,), {0: (1, 0)})
+    with pytest.raises(LayoutError, match="strided"):
+        Layout.from_placements(mesh, [Shard(0), Shard(0)], (4,), strided="sorted")
+    with pytest.raises(NotRepresentableError, match="replay"):
+        Layout.from_placements(mesh, [StridedShard(0, split_factor=3), Shard(0)], (4,), strided="ordered")
+    assert Layout.from_placements(mesh, [Shard(-1), Replicate()], (4, 4)) == Layout(mesh, [None, (0, Chunk())])
+
+
+def test_order_of_three_axes_from_split_factors():
+    mesh = Mesh((4, 3, 2))
+    placements = [StridedShard(0, split_factor=2), StridedShard(0, split_factor=2), Shard(0)]
+    ordered = Layout.from_placements(mesh, placements, (24,), strided="ordered")
+    assert ordered == Layout(mesh, [((2, 0, 1), Chunk())])
+    assert same_ownership(ordered, Layout.from_placements(mesh, placements, (24,)), (24,))
+    assert same_ownership(ordered, Layout(mesh, [((2, 0, 1), Block())]), (24,))
+    assert Strided((2, 2, 1)).index_sets(24, (4, 3, 2)) is not None
+
+
+def _distributed_locals(rank: int, world_size: int) -> list[str]:
+    """On every rank: the local tensor of distribute_tensor holds what the layout says; returns what did not."""
+    device_mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+    wrong = []
+    options = [Replicate(), Shard(0), Shard(1)]
+    for shape in [(6, 6), (7, 5), (4, 1), (1, 9)]:
+        full = torch.arange(shape[0] * shape[1]).reshape(shape)
+        for placements in product(options, options):
+            tensor = distribute_tensor(full, device_mesh, placements, src_data_rank=None)
+            layout = Layout.from_dtensor(tensor)
+            rows, columns = (elements(indices) for indices in layout.indices(shape, rank))
+            if not torch.equal(tensor.to_local(), full[rows][:, columns]):
+                wrong.append(f"{shape} {placements}")
+            assert layout.mesh.names == ("a", "b")
+    strided = [StridedShard(0, split_factor=3), Shard(0)]
+    local = torch.zeros(len(elements(Layout.from_placements(device_mesh, strided, (7,)).indices((7,), rank)[0])))
+    uneven = DTensor.from_local(local, device_mesh, strided, shape=torch.Size([7]), stride=(1,))
+    assert Layout.from_dtensor(uneven) == Layout.from_placements(device_mesh, strided, (7,))
+    lying = DTensor.from_local(torch.zeros(9), device_mesh, [Shard(0), Shard(0)], shape=torch.Size([7]), stride=(1,))
+    try:
+        Layout.from_dtensor(lying)
+    except LayoutError as error:
+        if f"rank {rank}" not in str(error) or "(9,)" not in str(error):
+            wrong.append(f"the refusal says {error}")
+    else:
+        wrong.append("a local tensor of another shape was accepted")
+    return wrong
+
+
+def test_against_distribute_tensor_on_ranks():
+    assert run_ranks(_distributed_locals, 6) == [[]] * 6
