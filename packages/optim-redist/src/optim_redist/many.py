@@ -195,7 +195,7 @@ def redistribute_many(
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    names: list[Hashable] = sorted(items) if isinstance(items, Mapping) else list(range(len(items)))
+    names: list[Any] = sorted(items) if isinstance(items, Mapping) else list(range(len(items)))
     chosen = [Item(*cast(Any, items)[name]) for name in names]
     if not chosen:
         return {} if isinstance(items, Mapping) else []
