@@ -1,8 +1,19 @@
-"""ZeRO-2 AdamW on ``torch.distributed``: any shape, any world size, at the wire's floor."""
+"""ZeRO-2 AdamW and Muon on ``torch.distributed``: any shape, any world size, at the wire's floor."""
 
 from optim_dist._options import CommonOptions, Options
 from optim_dist.adamw import TritonDistAdamW
 from optim_dist.clip import clip_grad_norm_
+from optim_dist.muon import TritonDistMuon
+from optim_dist.muon_adamw import TritonDistMuonAdamW
 from optim_dist.plan import Plan, make_plan
 
-__all__ = ["CommonOptions", "Options", "Plan", "TritonDistAdamW", "clip_grad_norm_", "make_plan"]
+__all__ = [
+    "CommonOptions",
+    "Options",
+    "Plan",
+    "TritonDistAdamW",
+    "TritonDistMuon",
+    "TritonDistMuonAdamW",
+    "clip_grad_norm_",
+    "make_plan",
+]

@@ -28,6 +28,7 @@ class Entry:
     parameter: Tensor
     group: int
     listed: int  # its number among all parameters of the groups
+    place: int  # its number in the group
     route: RouteName
     view: MatrixView | None = None
 
@@ -57,7 +58,7 @@ def find_entries(
         for place, parameter in enumerate(group["params"]):
             name = named.get(id(parameter)) or (names[place] if names else f"{index}.{place}")
             if index >= first_group and parameter.requires_grad:
-                found.append(Entry(name, parameter, index, listed, routes[index], views[index][place]))
+                found.append(Entry(name, parameter, index, listed, place, routes[index], views[index][place]))
             listed += 1
     return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
 

@@ -16,9 +16,9 @@ ranks (a gradient is missing, nothing is owned, a gradient came early) decides w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class DistOptimizer(Optimizer):
     # GradScaler then leaves unscaling to step(), which reads grad_scale and found_inf on the device
     _step_supports_amp_scaling = True
 
-    _routes: dict[RouteName, Route]
+    _routes: ClassVar[Mapping[RouteName, Route]]
 
     plan: Plan
     grad_norm: Tensor | None
@@ -65,7 +65,15 @@ class DistOptimizer(Optimizer):
         raise NotImplementedError
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
+        """How each parameter is read as matrices; None where that does not matter."""
         return [None] * len(group["params"])
+
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with options that are not the same for all groups."""
+        return group
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters that make no sense."""
 
     # construction
 
@@ -126,7 +134,13 @@ class DistOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
-        super().add_param_group(construction.without_duplicates([param_group])[0])
+        super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
+        try:
+            self._check_group(self.param_groups[-1])
+            self._views(self.param_groups[-1])
+        except (ValueError, RuntimeError):
+            self.param_groups.pop()
+            raise
         if not hasattr(self, "plan"):
             return  # a group of the constructor
         if self._reduction is not None and self._reduction.started:
@@ -324,13 +338,15 @@ class DistOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's form. Over several ranks each rank has the state of what it owns, marked with the plan it fits."""
         self.wait()
-        return states.stamped(super().state_dict(), self.plan, self._communicator.rank)
+        state_dict = super().state_dict()
+        states.make_views_plain(state_dict)
+        return states.stamped(state_dict, self.plan, self._communicator.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state saved by the same rank of the same plan; for another number of ranks see ``checkpoint``."""
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
         with states.dtypes_kept(self):
-            super().load_state_dict(state_dict)
+            super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""

@@ -26,8 +26,9 @@ class Shard:
     parameter: Tensor
     name: str
     index: int  # in the plan
-    listed: int  # among all parameters of the groups: the key of its random bits
+    listed: int  # among all parameters of the groups
     group: int  # in param_groups
+    place: int  # in the group
     start: int
     stop: int
     value: Tensor
@@ -106,7 +107,8 @@ def whole_shards(entries: Sequence[Entry]) -> list[Shard]:
 
 
 def _shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Shard:
-    return Shard(entry.parameter, entry.name, index, entry.listed, entry.group, start, stop, value, view=entry.view)
+    place = (entry.listed, entry.group, entry.place)
+    return Shard(entry.parameter, entry.name, index, *place, start, stop, value, view=entry.view)
 
 
 def attach_gradients(bucket: Bucket, shards: Sequence[Shard], reduced: Tensor) -> None:

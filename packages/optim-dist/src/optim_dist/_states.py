@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from optim_dist._collectives import Communicator
 from optim_dist._shards import Shard
 from optim_dist.plan import ParameterSpec, Plan
+from optim_utils.param_groups import MatrixView
 
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
@@ -47,6 +48,35 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
             f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
             "optim_dist.checkpoint loads at any number of ranks"
         )
+
+
+def make_views_plain(state_dict: dict[str, Any]) -> None:
+    """Write ``MatrixView``s as builtins, so that ``weights_only=True`` loads them."""
+    for group in state_dict["param_groups"]:
+        if group.get("views") is not None:
+            group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
+
+
+def with_complete_groups(state_dict: dict[str, Any], mine: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Saved groups with our values for options that they lack, and with our views if they were saved with those."""
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(mine):
+        return state_dict  # torch's own error says so
+    completed = []
+    for number, (group, saved) in enumerate(zip(mine, saved_groups)):
+        kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        views = group.get("views")
+        if saved.get("views") is not None and [_view(view) for view in saved["views"]] != views:
+            raise ValueError(
+                f"group {number} was saved with other views of its matrices than this optimizer has; "
+                "build it with the views of the saved one"
+            )
+        completed.append({**kept, **saved, **({"views": views} if "views" in group else {})})
+    return {**state_dict, "param_groups": completed}
+
+
+def _view(saved: Any) -> MatrixView | None:
+    return saved if saved is None or isinstance(saved, MatrixView) else MatrixView.from_plain(saved)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class TritonDistAdamW(DistOptimizer):
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 
+    _routes: ClassVar[Mapping[RouteName, Route]] = {"adamw": AdamWRoute()}
+
     def __init__(
         self,
         params: Any,
@@ -78,8 +80,6 @@ class TritonDistAdamW(DistOptimizer):
         maximize: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        check_adamw(lr, betas, eps, weight_decay)
-        self._routes: dict[RouteName, Route] = {"adamw": AdamWRoute()}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -89,6 +89,9 @@ class TritonDistAdamW(DistOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, Options(**options))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_adamw(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         return "adamw"

@@ -1,0 +1,163 @@
+"""Muon over ranks: each orthogonalizes the matrices that it owns (formula: ``optim_kernels.reference.muon``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
+
+from torch import Tensor
+
+from optim_dist._optimizer import DistOptimizer
+from optim_dist._options import CommonOptions, Options
+from optim_dist._shards import Item, Route, Shard, StepContext
+from optim_dist.plan import RouteName
+from optim_kernels.functional.muon import muon_
+from optim_kernels.muon_groups import (
+    check_group,
+    check_param,
+    init_state,
+    ns_config_of,
+    rule_of,
+    variant_options,
+    view_of,
+)
+from optim_utils.param_groups import MatrixView
+
+
+class MuonRoute:
+    """The update of whole matrices: one call a group, whose options and views decide what a matrix is."""
+
+    def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        init_state(shard.value, _view(shard), group, state)
+        return state
+
+    def update(self, items: Sequence[Item], context: StepContext) -> None:
+        by_group: dict[int, list[Item]] = {}
+        for item in items:
+            if not is_missing(item, context):
+                by_group.setdefault(item.shard.group, []).append(item)
+        for chosen in by_group.values():
+            self._update(chosen, context)
+
+    def _update(self, items: Sequence[Item], context: StepContext) -> None:
+        group, states = items[0].group, [item.state for item in items]
+        rule, rounds = rule_of(group), group["stochastic_rounding"]
+        if rounds and (context.found_inf is None or not context.found_inf.item()):
+            for state in states:
+                state["step"] += 1
+        muon_(
+            [item.shard.value for item in items],
+            [item.shard.grad for item in items],
+            [state["momentum_buffer"] for state in states],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            nesterov=rule.nesterov,
+            ns=ns_config_of(group),
+            scale=rule.scale,
+            second_moments=None if group["beta2"] is None else [state["second_momentum_buffer"] for state in states],
+            beta2=group["beta2"] or 0.0,
+            row_equilibrate=rule.row_equilibrate,
+            renormalize=rule.renormalize,
+            cautious=rule.cautious,
+            maximize=rule.maximize,
+            views=[_view(item.shard) for item in items],
+            masters=[state.get("master", state.get("master_low")) for state in states],
+            clip_factor=context.factor,
+            grad_scale=context.grad_scale,
+            found_inf=context.found_inf,
+            stochastic_rounding=rounds,
+            seed=group["seed"],
+            steps=[int(state["step"]) for state in states] if rounds else None,
+            indices=[item.shard.place for item in items] if rounds else None,
+            impl=group["impl"],
+        )
+
+
+class TritonDistMuon(DistOptimizer):
+    """Muon for matrices: gradients reduced to their owners, orthogonalized there, and gathered from there.
+
+    Args:
+        params: matrices ``[..., m, n]``, ``(name, parameter)`` pairs or group dicts; a group may hold mixed shapes.
+        variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` once
+            ``beta2`` is given. A group may name another, and any single option.
+        options: what every optimizer of this package accepts; see ``optim_dist.Options``.
+    """
+
+    _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute()}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        beta2: float | None = None,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        variant: str | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        variant = variant or ("nanochat-2025" if beta2 is None else "nanochat-2026-01")
+        defaults = muon_options(variant)
+        defaults |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        defaults |= {"weight_decay": weight_decay, "maximize": maximize}
+        if beta2 is not None:
+            defaults["beta2"] = beta2
+        super().__init__(params, defaults, Options(**options))
+
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**muon_options(group["variant"]), **group} if "variant" in group else group
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_muon_group(group)
+
+    def _route_name(self, group: dict[str, Any]) -> RouteName:
+        return "muon"
+
+    def _views(self, group: dict[str, Any]) -> Sequence[MatrixView]:
+        return muon_views(group)
+
+
+def muon_options(variant: str) -> dict[str, Any]:
+    """A variant's options; a matrix without a gradient on any rank is skipped unless a group says otherwise."""
+    options = variant_options(variant)
+    if options["missing_grad"] == "raise":
+        options["missing_grad"] = "skip"
+    return options
+
+
+def check_muon_group(group: dict[str, Any]) -> None:
+    """Refuse options and parameters that Muon cannot take."""
+    check_group(group)
+    for place, parameter in enumerate(group["params"]):
+        check_param(parameter, group, _name(group, place))
+
+
+def muon_views(group: dict[str, Any]) -> list[MatrixView]:
+    """How each parameter of a group is read as matrices."""
+    return [view_of(parameter, group, place, _name(group, place)) for place, parameter in enumerate(group["params"])]
+
+
+def is_missing(item: Item, context: StepContext) -> bool:
+    """Whether no rank has a gradient for the matrix and the group does not take that for zeros.
+
+    Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
+    """
+    count = context.count(item.shard)
+    if count is None or item.group["missing_grad"] == "zero" or count.item() > 0:
+        return False
+    if item.group["missing_grad"] == "raise":
+        raise RuntimeError(f"{item.shard.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
+    return True
+
+
+def _name(group: dict[str, Any], place: int) -> str:
+    return group["param_names"][place] if "param_names" in group else f"params[{place}]"
+
+
+def _view(shard: Shard) -> MatrixView:
+    return shard.view or MatrixView.identity(shard.value.shape)
