@@ -23,6 +23,7 @@ _MODULE_OF = {
     "many": ["Item", "redistribute_many"],
     "lower_bounds": ["Bounds", "bounds"],
     "ownership": ["same_ownership"],
+    "parsing": ["parse_layout"],
     "planners": ["Step"],
     "planning": ["Plan", "plan"],
     "program": ["Handle", "Program", "compile"],

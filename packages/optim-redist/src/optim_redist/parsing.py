@@ -1,0 +1,288 @@
+"""Layouts as text: four notations in, the same four out.
+
+    own              [x.y, -, z~4, w!0:3:7:16]+sum(v)      what ``str(layout)`` prints
+    notebook         D_[4,2]⊥{(0,1),∅}(1,∅)                MultiAxisDist; ASCII ``_|_`` and ``-`` for ⊥ and ∅
+    partition_spec   P('y', None, ('x', 'z'))              JAX's, with the meaning of ``Block``; unreduced={'v'} inside
+    placements       S(0), R, Partial(sum), _S(0,2)        DTensor's, one per mesh axis; order=0:1.0 behind
+
+In the own notation an item per tensor dimension is ``-`` (not split) or axes by name or number, major to minor:
+``x.y`` blocks, ``x/y`` nested chunks (``x/`` for one axis), ``x@2/y@1`` the same with split factors, ``x.y~4`` cyclic
+in blocks of 4, ``x!0:3:7`` ragged between cut points, ``x{0:2,4:6|2:4}`` intervals per coordinate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from optim_redist.errors import LayoutError, NotRepresentableError
+from optim_redist.index_sets import same
+from optim_redist.layout import Axis, Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split, Strided
+from optim_redist.multi_axis import MultiAxisDist
+from optim_redist.placements import REPLICATE, Placement, ShardOrder, layout_from, placements_of
+
+Notation = Literal["own", "notebook", "partition_spec", "placements"]
+
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_NOTEBOOK = re.compile(r"D_\[(?P<mesh>[\d,\s]+)\]\s*(?:⊥|_\|_)\s*\{(?P<mapping>.*)\}\s*\((?P<blocks>[^()]*)\)")
+_SHARD = re.compile(r"(?:S|Shard)\((?:dim=)?(-?\d+)\)")
+_STRIDED = re.compile(r"(?:_S|_StridedShard)\((?:dim=)?(-?\d+),\s*(?:split_factor=|sf=)?(\d+)\)")
+_PARTIAL = re.compile(r"Partial\((?:reduce_op=)?['\"]?(\w*)['\"]?\)")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """A mesh from ``"4,2,4"`` or ``"x=4,y=2"``."""
+    names, sizes = [], []
+    for item in text.split(","):
+        name, equals, size = item.rpartition("=")
+        if not size.strip().isdecimal():
+            raise LayoutError(f'a mesh is written "4,2,4" or "x=4,y=2", got {text!r}')
+        sizes.append(int(size))
+        if equals:
+            names.append(name.strip())
+    if names and len(names) != len(sizes):
+        raise LayoutError(f"name all axes of a mesh or none, got {text!r}")
+    return Mesh(sizes, names=names or None)
+
+
+def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | None = None) -> Layout:
+    """The layout that ``text`` describes in any of the four notations.
+
+    Args:
+        mesh: the mesh, or its text; the notebook's notation brings its own.
+        num_dims: dimensions of the tensor, for the notations that may leave out trailing ones: partition_spec, and
+            placements, which otherwise end at the last dimension that is split.
+    """
+    written = text.strip()
+    grid = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    if written.startswith("D_"):
+        layout = _parse_notebook(written, grid)
+    elif grid is None:
+        raise LayoutError(f"{text!r} does not say its mesh; pass mesh")
+    elif written.startswith("["):
+        layout = _parse_own(written, grid)
+    elif written.startswith(("P(", "PartitionSpec(")):
+        layout = _parse_partition_spec(written, grid, num_dims)
+    else:
+        layout = _parse_placements(written, grid, num_dims)
+    if num_dims is not None and layout.num_dims != num_dims:
+        raise LayoutError(f"{text!r} describes {layout.num_dims} dimensions, the tensor has {num_dims}")
+    return layout
+
+
+def format_layout(layout: Layout, notation: Notation = "own", shape: Sequence[int] | None = None) -> str:
+    """The layout in a notation, so that ``parse_layout`` reads it back.
+
+    ``shape`` is needed where the notation is narrower than the layout's kinds: to tell that they say the same.
+
+    Raises:
+        NotRepresentableError: if the notation cannot say it.
+    """
+    match notation:
+        case "own":
+            return str(layout)
+        case "notebook":
+            return str(layout.to_multi_axis(shape))
+        case "partition_spec":
+            return _partition_spec_text(layout, shape)
+        case "placements":
+            return _placements_text(layout, shape)
+    raise LayoutError(f"notation is own, notebook, partition_spec or placements, got {notation!r}")
+
+
+def _split_top(text: str, separator: str = ",") -> list[str]:
+    """The parts between separators that stand outside of brackets; none for blank text."""
+    parts, depth, start = [], 0, 0
+    for place, character in enumerate(text):
+        depth += (character in _BRACKETS) - (character in _BRACKETS.values())
+        if character == separator and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    last = text[start:].strip()
+    return [*parts, last] if last or parts else []
+
+
+def _axis(text: str, mesh: Mesh) -> int:
+    """A mesh axis by name, or else by number."""
+    name = text.strip().strip("'\"")
+    if mesh.names is not None and name in mesh.names:
+        return mesh.axis(name)
+    if not name.isdecimal():
+        raise LayoutError(f"{name!r} is no axis of mesh {mesh}")
+    return mesh.axis(int(name))
+
+
+def _numbers(text: str, what: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(":")]
+    except ValueError:
+        raise LayoutError(f"{what} are whole numbers between colons, got {text!r}") from None
+
+
+# -- own
+
+
+def _parse_own(text: str, mesh: Mesh) -> Layout:
+    closing = text.rindex("]") if "]" in text else 0
+    if not closing:
+        raise LayoutError(f"{text!r} has no closing bracket")
+    partial: dict[Axis, str] = {}
+    for suffix in _split_top(text[closing + 1 :], "+"):
+        found = re.fullmatch(r"(\w+)\((.*)\)", suffix)
+        if suffix and found is None:
+            raise LayoutError(f"behind the dimensions come pending reductions such as +sum(x), got {suffix!r}")
+        for name in found[2].split(",") if found else ():
+            partial[_axis(name, mesh)] = found[1] if found else ""
+    return Layout(mesh, [_parse_own_item(item, mesh) for item in _split_top(text[1:closing])], partial)
+
+
+def _parse_own_item(item: str, mesh: Mesh) -> Split | None:
+    if item in ("-", "∅"):
+        return None
+    found = re.fullmatch(r"(?P<axes>[^~!{]+)(?:~(?P<block>\d+)|!(?P<cuts>[\d:]+)|\{(?P<table>.*)\})?", item)
+    if found is None:
+        raise LayoutError(f"{item!r} is no dimension; write -, x.y, x/y, x@2/y@1, x.y~4, x!0:3:7 or x{{0:2|2:4}}")
+    kind: Kind = Block()
+    names = found["axes"].split(".")
+    if "/" in found["axes"] or "@" in found["axes"]:
+        pairs = [name.partition("@") for name in found["axes"].split("/") if name.strip()]
+        names = [name for name, _, _ in pairs]
+        kind = Chunk()
+        if any(factor for _, _, factor in pairs):
+            kind = Strided(tuple(_numbers(factor or "1", "split factors")[0] for _, _, factor in pairs))
+    if found["block"]:
+        kind = Cyclic(int(found["block"]))
+    elif found["cuts"]:
+        kind = Ragged(_numbers(found["cuts"], "cut points"))
+    elif found["table"] is not None:
+        rows = found["table"].split("|")
+        kind = Intervals([[_numbers(piece, "intervals") for piece in _split_top(row)] for row in rows])
+    return Split(tuple(_axis(name, mesh) for name in names), kind)
+
+
+# -- notebook
+
+
+def _parse_notebook(text: str, mesh: Mesh | None) -> Layout:
+    found = _NOTEBOOK.fullmatch(text)
+    if found is None:
+        raise LayoutError(f"{text!r} is not of the form D_[4,2]_|_{{(0,1),-}}(1,-)")
+    sizes = [int(size) for size in found["mesh"].split(",")]
+    mapping = [_parse_notebook_axes(item) for item in _split_top(found["mapping"])]
+    blocks = [None if item in ("-", "∅", "-1", "") else int(item) for item in _split_top(found["blocks"])]
+    try:
+        layout = MultiAxisDist(sizes, mapping, blocks).to_layout()
+    except ValueError as error:
+        raise LayoutError(f"{text}: {error}") from error
+    if mesh is None:
+        return layout
+    if list(mesh.sizes) != sizes:
+        raise LayoutError(f"{text} is on a mesh of sizes {sizes}, the mesh given has {list(mesh.sizes)}")
+    return Layout(mesh, layout.dims)
+
+
+def _parse_notebook_axes(item: str) -> list[int]:
+    inner = item.strip("()")
+    if inner in ("", "-", "∅"):
+        return []
+    if not all(axis.strip().isdecimal() for axis in inner.split(",")):
+        raise LayoutError(f"the axes of a dimension are numbers such as 0 or (0,1), or -, got {item!r}")
+    return [int(axis) for axis in inner.split(",")]
+
+
+# -- partition spec
+
+
+def _parse_partition_spec(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
+    inner = text[text.index("(") + 1 : -1]
+    dims: list[tuple[int, ...] | None] = []
+    partial: dict[Axis, str] = {}
+    for item in _split_top(inner):
+        if not item:
+            continue
+        word, equals, value = item.partition("=")
+        if equals and word.strip() == "unreduced":
+            partial |= {_axis(name, mesh): "sum" for name in _split_top(value.strip().strip("{}"))}
+        elif equals:
+            raise LayoutError(f"{text}: {word.strip()} is not known here; a PartitionSpec may have unreduced={{...}}")
+        elif item == "None":
+            dims.append(None)
+        elif item.endswith("UNCONSTRAINED"):
+            raise LayoutError(f"{text}: an unconstrained dimension is no layout; say what it is, None if not split")
+        else:
+            dims.append(tuple(_axis(name, mesh) for name in _split_top(item.strip("()")) if name))
+    if num_dims is not None:
+        dims += [None] * (num_dims - len(dims))
+    return Layout(mesh, dims, partial)
+
+
+def _partition_spec_text(layout: Layout, shape: Sequence[int] | None) -> str:
+    items = []
+    for tensor_dim, split in enumerate(layout.dims):
+        if split is None:
+            items.append("None")
+            continue
+        if not isinstance(split.kind, Block):
+            sizes = layout.axis_sizes(tensor_dim)
+            n = None if shape is None else shape[tensor_dim]
+            if n is None or not all(map(same, split.kind.index_sets(n, sizes), Block().index_sets(n, sizes))):
+                raise NotRepresentableError(
+                    f"a PartitionSpec means blocks of ceil(n / p); dimension {tensor_dim} of {layout} is "
+                    "divided otherwise" + ("; pass shape, which may make it the same" if shape is None else "")
+                )
+        names = [repr(layout.mesh.axis_name(axis)) for axis in split.axes]
+        items.append(names[0] if len(names) == 1 else f"({', '.join(names)})")
+    if any(op != "sum" for _, op in layout.partial):
+        raise NotRepresentableError(f"unreduced axes of a PartitionSpec are sums; {layout} has others pending")
+    if layout.partial:
+        names = sorted(repr(layout.mesh.axis_name(axis)) for axis, _ in layout.partial)
+        items.append(f"unreduced={{{', '.join(names)}}}")
+    return f"P({', '.join(items)})"
+
+
+# -- placements
+
+
+def _parse_placements(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
+    body, _, order_text = text.strip().removeprefix("(").partition("order=")
+    items = [item for item in _split_top(body.strip().removesuffix(")") if text.startswith("(") else body) if item]
+    placements = [_parse_placement(item) for item in items]
+    if num_dims is None:
+        num_dims = max((p.tensor_dim + 1 for p in placements if p.tensor_dim is not None), default=0)
+    order: ShardOrder = {}
+    for item in _split_top(order_text):
+        tensor_dim, colon, axes = item.partition(":")
+        if not colon or not tensor_dim.strip().isdecimal():
+            raise LayoutError(f"{text!r}: an order is written order=0:1.0, dimension 0 cut by axis 1, then 0")
+        order[int(tensor_dim)] = tuple(_axis(name, mesh) for name in axes.split("."))
+    return layout_from(mesh, placements, num_dims, order)
+
+
+def _parse_placement(item: str) -> Placement:
+    if item in ("R", "Replicate()", "Replicate"):
+        return REPLICATE
+    if found := _SHARD.fullmatch(item):
+        return Placement(int(found[1]))
+    if found := _STRIDED.fullmatch(item):
+        return Placement(int(found[1]), int(found[2]))
+    if found := _PARTIAL.fullmatch(item):
+        return Placement(op=found[1] or "sum")
+    raise LayoutError(
+        f"{item!r} is in no notation known here: placements are S(0), R, Partial(sum) and _S(0,2); other layouts start "
+        "with [, D_[ or P("
+    )
+
+
+def _placements_text(layout: Layout, shape: Sequence[int] | None) -> str:
+    if shape is None:
+        if any(split is not None and not isinstance(split.kind, Chunk | Strided) for split in layout.dims):
+            raise LayoutError(f"{layout}: only a shape tells whether torch's chunks say the same; pass shape")
+        shape = (0,) * layout.num_dims
+    placements, order = placements_of(layout, shape)
+    text = ", ".join(map(str, placements))
+    if order:
+        name = layout.mesh.axis_name
+        orders = (f"{tensor_dim}:{'.'.join(map(name, axes))}" for tensor_dim, axes in sorted(order.items()))
+        text += f" order={','.join(orders)}"
+    return text
