@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -44,6 +45,12 @@ def _int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
         if not isinstance(value, int) or isinstance(value, bool):
             raise LayoutError(f"{what} must be integers, got {value!r} in {found!r}")
     return found
+
+
+@lru_cache(maxsize=256)
+def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The points of a grid, row-major."""
+    return tuple(product(*map(range, sizes)))
 
 
 def _flatten(values: Any) -> Iterable[int]:
@@ -111,10 +118,7 @@ class Mesh:
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """The grid coordinates of every rank, in grid order."""
-        points: list[tuple[int, ...]] = [()]
-        for size in self.sizes:
-            points = [point + (c,) for point in points for c in range(size)]
-        return dict(zip(self.ranks, points))
+        return dict(zip(self.ranks, grid_points(self.sizes)))
 
     def axis(self, axis: Axis) -> int:
         """The number of an axis given by number or name."""

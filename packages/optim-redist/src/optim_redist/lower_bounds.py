@@ -99,26 +99,27 @@ def bounds(
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:
     """The bounds of a problem that is already laid out."""
     reduces = problem.num_contributions > 1
-    held = {point: problem.num_held(point) for point, _ in problem.holders}
-    needed = {point: problem.num_needed(point) for point in problem.needers}
-    kept = {rank: problem.num_kept_by(rank) for rank in problem.dst_points}
+    held = {point: problem.num_held(point) for point in set(problem.src_points.values())}
+    needed = {point: problem.num_needed(point) for point in set(problem.dst_points.values())}
+    kept = problem.num_kept
 
-    recv = send = memory = live = direct_recv = 0
+    recv = send = direct_recv = 0
     for rank, point in problem.dst_points.items():
-        own = kept[rank]
-        recv = max(recv, needed[point] - (0 if reduces else own))
-        direct_recv = max(direct_recv, needed[point] * problem.num_contributions - own)
-    for rank in problem.ranks:
-        src_size, dst_size = problem.stored(rank)
-        memory, live = max(memory, src_size + dst_size), max(live, src_size, dst_size)
-        if problem.src_replicas == 1:
-            send = max(send, src_size - (kept.get(rank, 0) if problem.dst_replicas == 1 else 0))
-
+        own, wanted = kept.get(rank, 0), needed[point]
+        recv = max(recv, wanted if reduces else wanted - own)
+        direct_recv = max(direct_recv, wanted * problem.num_contributions - own)
+    if problem.src_replicas == 1:
+        counted = kept if problem.dst_replicas == 1 else {}
+        send = max(held[point] - counted.get(rank, 0) for rank, point in problem.src_points.items())
+    # holders of one point share its demand: what its needers want, less what holders among them have
     direct_send = 0
     for (point, _), ranks in problem.holders.items():
-        demand = held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)
+        demand = held[point] * problem.dst_replicas - sum([kept.get(rank, 0) for rank in ranks])
         direct_send = max(direct_send, -(-demand // len(ranks)))
 
+    stored = problem.num_stored
+    memory = max(map(sum, stored.values()))
+    live = max(map(max, stored.values()))
     reduction = _reduction_bound(problem)
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"

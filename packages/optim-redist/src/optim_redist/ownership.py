@@ -14,7 +14,7 @@ from math import prod
 
 from optim_redist.errors import NotRepresentableError
 from optim_redist.index_sets import EMPTY, IndexSet, Run, from_intervals, interval, intervals
-from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
+from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split, grid_points
 
 Holding = tuple[IndexSet, ...]
 
@@ -133,7 +133,7 @@ def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
     grid = (*sizes, num_contributions, replicas)
     spare = iter(idle)
     order = []
-    for point in _points(grid):
+    for point in grid_points(tuple(grid)):
         group = groups.get(point[:-1])
         order.append(next(spare) if group is None else group[point[-1]])
 
@@ -160,13 +160,6 @@ def _spread_pending(pending: Sequence[tuple[str, int]], mesh: Mesh, axes: Sequen
         left[op] //= mesh.sizes[axis]
         found[axis] = op
     return found
-
-
-def _points(grid: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    points: list[tuple[int, ...]] = [()]
-    for size in grid:
-        points = [point + (c,) for point in points for c in range(size)]
-    return points
 
 
 def _grid_with_idle(used: list[int], total: int) -> list[int]:
@@ -247,7 +240,7 @@ def _by_weight(
 
 def _matches(mesh: Mesh, factors: list[tuple[int, ...]], grid: Sequence[int], order: Sequence[int]) -> bool:
     rank_at = {point: rank for rank, point in mesh.coordinates.items()}
-    for point, rank in zip(_points(grid), order):
+    for point, rank in zip(grid_points(tuple(grid)), order):
         where = [0] * mesh.num_axes
         for coordinate, axes in zip(point, factors):
             for axis in reversed(axes):
@@ -295,7 +288,7 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
             continue
         sizes = [mesh.sizes[axis] for axis in axes]
         by_point = {tuple(point[axis] for axis in axes): held[rank] for rank, point in mesh.coordinates.items()}
-        table = [by_point[point] for point in _points(sizes)]
+        table = [by_point[point] for point in grid_points(tuple(sizes))]
         try:
             kind = simplest_kind(table, n, sizes)
             kind.index_sets(n, sizes)

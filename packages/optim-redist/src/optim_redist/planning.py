@@ -232,8 +232,7 @@ def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
     assert request.memory_limit is not None
     problem, width = request.problem, request.itemsize
     needs = []
-    for rank in problem.ranks:
-        src, dst = problem.stored(rank)
+    for rank, (src, dst) in problem.num_stored.items():
         needs.append((max(src, dst) if request.donate else src + dst, -rank, src, dst))
     _, negative_rank, src, dst = max(needs)
     terms = {"larger of source and target": max(src, dst) * width}

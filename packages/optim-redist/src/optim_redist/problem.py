@@ -23,7 +23,7 @@ from math import prod
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import IndexSet, intersect, interval, size
-from optim_redist.layout import Block, Kind, Layout
+from optim_redist.layout import Block, Kind, Layout, grid_points
 
 Point = tuple[int, ...]
 _Division = tuple[Kind | None, tuple[int, ...]]
@@ -124,7 +124,6 @@ class Problem:
             src_axes.append((a,))
             dst_axes.append((b,))
         kept_src, kept_dst = {a for a, _ in kept}, {b for _, b in kept}
-        self.num_kept = len(kept)
         reduced_axes = [(axis, op) for axis, op in src.partial if axis not in kept_src and src.mesh.sizes[axis] > 1]
         self.started = tuple(
             (axis, op) for axis, op in dst.partial if axis not in kept_dst and dst.mesh.sizes[axis] > 1
@@ -141,7 +140,7 @@ class Problem:
             if reduced_axes
             else dict.fromkeys(src.mesh.ranks, 0)
         )
-        self.dst_points = _points(dst, dst_axes)
+        self._all_dst_points = self.dst_points = _points(dst, dst_axes)
         if self.started:
             points = dst.mesh.coordinates
             self.dst_points = {
@@ -195,11 +194,19 @@ class Problem:
                 return 0
         return found
 
-    def num_kept_by(self, rank: int) -> int:
-        """Elements the rank both holds and needs."""
-        if rank not in self.src_points or rank not in self.dst_points:
-            return 0
-        return self.num_common(self.src_points[rank], self.dst_points[rank])
+    @cached_property
+    def num_kept(self) -> dict[int, int]:
+        """Elements each rank both holds and needs, for ranks on both sides."""
+        src = self.src_points
+        known: dict[tuple[Point, Point], int] = {}
+        found = {}
+        for rank, dst in self.dst_points.items():
+            if rank in src:
+                pair = src[rank], dst
+                if pair not in known:
+                    known[pair] = self.num_common(*pair)
+                found[rank] = known[pair]
+        return found
 
     def common(self, src: Point, dst: Point) -> Box | None:
         """The atom B(src, dst), None if it is empty."""
@@ -217,15 +224,14 @@ class Problem:
         choices = [overlap.from_dst[j] for overlap, j in zip(self.overlaps, dst)]
         return [(tuple(i for i, _ in atom), tuple(held for _, held in atom)) for atom in product(*choices)]
 
-    def stored(self, rank: int) -> tuple[int, int]:
-        """Elements of the rank's source and target tensors, also where it only fills in the identity."""
-        src, dst = self.src_points.get(rank), self.dst_points.get(rank)
-        target = 0
-        if dst is not None:
-            target = self.num_needed(dst)
-        elif rank in self.dst.mesh.coordinates:
-            target = prod(self.dst.local_shape(self.shape, rank))
-        return (0 if src is None else self.num_held(src)), target
+    @cached_property
+    def num_stored(self) -> dict[int, tuple[int, int]]:
+        """Elements of each rank's source and target tensors, also where it only fills in the identity."""
+        held = {point: self.num_held(point) for point in set(self.src_points.values())}
+        needed = {point: self.num_needed(point) for point in set(self._all_dst_points.values())}
+        held_by = {rank: held[point] for rank, point in self.src_points.items()}
+        stored_by = {rank: needed[point] for rank, point in self._all_dst_points.items()}
+        return {rank: (held_by.get(rank, 0), stored_by.get(rank, 0)) for rank in self.ranks}
 
     def held(self, rank: int) -> Box | None:
         """What the rank holds of the source, None outside its mesh."""
@@ -238,19 +244,22 @@ class Problem:
         return None if point is None else tuple(overlap.dst[j] for overlap, j in zip(self.overlaps, point))
 
 
+@lru_cache(maxsize=1024)
+def _linear_points(sizes: tuple[int, ...], axes: tuple[tuple[int, ...], ...]) -> tuple[Point, ...]:
+    """For every point of a grid its linear coordinate on each group of axes."""
+    columns = []
+    for used in axes:
+        column = [0] * prod(sizes)
+        for axis in used:
+            size = sizes[axis]
+            column = [c * size + point[axis] for c, point in zip(column, grid_points(sizes))]
+        columns.append(column)
+    return tuple(zip(*columns)) if columns else ((),) * prod(sizes)
+
+
 def _points(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point]:
     """The linear coordinate on every dimension's axes, rank by rank."""
-    sizes = layout.mesh.sizes
-    found = {}
-    for rank, grid in layout.mesh.coordinates.items():
-        point = []
-        for used in axes:
-            c = 0
-            for axis in used:
-                c = c * sizes[axis] + grid[axis]
-            point.append(c)
-        found[rank] = tuple(point)
-    return found
+    return dict(zip(layout.mesh.ranks, _linear_points(layout.mesh.sizes, tuple(axes))))
 
 
 def _kept_axes(src: Layout, dst: Layout) -> list[tuple[int, int]]:
