@@ -290,14 +290,13 @@ def cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
     for index in (start, stop):
         if index < shape[dim] and index * unit % fmt.block_size:
             raise ValueError(_not_aligned(shape, dim, index, unit, fmt.block_size))
-    first_block, end_block = start * unit // fmt.block_size, -(-stop * unit // fmt.block_size)
 
     def change(part: Tensor) -> Tensor:
-        if part is not x.codes:
-            return part.narrow(-1, first_block, end_block - first_block)
-        if fmt.bits == 8:
+        if part is x.codes and fmt.bits == 8:
             return part.narrow(dim, start, stop - start)
-        return part.narrow(-1, start * unit // 2, -(-stop * unit // 2) - start * unit // 2)
+        shared_by = 2 if part is x.codes else fmt.block_size
+        first, end = -(-start * unit // shared_by), -(-stop * unit // shared_by)
+        return part.narrow(-1, first, end - first)
 
     return x.with_parts(change, new_shape)
 
@@ -314,6 +313,14 @@ def _not_aligned(shape: tuple[int, ...], dim: int, index: int, unit: int, block_
     )
 
 
+def _is_pinned(x: LowBitTensor, device: object = None) -> bool:
+    # The first thing torch.distributed.checkpoint asks of a tensor; it would store this one as opaque bytes.
+    raise NotImplementedError(
+        f"checkpoints hold the plain form of a LowBitTensor, here of shape {tuple(x.shape)}: "
+        "store optim_utils.to_plain(t)"
+    )
+
+
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
@@ -322,6 +329,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
     aten.zeros_like.default: _zeros_like,
+    aten.is_pinned.default: _is_pinned,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,

@@ -1,0 +1,306 @@
+"""LowBitTensor through everything a state goes through: bits stay bits, and what would lose them is refused."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_utils.low_bit import (
+    DYNAMIC8,
+    INT8,
+    MOMENT8,
+    NF4,
+    UINT8_AFFINE,
+    LowBitFormat,
+    LowBitTensor,
+    dequantize,
+    from_plain,
+    quantize,
+    to_plain,
+)
+from optim_utils.testing import run_ranks
+
+FORMATS = [
+    MOMENT8.with_(block_size=8),
+    INT8.with_(block_size=8, layout="rows"),
+    UINT8_AFFINE.with_(block_size=8),
+    NF4.with_(block_size=8, layout="rows"),
+    NF4.with_(block_size=8),
+]
+every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f"{f.code}-{f.layout}")
+
+
+def example(fmt: LowBitFormat, *shape: int, seed: int = 0) -> LowBitTensor:
+    return quantize(torch.randn(shape or (6, 12), generator=torch.Generator().manual_seed(seed)), fmt)
+
+
+def same_bits(a: LowBitTensor, b: LowBitTensor) -> bool:
+    if type(a) is not type(b) or a.fmt != b.fmt or a.shape != b.shape or (a.offset is None) != (b.offset is None):
+        return False
+    return all(x is None or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a.parts, b.parts))
+
+
+def storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@every_format
+def test_copies_keep_the_bits_and_own_their_memory(fmt: LowBitFormat) -> None:
+    q = example(fmt)
+    for twin in (q.clone(), copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.to(torch.float32, copy=True)):
+        assert same_bits(twin, q)
+        assert storage(twin.codes) != storage(q.codes)
+    shared = {"a": q, "b": [q]}
+    twins = copy.deepcopy(shared)
+    assert twins["a"] is twins["b"][0]
+    assert same_bits(q.detach(), q)
+    assert storage(q.detach().codes) == storage(q.codes)
+    assert q.cpu() is q
+    assert q.device == torch.device("cpu")
+
+
+@every_format
+def test_likes_and_dtype_and_device(fmt: LowBitFormat) -> None:
+    q = example(fmt)
+    assert torch.empty_like(q).shape == q.shape
+    assert torch.empty_like(q).codes.shape == q.codes.shape
+    assert (torch.zeros_like(q).dequantize() == 0).all()
+    half = q.to(torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.codes, q.codes)
+    assert torch.equal(half.dequantize(), q.dequantize(torch.bfloat16))
+    assert q.to("meta").codes.is_meta
+    with pytest.raises(NotImplementedError, match=r"can't be torch.int64; use .dequantize"):
+        q.to(torch.int64)
+    assert "LowBitTensor(shape=(6, 12)" in repr(q)
+
+
+@every_format
+def test_copy_takes_codes_or_numbers_and_never_requantizes(fmt: LowBitFormat) -> None:
+    q, other = example(fmt), example(fmt, seed=1)
+    memory = storage(q.codes)
+    assert q.copy_(other) is q
+    assert same_bits(q, other)
+    assert storage(q.codes) == memory
+    numbers = torch.randn(6, 12)
+    assert same_bits(q.copy_(numbers), quantize(numbers, fmt))
+    with pytest.raises(NotImplementedError, match="same format"):
+        q.copy_(quantize(numbers, fmt.with_(block_size=4)))
+    with pytest.raises(NotImplementedError, match=r"copy its .dequantize"):
+        numbers.copy_(q)
+    with pytest.raises(ValueError, match="same shape"):
+        q.copy_(torch.randn(12))
+
+
+def test_every_other_operation_is_refused_by_name() -> None:
+    q = example(INT8)
+    for operation, name in (
+        (lambda: q + 1, "aten.add"),
+        (lambda: q.mul_(2), "aten.mul_"),
+        (lambda: q[0], "aten.select"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{name}.*LowBitTensor of shape \(6, 12\).*\.dequantize\(\)"):
+            operation()
+    with pytest.raises(NotImplementedError, match=r"aten\.view"):
+        q.view(-1)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_torch_save_is_bit_exact_with_weights_only(fmt: LowBitFormat) -> None:
+    state = {"whole": example(fmt), "plain": to_plain(example(fmt, seed=2))}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert same_bits(loaded["whole"], state["whole"])
+    assert same_bits(from_plain(loaded["plain"], fmt), example(fmt, seed=2))
+
+
+FRESH = """
+import pickle, sys, torch
+import optim_utils
+from optim_utils.low_bit import dequantize
+path = sys.argv[1]
+pickled = pickle.load(open(path + ".pickle", "rb"))
+saved = torch.load(path + ".pt", weights_only=True)
+torch.save([dequantize(pickled), dequantize(saved)], path + ".out")
+"""
+
+
+def test_pickle_and_save_are_read_in_a_fresh_process(tmp_path: Path) -> None:
+    q = example(UINT8_AFFINE.with_(block_size=8))
+    path = str(tmp_path / "state")
+    Path(path + ".pickle").write_bytes(pickle.dumps(q))
+    torch.save(q, path + ".pt")
+    subprocess.run([sys.executable, "-c", FRESH, path], check=True, timeout=120)
+    for numbers in torch.load(path + ".out"):
+        assert torch.equal(numbers, dequantize(q))
+
+
+# --- plain form ------------------------------------------------------------------------------------------------------
+
+
+@every_format
+def test_plain_form_holds_ints_and_shares_memory(fmt: LowBitFormat) -> None:
+    q = example(fmt).to(torch.bfloat16)
+    plain = to_plain(q)
+    assert {type(value) for value in plain["format"].values()} == {int}
+    assert ("offset" in plain) == fmt.has_offset
+    back = from_plain(plain, fmt)
+    assert same_bits(back, q)
+    assert back.dtype == torch.bfloat16
+    assert storage(back.codes) == storage(q.codes)
+
+
+def test_plain_forms_that_changed_are_refused_with_what_was_found() -> None:
+    plain = to_plain(example(DYNAMIC8.with_(block_size=8)))
+    with pytest.raises(ValueError, match="found block_size 8, expected 256"):
+        from_plain(plain, DYNAMIC8)
+    with pytest.raises(ValueError, match="found code 'dynamic', expected 'int'"):
+        from_plain(plain, INT8.with_(block_size=8))
+    with pytest.raises(ValueError, match="found layout 'flat', expected 'rows'"):
+        from_plain(plain, DYNAMIC8.with_(block_size=8, layout="rows"))
+    with pytest.raises(ValueError, match=r"codes .* must be torch.uint8, found torch.bfloat16"):
+        from_plain({**plain, "codes": plain["codes"].bfloat16()})
+    with pytest.raises(ValueError, match=r"scale .* must be torch.float32, found torch.bfloat16"):
+        from_plain({**plain, "scale": plain["scale"].bfloat16()})
+    with pytest.raises(ValueError, match="must have shape"):
+        from_plain({**plain, "scale": plain["scale"][:-1]})
+    with pytest.raises(ValueError, match=r"without \['scale'\]"):
+        from_plain({key: value for key, value in plain.items() if key != "scale"})
+    with pytest.raises(ValueError, match="lacks its shape"):
+        from_plain({**plain, "format": plain["format"] | {"dims": 5}})
+
+
+def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_forms() -> None:
+    """``Optimizer.load_state_dict`` casts floating state to the parameter's dtype."""
+    parameter = torch.nn.Parameter(torch.randn(6, 12).bfloat16())
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    q = example(MOMENT8.with_(block_size=8))
+    optimizer.state[parameter] = {"whole": q, "plain": to_plain(q)}
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = optimizer.state[parameter]
+    assert loaded["whole"].dtype == torch.bfloat16
+    assert torch.equal(loaded["whole"].codes, q.codes)
+    assert torch.equal(loaded["whole"].scale, q.scale)
+    with pytest.raises(ValueError, match="something cast them"):
+        from_plain(loaded["plain"])
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+SHARDED = [
+    MOMENT8.with_(block_size=8),
+    DYNAMIC8.with_(block_size=8, layout="rows"),
+    NF4.with_(block_size=8, layout="rows"),
+]
+
+
+def numbers(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 24, generator=torch.Generator().manual_seed(7))
+
+
+def full(q: LowBitTensor) -> LowBitTensor:
+    """The same tensor without DTensors."""
+    return q.with_parts(lambda part: part.full_tensor())
+
+
+def dtensor_rank(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    for fmt in SHARDED:
+        for placement in (Shard(0), Replicate()):
+            sharded = quantize(distribute_tensor(numbers(), mesh, [placement]), fmt)
+            assert isinstance(sharded.codes, DTensor)
+            assert sharded.codes.placements == sharded.scale.placements == (placement,)
+            assert same_bits(full(sharded), quantize(numbers(), fmt))
+            decoded = dequantize(sharded)
+            assert decoded.placements == (placement,)
+            assert torch.equal(decoded.full_tensor(), dequantize(quantize(numbers(), fmt)))
+            twin = torch.zeros_like(sharded)
+            twin.copy_(sharded)
+            assert same_bits(full(twin), full(sharded))
+            assert same_bits(full(twin.copy_(distribute_tensor(numbers(), mesh, [placement]))), full(sharded))
+    if world_size == 1:
+        return
+    uneven = distribute_tensor(numbers(3), mesh, [Shard(0)])
+    rows = quantize(uneven, SHARDED[1])
+    assert same_bits(full(rows), quantize(numbers(3), SHARDED[1]))
+    columns = distribute_tensor(numbers(), mesh, [Shard(1)])
+    for fmt, message in (
+        (SHARDED[0], "run across its sharded dimension 1"),
+        (SHARDED[1], "next aligned offset is 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize(columns, fmt)
+    with pytest.raises(ValueError, match="hold 6 blocks of 8 each, but a DTensor of its 9 scales would hold 5"):
+        quantize(uneven, SHARDED[0])
+    with pytest.raises(ValueError, match="next aligned offset is 80"):
+        quantize(uneven, SHARDED[0].with_(block_size=80))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dtensors_give_dtensors_of_the_same_bits(world_size: int) -> None:
+    run_ranks(dtensor_rank, world_size)
+
+
+def state_of(world_size: int, fmt: LowBitFormat, *, zeros: bool = False) -> dict[str, Any]:
+    """The state that is saved and loaded: plain forms of DTensor and replicated tensors, and a leaf of the subclass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.zeros_like(numbers()) if zeros else numbers()
+    return {
+        "sharded": to_plain(quantize(distribute_tensor(x, mesh, [Shard(0)]), fmt)),
+        "replicated": to_plain(quantize(x, fmt)),
+    }
+
+
+def dcp_save(rank: int, world_size: int, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({f"{i}": state_of(world_size, fmt) for i, fmt in enumerate(SHARDED)}, checkpoint_id=folder)
+
+
+def dcp_load(rank: int, world_size: int, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {f"{i}": state_of(world_size, fmt, zeros=True) for i, fmt in enumerate(SHARDED)}
+    dcp.load(state, checkpoint_id=folder)
+    for i, fmt in enumerate(SHARDED):
+        expected = quantize(numbers(), fmt)
+        assert same_bits(full(from_plain(state[f"{i}"]["sharded"], fmt)), expected)
+        assert same_bits(from_plain(state[f"{i}"]["replicated"], fmt), expected)
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(2, 1), (1, 2), (2, 2)])
+def test_dcp_round_trips_are_bit_exact_across_world_sizes(tmp_path: Path, saved_at: int, loaded_at: int) -> None:
+    run_ranks(dcp_save, saved_at, str(tmp_path))
+    run_ranks(dcp_load, loaded_at, str(tmp_path))
+
+
+def dcp_leaf(rank: int, world_size: int, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    fmt = MOMENT8.with_(block_size=8)
+    q = quantize(numbers(), fmt)
+    with pytest.raises(dcp.api.CheckpointException, match=r"store optim_utils.to_plain"):
+        dcp.save({"leaf": q}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_leaf_handed_to_dcp_is_refused(tmp_path: Path, world_size: int) -> None:
+    run_ranks(dcp_leaf, world_size, str(tmp_path))
