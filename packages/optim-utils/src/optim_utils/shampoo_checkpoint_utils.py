@@ -14,12 +14,11 @@ from typing import Any
 
 from optim_utils._load_report import LoadReport
 from optim_utils._nesting import flatten, from_dotted, to_dotted, unflatten
-from optim_utils._optimizer_hooks import StateDictHooks, attach_state_dict_hooks
+from optim_utils._optimizer_hooks import attach_state_dict_hooks
 from optim_utils._update_plan import UpdatePlan
 from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = [
-    "StateDictHooks",
     "attach_state_dict_hooks",
     "extract_state_dict_content",
     "flatten",
