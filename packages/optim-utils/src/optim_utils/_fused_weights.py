@@ -6,13 +6,11 @@ says enough it raises a `Refusal` that proposes a rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from torch.nn.modules.conv import _ConvNd
-
-from optim_utils._leaf import Leaf, Refusal, matcher
+from optim_utils._leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._matrix_view import MatrixView
 
 __all__ = ["is_experts", "matrix_view"]
@@ -20,6 +18,8 @@ __all__ = ["is_experts", "matrix_view"]
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
 _is_experts = matcher("*experts*")
+# The arguments of a rule that leaves a weight in one piece.
+_WHOLE = "split=1"
 # What the gate and up projections feed into; its shape tells along which dimension those two are fused.
 _DOWN_OF = {"gate_up_proj": "down_proj", "w13": "w2"}
 _GATE_UP_OF = {down: gate_up for gate_up, down in _DOWN_OF.items()}
@@ -62,10 +62,11 @@ def matrix_view(
         # Parts side by side along the columns of a fused weight: it can only be stored (in, out).
         if transposed is None and fusion.dim == -1 and _is_fused_by_name(leaf):
             flipped = True
-        view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=flipped)
+        if fusion.sizes or flipped != view.transposed:
+            view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=flipped)
         return view if num_heads is None else replace(view, num_heads=_heads(view, num_heads))
     except ValueError as error:
-        raise Refusal(str(error), "to='adamw'") from error
+        raise Refusal(str(error), _WHOLE) from error
 
 
 def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
@@ -74,22 +75,29 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
     if len(shape) < 2:
         raise Refusal(f"Muon takes matrices, got shape {shape}", "to='adamw'")
     if len(shape) == 2:
-        return MatrixView(shape=shape)
-    if batched is None and leaf.modules and isinstance(leaf.modules[0], _ConvNd):
+        return MatrixView.identity(shape)
+    if batched is None and leaf.modules and isinstance(leaf.modules[0], CONVOLUTIONS):
         return _convolution(leaf, leaf.modules[0])
     if batched is None and len(shape) == 3 and is_experts(leaf):
         batched = True
     if batched is None:
-        raise Refusal(
-            f"{len(shape)}-D, and nothing says what its matrices are",
-            "to='adamw'",
-            "to='muon', batched=True",
-            "to='muon', batched=False",
-        )
-    return MatrixView(shape=shape) if batched else _flattened(leaf, (shape[0], prod(shape[1:])))
+        raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf))
+    return MatrixView.identity(shape) if batched else _flattened(leaf, (shape[0], prod(shape[1:])))
 
 
-def _convolution(leaf: Leaf, module: _ConvNd) -> MatrixView:
+def _stacks(leaf: Leaf) -> list[str]:
+    """The rules that may be meant for a weight of three or more dimensions that is no convolution."""
+    if leaf.is_called(_is_gate_up):
+        rows, columns = leaf.shape[-2:]
+        by_rows = ["batched=True, split=2, split_dim=-2"] if rows % 2 == 0 else []
+        by_columns = ["batched=True, split=2, split_dim=-1, transposed=True"] if columns % 2 == 0 else []
+        return by_rows + by_columns or [f"batched=True, {_WHOLE}"]
+    if leaf.is_called(_is_qkv):
+        return [f"batched=True, {_WHOLE}"]
+    return ["to='muon', batched=True", "to='muon', batched=False"]
+
+
+def _convolution(leaf: Leaf, module: Convolution) -> MatrixView:
     """(out, in k) of an ordinary convolution; (out k, in), stored transposed, of a transposed one; batched by group."""
     groups = (module.groups,) if module.groups > 1 else ()
     first = leaf.shape[0] // module.groups
@@ -122,18 +130,18 @@ def _experts_transposed(leaf: Leaf) -> bool | None:
     """
     for name in leaf.names:
         path = name.split(".")
-        for i, component in enumerate(path):
-            for table, is_gate_up in ((_DOWN_OF, True), (_GATE_UP_OF, False)):
-                other = leaf.shapes.get(".".join([*path[:i], table.get(component, ""), *path[i + 1 :]]))
-                if other is None or len(other) != len(leaf.shape) or other == leaf.shape:
-                    continue
-                (a, b), (c, d) = leaf.shape[-2:], other[-2:]
-                if not is_gate_up:
-                    (a, b), (c, d) = (c, d), (a, b)
-                if (a, b) == (2 * d, c):
-                    return False
-                if (b, a) == (2 * c, d):
-                    return True
+        for position in range(max(0, len(path) - 2), len(path)):
+            component = path[position]
+            if (neighbour := _DOWN_OF.get(component) or _GATE_UP_OF.get(component)) is None:
+                continue
+            other = leaf.shapes.get(".".join([*path[:position], neighbour, *path[position + 1 :]]))
+            if other is None or len(other) != len(leaf.shape):
+                continue
+            gate_up, down = (leaf.shape, other) if component in _DOWN_OF else (other, leaf.shape)
+            if gate_up[-2:] == (2 * down[-1], down[-2]):
+                return False
+            if gate_up[-2:] == (down[-1], 2 * down[-2]):
+                return True
     return None
 
 
@@ -160,25 +168,22 @@ def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
         return _Fusion((rows,) * 3, -1)
     width, fused = sorted((rows, columns))
     rest = fused - width
-    sizes = (width, rest // 2, rest // 2) if rest > 0 and rest % 2 == 0 else ("q", "k", "v")
+    # grouped queries: as many query rows as the width, and two equal rests
+    guess = [f"split=({width}, {rest // 2}, {rest // 2})"] if rest > 0 and rest % 2 == 0 else []
     raise Refusal(
-        f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other",
-        f"split=({', '.join(str(size) for size in sizes)})",
+        f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other", *guess, _WHOLE
     )
 
 
 def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     """Two equal parts along the output dimension."""
     if len(leaf.shape) > 2 and not transposed and _experts_transposed(leaf) is None:
-        raise Refusal(
-            "gate and up are fused, and no neighbouring down projection tells along which dimension",
-            "split=2, split_dim=1",
-            "split=2, split_dim=2, transposed=True",
-        )
+        reason = "gate and up are fused, and no neighbouring down projection tells along which dimension"
+        raise Refusal(reason, *_stacks(leaf))
     dim = -1 if transposed else -2
     size = view.stored_matrix[dim]
     if size % 2:
-        raise Refusal(f"the name says fused gate and up, but {size} is odd", "split=(gate, up)", "split=1")
+        raise Refusal(f"the name says fused gate and up, but {size} is odd", _WHOLE)
     return _Fusion((size // 2,) * 2, dim)
 
 
@@ -197,27 +202,29 @@ def _asked_fusion(
         # Equal parts are meant along the dimension that is that many times the other, if there is one.
         dim = next((dim for dim in dims if extent[dim] == split * extent[-3 - dim]), dims[0])
         if split < 1 or extent[dim] % split:
-            raise Refusal(f"{extent[dim]} does not divide into {split} equal parts", "split=(...)")
+            raise Refusal(f"{extent[dim]} does not divide into {split} equal parts", _WHOLE)
         return _Fusion((extent[dim] // split,) * split, dim)
     sizes = tuple(split)
     for dim in dims:
         if sum(sizes) == extent[dim]:
             return _Fusion(sizes, dim)
-    raise Refusal(
-        f"split={sizes} adds up to {sum(sizes)}, not to {' or '.join(str(extent[dim]) for dim in dims)}", "split=(...)"
-    )
+    raise Refusal(f"split={sizes} adds up to {sum(sizes)}, not to {_either(extent[dim] for dim in dims)}", _WHOLE)
+
+
+def _either(values: Iterable[object]) -> str:
+    return " or ".join(str(value) for value in values)
 
 
 def _matrix_dim(view: MatrixView, dim: int) -> int:
     """-2 or -1 for ``dim``, a dimension of the stored tensor."""
     ndim = len(view.shape)
     if not -ndim <= dim < ndim:
-        raise Refusal(f"split_dim={dim} is no dimension of a tensor of shape {view.shape}", "split_dim=0")
+        raise Refusal(f"split_dim={dim} is no dimension of a tensor of shape {view.shape}", _WHOLE)
     if view.matrix_shape and len(view.matrix_shape) == 2 and dim % ndim == 0:
         return -2
     if not view.matrix_shape and dim % ndim >= ndim - 2:
         return dim % ndim - ndim
-    raise Refusal(f"dimension {dim} of shape {view.shape} is no row or column of its matrices", "split_dim=0")
+    raise Refusal(f"dimension {dim} of shape {view.shape} is no row or column of its matrices", _WHOLE)
 
 
 def _heads(view: MatrixView, num_heads: int | Sequence[int]) -> tuple[int, ...]:
@@ -226,8 +233,8 @@ def _heads(view: MatrixView, num_heads: int | Sequence[int]) -> tuple[int, ...]:
         return tuple(num_heads)
     rows = [shape[-2] for shape in view.shapes]
     if num_heads < 1 or rows[0] % num_heads:
-        raise Refusal(f"{rows[0]} rows do not divide into {num_heads} heads", "num_heads=...")
+        raise Refusal(f"{rows[0]} rows do not divide into {num_heads} heads", _WHOLE)
     head_dim = rows[0] // num_heads
     if any(size % head_dim for size in rows):
-        raise Refusal(f"parts of {rows} rows do not all divide into heads of {head_dim} rows", "num_heads=(...)")
+        raise Refusal(f"parts of {rows} rows do not all divide into heads of {head_dim} rows", _WHOLE)
     return tuple(size // head_dim for size in rows)

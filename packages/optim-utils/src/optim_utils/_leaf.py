@@ -7,10 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 from torch import Tensor, nn
 
-__all__ = ["Leaf", "Refusal", "matcher", "without_wrappers"]
+__all__ = ["CONVOLUTIONS", "Convolution", "Leaf", "Refusal", "matcher"]
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+CONVOLUTIONS = get_args(Convolution)
 
 # Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
@@ -30,15 +34,15 @@ def matcher(*globs: str) -> Callable[[str], object]:
     return re.compile("|".join(fnmatch.translate(glob) for glob in globs), re.IGNORECASE).match
 
 
-def without_wrappers(name: str) -> str:
-    """The name that the parameter has in the unwrapped model; ``module.`` counts as a wrapper in front only."""
+def _path(name: str) -> tuple[str, ...]:
+    """The components of the name in the unwrapped model; ``module`` counts as a wrapper in front only."""
     components = [component for component in name.split(".") if component not in _WRAPPERS]
     while len(components) > 1 and components[0] == "module":
         del components[0]
-    return ".".join(components)
+    return tuple(components)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leaf:
     """A parameter with all its names (several if tied) and, where the model is known, the modules that own it.
 
@@ -58,7 +62,7 @@ class Leaf:
     @cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
         """Each name's components, without wrappers."""
-        return tuple(tuple(without_wrappers(name).split(".")) for name in self.names)
+        return tuple(_path(name) for name in self.names)
 
     def is_in(self, *types: type[nn.Module]) -> bool:
         """Whether a module of one of ``types`` owns the parameter."""

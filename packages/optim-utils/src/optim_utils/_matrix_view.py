@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 __all__ = ["MatrixView"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MatrixView:
     """The matrices inside a tensor of one shape; without options the tensor's last two dimensions.
 
@@ -64,13 +65,16 @@ class MatrixView:
                 f"split={self.split} has to be positive sizes that add up to {stored[self.split_dim]}, "
                 f"dimension {self.split_dim} of {stored}"
             )
+        if not self.split:
+            # without parts the dimension means nothing, and equal views compare equal
+            object.__setattr__(self, "split_dim", -2)
         if self.num_heads:
             self._check_heads()
 
     @classmethod
     def identity(cls, shape: Sequence[int]) -> MatrixView:
         """The view of a tensor that is a matrix, or a batch of matrices, as it is stored."""
-        return cls(shape=tuple(shape))
+        return _identity(tuple(shape))
 
     @property
     def is_identity(self) -> bool:
@@ -118,6 +122,12 @@ class MatrixView:
             parts = tuple(part.unflatten(-2, (heads, -1)) for part, heads in zip(parts, self.num_heads, strict=True))
         return tuple(parts)
 
+    def __repr__(self) -> str:
+        fields = {name: value for name, value in self.to_plain().items() if value not in ((), False)}
+        if not self.split:
+            del fields["split_dim"]
+        return f"MatrixView({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
     def describe(self) -> str:
         """The matrices as ``count × m×n``, equal sizes added up: ``1 × 4096×4096 + 2 × 1024×4096``."""
         counts: Counter[tuple[int, ...]] = Counter()
@@ -157,3 +167,8 @@ class MatrixView:
         for heads, part in zip(self.num_heads, parts, strict=True):
             if heads < 1 or part[-2] % heads:
                 raise ValueError(f"the {part[-2]} rows of a part of shape {part} do not divide into {heads} heads")
+
+
+@lru_cache(maxsize=1024)
+def _identity(shape: tuple[int, ...]) -> MatrixView:
+    return MatrixView(shape=shape)

@@ -10,18 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from optim_utils._fused_weights import is_experts, matrix_view
-from optim_utils._leaf import Leaf, Refusal, matcher
+from optim_utils._fused_weights import matrix_view
+from optim_utils._leaf import CONVOLUTIONS, Leaf, Refusal, matcher
 from optim_utils._matrix_view import MatrixView
 from optim_utils._routing_rules import Kind, Role, Rule
 
 __all__ = ["Decision", "decide"]
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
@@ -75,7 +72,8 @@ def _first_answer(leaf: Leaf) -> Decision:
     for question in _QUESTIONS:
         if (decision := question(leaf)) is not None:
             return decision
-    return Decision("muon", "matrix", _hidden_reason(leaf), matrix_view(leaf))
+    view = matrix_view(leaf)
+    return Decision("muon", "matrix", _hidden_reason(leaf, view), view)
 
 
 def _elementwise_role(leaf: Leaf) -> Role:
@@ -92,7 +90,7 @@ def _frozen(leaf: Leaf) -> Decision | None:
 
 def _unsupported(leaf: Leaf) -> None:
     if is_lazy(leaf.param):
-        raise Refusal("not initialised yet: run the lazy module once, then route", "to='adamw'")
+        raise Refusal("not initialised yet: run the lazy module once, then route")
     if not leaf.param.is_floating_point():
         raise Refusal(f"dtype {leaf.param.dtype} is not real floating point", "to='adamw'")
     if any(getattr(module, "sparse", False) for module in leaf.modules if isinstance(module, _EMBEDDINGS)):
@@ -104,7 +102,7 @@ def _vector(leaf: Leaf) -> Decision | None:
 
 
 def _norm(leaf: Leaf) -> Decision | None:
-    is_norm = leaf.is_in(*_NORMS) or any(_is_norm_class(type(module).__name__) for module in leaf.modules)
+    is_norm = any(_is_norm_class(base.__name__) for module in leaf.modules for base in type(module).__mro__)
     if not leaf.modules:
         is_norm = leaf.is_called(_is_norm_name)
     return Decision("adamw", "vector", "norm module") if is_norm else None
@@ -129,7 +127,7 @@ def _head(leaf: Leaf) -> Decision | None:
 
 def _first_convolution(leaf: Leaf) -> Decision | None:
     for module in leaf.modules:
-        if isinstance(module, _ConvNd):
+        if isinstance(module, CONVOLUTIONS):
             if module.groups > 1 and module.groups == module.in_channels:
                 return Decision("adamw", "matrix", "depthwise convolution")
             if module.in_channels <= _STEM_CHANNELS:
@@ -137,10 +135,12 @@ def _first_convolution(leaf: Leaf) -> Decision | None:
     return None
 
 
-def _hidden_reason(leaf: Leaf) -> str:
-    if leaf.is_in(_ConvNd):
-        return "hidden convolution"
-    return "experts" if len(leaf.shape) == 3 and is_experts(leaf) else "hidden matrix"
+def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
+    if leaf.is_in(*CONVOLUTIONS):
+        kind = "hidden convolution"
+    else:
+        kind = "experts" if len(leaf.shape) == 3 else "hidden matrix"
+    return f"{kind}, fused by name" if view.split else kind
 
 
 _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 __all__ = ["RESERVED_OPTIONS", "Kind", "Role", "Rule"]
@@ -62,7 +62,7 @@ class Rule:
         if reserved := RESERVED_OPTIONS.intersection(self.options or ()):
             raise ValueError(f"{self}: {sorted(reserved)} are written by the routing itself and cannot be options")
         try:
-            self.matches("")
+            _pattern(self.pattern)
         except re.error as error:
             raise ValueError(f"{self}: not a regular expression: {error}") from error
 
@@ -81,14 +81,17 @@ class Rule:
             return "muon" if self.role == "matrix" else "frozen" if self.role == "frozen" else "adamw"
         return "muon" if self.describes_matrices else None
 
-    @cached_property
-    def matches(self) -> Callable[[str], object]:
-        """Truthy for the full names that the pattern matches."""
-        if self.pattern.startswith("re:"):
-            return re.compile(self.pattern[3:]).fullmatch
-        return re.compile(fnmatch.translate(self.pattern)).match
+    def matches(self, name: str) -> bool:
+        """Whether ``pattern`` matches all of ``name``."""
+        return _pattern(self.pattern).match(name) is not None
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if value is not None and name != "matches"}
-        pattern = given.pop("pattern")
-        return f"Rule({', '.join([repr(pattern), *(f'{name}={value!r}' for name, value in given.items())])})"
+        pattern, *options = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
+        return f"Rule({', '.join([pattern.removeprefix('pattern='), *options])})"
+
+
+@lru_cache(maxsize=1024)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    if pattern.startswith("re:"):
+        return re.compile(rf"(?:{pattern[3:]})\Z")
+    return re.compile(fnmatch.translate(pattern))

@@ -9,20 +9,25 @@ needs no gradient and is in no group. What the defaults cannot decide is refused
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from optim_utils._leaf import Leaf, Refusal, without_wrappers
+from optim_utils._leaf import Leaf, Refusal
 from optim_utils._matrix_view import MatrixView
 from optim_utils._routing_defaults import Decision, decide
 from optim_utils._routing_rules import RESERVED_OPTIONS, Kind, Role, Rule
 
 __all__ = ["MatrixView", "Route", "RouteTable", "Rule", "UnroutedParameterError", "route_parameters"]
+
+_logger = logging.getLogger(__name__)
 
 _ROLES: tuple[Role, ...] = ("matrix", "embedding", "head", "vector")
 
@@ -38,7 +43,7 @@ class UnroutedParameterError(ValueError):
         return type(self), (self.args[0], self.unrouted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """One parameter's row: its names (several if tied), where it goes (``kind``), whose options it takes, and why."""
 
@@ -132,7 +137,7 @@ class RouteTable(Sequence[Route]):
 
     def table(self) -> str:
         """One row a parameter, then totals; plain text of a fixed layout."""
-        header = ("name", "shape", "dtype", "numel", "to", "role", "matrices", "reason", "rule")
+        header = ("name", "shape", "dtype", "numel", "destination", "role", "matrices", "reason", "rule")
         rows = [header, *map(_row, self.routes)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -227,7 +232,7 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
         names.setdefault(param, []).append(name)
     if not names:
         raise ValueError("there are no parameters to route (an iterator that was used up already?)")
-    shapes = {name: tuple(param.shape) for name, param in named.items()}
+    shapes = {name: tuple(param.shape) for name, param in named.items() if not is_lazy(param)}
     return [
         Leaf(
             names=tuple(all_names),
@@ -240,17 +245,24 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
 
 
 def _first_match(leaf: Leaf, rules: Sequence[Rule]) -> Rule | None:
-    names = {*leaf.names, *map(without_wrappers, leaf.names)}
+    if not rules:
+        return None
+    names = {*leaf.names, *map(".".join, leaf.paths)}
     return next((rule for rule in rules if any(rule.matches(name) for name in names)), None)
 
 
 def _check_rules_match(rules: Sequence[Rule], matched: Sequence[Rule | None], leaves: Sequence[Leaf]) -> None:
-    """A pattern that matches nothing is a spelling mistake; one that only comes too late is not."""
+    """A pattern that matches nothing is a spelling mistake; one that only comes too late is worth a line in the log."""
     used = {id(rule) for rule in matched}
     for rule in rules:
-        if id(rule) not in used and not any(_first_match(leaf, [rule]) for leaf in leaves):
-            examples = ", ".join(leaf.names[0] for leaf in leaves[:3])
-            raise ValueError(f"{rule} matches none of the {len(leaves)} parameters, which are named like {examples}")
+        if id(rule) in used:
+            continue
+        if any(_first_match(leaf, [rule]) for leaf in leaves):
+            _logger.warning("%s decides nothing: earlier rules match all of its parameters", rule)
+            continue
+        names = [name for leaf in leaves for name in leaf.names]
+        similar = difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0)
+        raise ValueError(f"{rule} matches none of the {len(leaves)} parameters; names like it: {', '.join(similar)}")
 
 
 def _unrouted(refusals: Sequence[tuple[Leaf, Refusal]]) -> UnroutedParameterError:
@@ -266,6 +278,8 @@ def _unrouted(refusals: Sequence[tuple[Leaf, Refusal]]) -> UnroutedParameterErro
 
 
 def _shape(param: Tensor) -> str:
+    if is_lazy(param):
+        return "(not known yet)"
     return "(" + ", ".join(str(size) for size in param.shape) + ")"
 
 
