@@ -42,9 +42,15 @@ class BlockInfo:
     param: Tensor
     composable_block_ids: tuple[int, str]
     allocate_zeros_tensor: Callable[..., Tensor] = torch.zeros
-    allocate_ones_tensor: Callable[..., Tensor] = field(init=False, default=torch.ones)
-    allocate_eye_tensor: Callable[..., Tensor] = field(init=False, default=torch.eye)
-    get_tensor: Callable[[Tensor], Tensor] = field(init=False, default=_identity)
+    allocate_ones_tensor: Callable[..., Tensor] = field(init=False, repr=False)
+    allocate_eye_tensor: Callable[..., Tensor] = field(init=False, repr=False)
+    get_tensor: Callable[[Tensor], Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # on the instance: a function that is a class attribute would be called with the block as its first argument
+        self.allocate_ones_tensor = torch.ones
+        self.allocate_eye_tensor = torch.eye
+        self.get_tensor = _identity
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
