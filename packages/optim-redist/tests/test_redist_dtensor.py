@@ -174,7 +174,7 @@ def test_refusals():
         Layout.from_placements(mesh, [Shard(0), Shard(0)], (4,), strided="sorted")
     with pytest.raises(NotRepresentableError, match="replay"):
         Layout.from_placements(mesh, [StridedShard(0, split_factor=3), Shard(0)], (4,), strided="ordered")
-    assert Layout.from_placements(mesh, [Shard(-1), Replicate()], (4, 4)) == Layout(mesh, [None, (0, Chunk())])
+    assert Layout.from_placements(mesh, [Shard(-1), Replicate()], (4, 4)) == Layout(mesh, [None, 0])
 
 
 def test_order_of_three_axes_from_split_factors():

@@ -67,7 +67,7 @@ def test_the_command_lines_examples():
     own = parse_layout("[-,1~4,0~2,-]", "4,2,4")
     assert own == MultiAxisDist((4, 2, 4), ((), (1,), (0,), ()), (-1, 4, 2, -1)).to_layout()
     mesh = parse_mesh("dp=2,tp=4")
-    assert parse_layout("S(1),S(0)", mesh) == Layout(mesh, [(1, Chunk()), (0, Chunk())])
+    assert parse_layout("S(1),S(0)", mesh) == Layout(mesh, [1, 0])
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_partition_specs_may_leave_out_trailing_dimensions():
     "text, layout",
     [
         ("S(0),R,Partial(sum),_S(0,2)", Layout(XYZW, [((0, 3), Strided((1, 2)))], {2: "sum"})),
-        ("S(0), S(0), R, S(1) order=0:1.0", Layout(XYZW, [((1, 0), Chunk()), (3, Chunk())])),
-        ("S(0), S(0), R, S(1) order=0:y.x", Layout(XYZW, [((1, 0), Chunk()), (3, Chunk())])),
+        ("S(0), S(0), R, S(1) order=0:1.0", Layout(XYZW, [((1, 0), Chunk()), 3])),
+        ("S(0), S(0), R, S(1) order=0:y.x", Layout(XYZW, [((1, 0), Chunk()), 3])),
         ("(Shard(dim=0), Replicate(), Partial(max), _StridedShard(dim=1, sf=3))",
-         Layout(XYZW, [(0, Chunk()), (3, Strided((3,)))], {2: "max"})),
+         Layout(XYZW, [0, (3, Strided((3,)))], {2: "max"})),
         ("R,R,R,R", Layout(XYZW, [])),
     ],
 )  # fmt: skip
@@ -112,10 +112,13 @@ def test_placements_of_kinds_that_need_a_shape():
     layout = Layout(Mesh((2, 2)), [(0, 1), None])
     with pytest.raises(LayoutError, match="pass shape"):
         format_layout(layout, "placements")
+    with pytest.raises(LayoutError, match="pass shape"):
+        format_layout(Layout(Mesh(2), [(0, Cyclic(1))]), "placements")
+    assert format_layout(Layout(Mesh(2), [0]), "placements") == "S(0)"
     assert format_layout(layout, "placements", (8, 8)) == "S(0), S(0)"
     with pytest.raises(NotRepresentableError):
         format_layout(layout, "placements", (10, 8))
-    assert parse_layout("S(0), R", Mesh((2, 2)), num_dims=3) == Layout(Mesh((2, 2)), [(0, Chunk()), None, None])
+    assert parse_layout("S(0), R", Mesh((2, 2)), num_dims=3) == Layout(Mesh((2, 2)), [0, None, None])
 
 
 def test_partition_specs_of_other_kinds():

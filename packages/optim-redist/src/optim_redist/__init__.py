@@ -24,6 +24,7 @@ _MODULE_OF = {
     "lower_bounds": ["Bounds", "bounds"],
     "ownership": ["same_ownership"],
     "parsing": ["parse_layout"],
+    "plan_text": ["explain"],
     "planners": ["Step"],
     "planning": ["Plan", "plan"],
     "program": ["Handle", "Program", "compile"],

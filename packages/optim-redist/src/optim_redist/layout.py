@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from optim_redist.dtensor import Placements
     from optim_redist.multi_axis import MultiAxisDist
+    from optim_redist.pictures import PictureFormat
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 Axis = int | str
@@ -455,6 +456,12 @@ class Layout:
         from optim_redist.multi_axis import from_layout
 
         return from_layout(self, shape)
+
+    def picture(self, shape: Sequence[int], dims: Sequence[int] = (0, 1), fmt: PictureFormat = "ascii") -> Any:
+        """Which rank owns which cell of a tensor of ``shape``: text, SVG text or a matplotlib figure."""
+        from optim_redist.pictures import layout_picture
+
+        return layout_picture(self, shape, dims, fmt)
 
     def __str__(self) -> str:
         items = ", ".join("-" if split is None else self._split_text(split) for split in self.dims)

@@ -276,7 +276,12 @@ def _parse_placement(item: str) -> Placement:
 
 def _placements_text(layout: Layout, shape: Sequence[int] | None) -> str:
     if shape is None:
-        if any(split is not None and not isinstance(split.kind, Chunk | Strided) for split in layout.dims):
+        chunked = (
+            isinstance(split.kind, Chunk | Strided) or (isinstance(split.kind, Block) and len(split.axes) == 1)
+            for split in layout.dims
+            if split is not None
+        )
+        if not all(chunked):
             raise LayoutError(f"{layout}: only a shape tells whether torch's chunks say the same; pass shape")
         shape = (0,) * layout.num_dims
     placements, order = placements_of(layout, shape)

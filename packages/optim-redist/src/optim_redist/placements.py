@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import IndexSet, same
-from optim_redist.layout import Axis, Chunk, Cyclic, Kind, Layout, Mesh, Split, Strided
+from optim_redist.layout import Axis, Block, Chunk, Cyclic, Kind, Layout, Mesh, Split, Strided
 
 StridedReading = Literal["replay", "ordered"]
 # for each tensor dimension that is split over several axes, the axes in the order in which they cut
@@ -87,7 +87,8 @@ def layout_from(
         factors = [placements[axis].split_factor for axis in axes]
         order = orders.get(tensor_dim)
         if all(factor == 1 for factor in factors):
-            dims[tensor_dim] = Split(tuple(order or axes), Chunk())
+            # over one axis chunks are blocks, which print shorter
+            dims[tensor_dim] = Split(tuple(order or axes), Chunk() if len(axes) > 1 else Block())
         elif order is not None:
             raise LayoutError(f"dimension {tensor_dim} has both split factors and a shard_order; give one of them")
         elif strided == "replay":
@@ -139,7 +140,7 @@ def _notation(layout: Layout, tensor_dim: int, n: int) -> tuple[dict[int, int], 
     axes, left_to_right = split.axes, tuple(sorted(split.axes))
     if isinstance(split.kind, Strided) and axes == left_to_right:
         return dict(zip(axes, split.kind.split_factors)), axes
-    if isinstance(split.kind, Chunk):
+    if isinstance(split.kind, Chunk) or (isinstance(split.kind, Block) and len(axes) == 1):
         return {}, axes
     held = split.kind.index_sets(n, layout.axis_sizes(tensor_dim))
 

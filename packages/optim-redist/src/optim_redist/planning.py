@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist.cost import CommModel, Topology
@@ -22,6 +22,9 @@ from optim_redist.lower_bounds import Bounds, Cut, bounds_of
 from optim_redist.moves import Phase
 from optim_redist.planners import Candidate, Request, Stage, Step, candidates, phases_of
 from optim_redist.problem import Problem
+
+if TYPE_CHECKING:
+    from optim_redist.pictures import PictureFormat
 
 _FORMAT = "optim-redist.plan"
 _VERSION = 1
@@ -96,6 +99,23 @@ class Plan:
             problem = Problem(self.shape, stage.src, stage.dst)
             found.append((problem, tuple(phases_of(problem, stage))))
         return tuple(found)
+
+    def __str__(self) -> str:
+        from optim_redist.plan_text import plan_table
+
+        return plan_table(self)
+
+    def explain(self) -> str:
+        """Why this plan, what binds, and what every alternative would cost."""
+        from optim_redist.plan_text import explain
+
+        return explain(self)
+
+    def picture(self, fmt: PictureFormat = "ascii") -> Any:
+        """Source, target and how much goes from rank to rank: text, SVG text or a matplotlib figure."""
+        from optim_redist.pictures import plan_picture
+
+        return plan_picture(self, fmt)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data; ``from_json`` reads it back."""

@@ -1,0 +1,211 @@
+"""A plan as a person reads it: the table of its steps, how far it is from what no plan can beat, and why this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optim_redist.lower_bounds import Bounds, Cut
+    from optim_redist.planning import Plan
+
+Traffic = dict[tuple[int, int], int]
+
+_BOUND_MEANING = {
+    "receive": "what the neediest rank lacks",
+    "send": "what one rank alone holds and others need",
+    "reduction": "what adding up contributions takes",
+}
+
+
+def format_bytes(size: float) -> str:
+    """``size`` bytes with three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time with three digits, from microseconds to seconds."""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def traffic(plan: Plan) -> Traffic:
+    """Elements that go from one rank to another, over all steps of the plan."""
+    found: Traffic = {}
+    for _, phases in plan.phases:
+        for phase in phases:
+            for transfer in phase.transfers:
+                if transfer.sender != transfer.receiver:
+                    pair = (transfer.sender, transfer.receiver)
+                    found[pair] = found.get(pair, 0) + transfer.num_elements
+    return found
+
+
+def crossings(plan: Plan, cuts: Iterable[Cut]) -> list[tuple[Cut, int, int]]:
+    """For every group of ranks, the elements that the plan brings into it and out of it."""
+    pairs = traffic(plan)
+    found = []
+    for cut in cuts:
+        group = set(cut.ranks)
+        inbound = sum(size for (sender, receiver), size in pairs.items() if receiver in group and sender not in group)
+        outbound = sum(size for (sender, receiver), size in pairs.items() if sender in group and receiver not in group)
+        found.append((cut, inbound, outbound))
+    return found
+
+
+def worst_cut(plan: Plan) -> tuple[Cut, float] | None:
+    """The group whose border the plan crosses most often more than necessary, with the ratio; None without groups."""
+    worst: tuple[Cut, float] | None = None
+    for cut, inbound, outbound in crossings(plan, plan.bounds.cuts):
+        needed, used = max((cut.inbound, inbound), (cut.outbound, outbound), key=lambda pair: pair[1])
+        ratio = used / needed if needed else 1.0 if not used else float("inf")
+        if worst is None or ratio > worst[1]:
+            worst = (cut, ratio)
+    return worst
+
+
+def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows as a table: columns as wide as their widest cell, those in ``right`` flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(w) if column in right else cell.ljust(w) for column, (cell, w) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def plan_table(plan: Plan) -> str:
+    """What ``print(plan)`` shows."""
+    width = plan.itemsize
+    shape = "×".join(map(str, plan.shape)) or "scalar"
+    head = [
+        f"{shape} {plan.dtype}, {_num_ranks(plan)} ranks, by {plan.planner}; model {plan.model}, plan {plan.hash[:12]}",
+        f"  from  {plan.src} on {plan.src.mesh}",
+        f"  to    {plan.dst} on {plan.dst.mesh}",
+    ]
+    rows = [("step", "operation", "group", "layout after", "receives", "sends", "time", "peak")]
+    for number, step in enumerate(plan.steps, 1):
+        rows.append(
+            (
+                str(number),
+                step.op,
+                f"{len(step.ranks)} ranks",
+                step.layout,
+                format_bytes(step.recv * width),
+                format_bytes(step.send * width),
+                format_seconds(step.seconds),
+                format_bytes(step.peak),
+            )
+        )
+    table = align(rows, right=(0, 4, 5, 6, 7)) if plan.steps else "nothing to do: every rank holds what it needs"
+    return "\n".join([*head, table, *_footer(plan)])
+
+
+def _num_ranks(plan: Plan) -> int:
+    return len({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
+
+
+def _footer(plan: Plan) -> list[str]:
+    limits, width = plan.bounds, plan.itemsize
+    lines = []
+    if limits.lb:
+        bound = f"{limits.lb} elements, {format_bytes(limits.lb * width)} ({limits.lb_kind})"
+        lines.append(
+            f"no plan moves less than {bound} on its busiest rank; this one moves {plan.volume_ratio:.2f} × that"
+        )
+    else:
+        lines.append("no rank lacks anything, so nothing is sent")
+    worst = worst_cut(plan) if limits.cuts else None
+    if worst is not None:
+        cut, ratio = worst
+        lines.append(
+            f"into the {cut.level} of ranks {_span(cut.ranks)} go at least {format_bytes(cut.inbound * width)}; "
+            f"this plan crosses its border {ratio:.2f} × as much as needed"
+        )
+    limit = "" if plan.memory_limit is None else f", limit {format_bytes(plan.memory_limit)}"
+    lines.append(
+        f"memory {format_bytes(plan.peak_bytes)} at peak; source and target alone take "
+        f"{format_bytes(limits.memory * width)}{limit}"
+    )
+    lines.append(
+        f"time {format_seconds(plan.time)}" + (f", {plan.gap:.0%} above the bound on time" if limits.seconds else "")
+    )
+    return lines
+
+
+def _span(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def explain(plan: Plan) -> str:
+    """Why this plan: the table, what the bounds mean here, what binds, and what every alternative would cost."""
+    lines = [str(plan), "", "What no plan can beat"]
+    lines += [f"  {line}" for line in bounds_lines(plan.bounds, plan.itemsize)]
+    lines += ["", "What decides the time", f"  {_binding(plan)}", "", "Why this one"]
+    if not plan.alternatives:
+        lines.append(f"  {plan.planner} was the only candidate")
+    else:
+        lines.append(f"  {plan.planner} takes {format_seconds(plan.time)} by the model {plan.model}")
+        for other in plan.alternatives:
+            lines.append(f"  {other.planner} lost: {other.reason}")
+    return "\n".join(lines)
+
+
+def bounds_lines(limits: Bounds, width: int) -> list[str]:
+    """The bounds in words, one a line."""
+    lines = [
+        f"a rank must receive {limits.recv} elements, {format_bytes(limits.recv * width)}: {_BOUND_MEANING['receive']}",
+        f"a rank must send {limits.send} elements, {format_bytes(limits.send * width)}: {_BOUND_MEANING['send']}",
+    ]
+    if limits.reduction:
+        lines.append(
+            f"reducing moves {limits.reduction} elements on the busiest rank, {format_bytes(limits.reduction * width)}"
+        )
+    lines.append(f"together: {limits.lb} elements, {format_bytes(limits.lb * width)} ({limits.lb_kind})")
+    if limits.single_hop > limits.lb:
+        lines.append(
+            f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: replicas of the source "
+            "cannot share the sending evenly; relays could"
+        )
+    for cut in limits.cuts:
+        lines.append(
+            f"the {cut.level} of ranks {_span(cut.ranks)}: {format_bytes(cut.inbound * width)} must enter, "
+            f"{format_bytes(cut.outbound * width)} must leave"
+        )
+    lines.append(f"source and target together take {format_bytes(limits.memory * width)} on the fullest rank")
+    if limits.seconds:
+        lines.append(f"so it takes at least {format_seconds(limits.seconds)}")
+    return lines
+
+
+def _binding(plan: Plan) -> str:
+    """What would have to improve for the plan to become faster."""
+    if not plan.communicates:
+        return "nothing is sent; only local copies take time"
+    limits, step = plan.bounds, max(plan.steps, key=lambda step: step.seconds)
+    moved = max(step.recv, step.send) * plan.itemsize
+    if plan.memory_limit is not None and plan.peak_bytes > 0.9 * plan.memory_limit:
+        return (
+            f"memory: the plan takes {format_bytes(plan.peak_bytes)} of the {format_bytes(plan.memory_limit)} allowed"
+        )
+    borders = [cut for cut in limits.cuts if cut.bandwidth]
+    slowest = max(
+        (max(cut.inbound, cut.outbound) * plan.itemsize / cut.bandwidth for cut in borders if cut.bandwidth),
+        default=0.0,
+    )
+    if slowest > 0.5 * plan.time:
+        return f"the border of a group: crossing it takes {format_seconds(slowest)} at least"
+    if plan.time and moved and step.seconds / moved > 10 * limits.seconds / max(1, limits.lb * plan.itemsize):
+        return f"latency: {len(plan.steps)} step(s) of {format_bytes(moved)} each are too small to fill the wire"
+    side = "receive" if step.recv >= step.send else "send"
+    return f"{side} on the busiest rank: {format_bytes(moved)} in {format_seconds(step.seconds)} of step {step.op}"
