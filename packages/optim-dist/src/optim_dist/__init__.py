@@ -1,5 +1,6 @@
 """ZeRO-2 AdamW and Muon on ``torch.distributed``: any shape, any world size, at the wire's floor."""
 
+from optim_dist import checkpoint
 from optim_dist._options import CommonOptions, Options
 from optim_dist.adamw import TritonDistAdamW
 from optim_dist.clip import clip_grad_norm_
@@ -14,6 +15,7 @@ __all__ = [
     "TritonDistAdamW",
     "TritonDistMuon",
     "TritonDistMuonAdamW",
+    "checkpoint",
     "clip_grad_norm_",
     "make_plan",
 ]

@@ -13,6 +13,7 @@ waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas ab
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,7 @@ class Communicator:
                 ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
                 group = dist.new_group(ranks, timedelta(seconds=timeout), use_local_synchronization=True)
         self.group = group
+        self.ranks = [0] if self.world_size == 1 else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.device = device
         self.bytes_sent = 0
         self.num_calls = 0
@@ -90,6 +92,13 @@ class Communicator:
         padded[: payload.numel()] = payload.to(self.device)
         rows = self.gather_message(padded).cpu()
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
+
+    def raise_together(self, problems: Sequence[str], what: str) -> None:
+        """Raise on every rank if any rank has problems, with all of them."""
+        gathered = self.gather_json(list(problems))
+        if any(gathered):
+            every = dict.fromkeys(problem for found in gathered for problem in found)
+            raise RuntimeError(f"{what}:\n  " + "\n  ".join(every))
 
     def barrier(self) -> None:
         """Return once every rank has arrived."""

@@ -245,8 +245,7 @@ class DistOptimizer(Optimizer):
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
         if not state:
-            route = self._routes[self.plan.parameters[shard.index].route]
-            state.update(route.create_state(shard, self.param_groups[shard.group]))
+            state.update(self.new_state(shard))
         return state
 
     def _check_left_out(self) -> None:
@@ -331,9 +330,25 @@ class DistOptimizer(Optimizer):
         return self._entries
 
     @property
-    def rank(self) -> int:
-        """Of this process in the optimizer's group."""
-        return self._communicator.rank
+    def communicator(self) -> Communicator:
+        """The ranks that share the work."""
+        return self._communicator
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient has arrived since the last step."""
+        return self._reduction is None or not self._reduction.has_gradients
+
+    def gather_parameters(self) -> None:
+        """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
+        for bucket in self._buckets:
+            bucket.gathering = self._communicator.all_gather_(bucket.values)
+        self.wait()
+
+    def new_state(self, shard: Shard) -> dict[str, Any]:
+        """A fresh state for a shard, as its first step would find it."""
+        route = self._routes[self.plan.parameters[shard.index].route]
+        return route.create_state(shard, self.param_groups[shard.group])
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form. Over several ranks each rank has the state of what it owns, marked with the plan it fits."""
@@ -350,13 +365,13 @@ class DistOptimizer(Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
-        return states.full_state_dict(self, self._shards_of_rank(), self._communicator)
+        return states.full_state_dict(self, self.shards(), self._communicator)
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
-        states.load_full_state_dict(self, state_dict, self._shards_of_rank())
+        states.load_full_state_dict(self, state_dict, self.shards())
 
-    def _shards_of_rank(self) -> list[Shard]:
+    def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
         if self._reduction is None:
             return whole_shards(self._entries)

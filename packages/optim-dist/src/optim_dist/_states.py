@@ -158,7 +158,7 @@ def load_full_state_dict(optimizer: DistOptimizer, state_dict: dict[str, Any], s
                 parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in whole else value
     if problems:
         raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
-    stamp = stamped({}, optimizer.plan, optimizer.rank)
+    stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     optimizer.load_state_dict({"state": parts, "param_groups": state_dict["param_groups"], **stamp})
 
 

@@ -42,7 +42,8 @@ class Member:
     gradient: Tensor
     address: int
     reduced_version: int = -1
-    arrivals: int = 0  # backward passes since the last reduction
+    arrivals: int = 0  # backward passes outside no_sync() since the last step
+    arrived: bool = False  # any backward pass since the last step
 
     def reduced_and_untouched(self) -> bool:
         return self.parameter.grad is self.gradient and self.gradient._version == self.reduced_version

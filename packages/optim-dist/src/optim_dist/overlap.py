@@ -54,6 +54,11 @@ class BackwardReduction:
         """Whether a reduction of this step has been launched."""
         return self._next > 0
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived since the last step."""
+        return any(member.arrived for bucket in self.buckets for member in bucket.members)
+
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
         while self._next < len(self.buckets):
@@ -65,7 +70,7 @@ class BackwardReduction:
         for bucket in self.buckets:
             bucket.launched = False
             for member in bucket.members:
-                member.arrivals = 0
+                member.arrivals, member.arrived = 0, False
             bucket.missing = len(bucket.members)
 
     def close(self) -> None:
@@ -76,6 +81,7 @@ class BackwardReduction:
     def _hook(self, bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
             bucket.check_arrival(member)
+            member.arrived = True
             if self.paused:
                 return
             member.arrivals += 1

@@ -1,0 +1,150 @@
+"""What of an optimizer and a model goes into a checkpoint's files, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optim_dist._manifest import SavedParameter, SavedState, dtype_name
+from optim_dist._optimizer import DistOptimizer
+from optim_dist._reshard import VALUE
+from optim_dist._shards import Shard
+from optim_dist._states import in_memory_order, make_views_plain, stamped
+from optim_dist.plan import ParameterSpec
+
+SCALARS = ("step",)
+
+
+def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
+    """The plan's parameters under the names that the model gives them."""
+    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        replace(spec, name=names.get(id(entry.parameter), spec.name))
+        for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
+    ]
+
+
+def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, dict[str, Tensor]]:
+    """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU."""
+    parts = {}
+    for shard in optimizer.shards():
+        spec, state = specs[shard.index], optimizer.state.get(shard.parameter, {})
+        tensors = {VALUE: shard.value, **{key: value for key, value in state.items() if key not in SCALARS}}
+        parts[spec.name] = {key: _flat(value, shard).cpu() for key, value in tensors.items()}
+    return parts
+
+
+def describe_state(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, Any]:
+    """This rank's state keys and scalars by parameter, as JSON takes them."""
+    described = {}
+    for shard in optimizer.shards():
+        state = optimizer.state.get(shard.parameter, {})
+        if state:
+            keys = {key: [dtype_name(v.dtype), list(v.shape)] for key, v in state.items() if key not in SCALARS}
+            scalars = {key: float(value) for key, value in state.items() if key in SCALARS}
+            described[specs[shard.index].name] = [keys, scalars]
+    return described
+
+
+def saved_parameters(
+    optimizer: DistOptimizer, specs: list[ParameterSpec], described: list[dict[str, Any]]
+) -> list[SavedParameter]:
+    """The manifest's entries, from what every rank said of its state."""
+    saved = []
+    for index, spec in enumerate(specs):
+        pieces = optimizer.plan.ranges(index)
+        keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
+        elementwise = spec.route == "adamw"
+        state = {
+            key: SavedState(dtype, list(spec.shape) if elementwise else shape, elementwise)
+            for key, (dtype, shape) in keys.items()
+        }
+        ranges = [[piece.rank, piece.start, piece.stop] for piece in pieces]
+        description = (spec.name, list(spec.shape), list(spec.stride), dtype_name(spec.dtype), spec.route)
+        saved.append(SavedParameter(*description, ranges, state, scalars))
+    return saved
+
+
+def restore(
+    optimizer: DistOptimizer,
+    specs: list[ParameterSpec],
+    saved: Mapping[str, SavedParameter],
+    parts: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Write values and state of this rank's shards, then gather the parameters."""
+    for shard in optimizer.shards():
+        entry = saved[specs[shard.index].name]
+        mine = parts.get(entry.name, {})
+        if shard.value.numel():
+            in_memory_order(shard.value).copy_(mine[VALUE])
+        if not entry.state and not entry.scalars:
+            continue
+        state = optimizer.new_state(shard)
+        for key, description in entry.state.items():
+            state[key] = _shaped(mine.get(key), description, shard)
+        for key, value in entry.scalars.items():
+            state[key] = state.get(key, torch.zeros(())).fill_(value)
+        optimizer.state[shard.parameter] = state
+    optimizer.gather_parameters()
+
+
+def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
+    """Every group's hyperparameters, and how many parameters it has."""
+    groups = Optimizer.state_dict(optimizer)["param_groups"]
+    make_views_plain({"param_groups": groups})
+    return groups
+
+
+def compare_groups(saved: list[dict[str, Any]], optimizer: DistOptimizer) -> list[str]:
+    """How the saved groups differ in number and size from this optimizer's."""
+    found, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    return [] if found == mine else [f"param_groups: sizes {found}, this optimizer has {mine}"]
+
+
+def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Take over hyperparameters; the state is empty afterwards."""
+    stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
+    optimizer.load_state_dict({"state": {}, "param_groups": saved, **stamp})
+
+
+def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str, Any]:
+    """The model's state that the optimizer does not own: buffers and frozen parameters."""
+    if model is None:
+        return {}
+    trained = optimizer.trained_ids()
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
+    return {name: value for name, value in model.state_dict().items() if name not in names}
+
+
+def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """How the rest of the saved model differs from this one's."""
+    problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved]
+    problems += [f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine]
+    for name in mine.keys() & saved.keys():
+        if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
+            problems.append(f"{name}: shape {tuple(saved[name].shape)}, this run has {tuple(mine[name].shape)}")
+    return sorted(problems)
+
+
+def _flat(value: Tensor, shard: Shard) -> Tensor:
+    """The elements in the memory order of the parameter."""
+    if value.shape == shard.value.shape and value.stride() != shard.value.stride():
+        value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
+    return in_memory_order(value.detach())
+
+
+def _shaped(part: Tensor | None, description: SavedState, shard: Shard) -> Tensor:
+    """A flat part (None if it is empty) as the state tensor of a shard."""
+    like, dtype = shard.value, getattr(torch, description.dtype)
+    if description.in_pieces or tuple(description.shape) == tuple(like.shape):
+        state = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+    else:
+        state = torch.empty(description.shape, dtype=dtype, device=like.device)
+    if part is not None:
+        in_memory_order(state).copy_(part)
+    return state

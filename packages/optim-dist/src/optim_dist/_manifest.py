@@ -1,0 +1,164 @@
+"""What a checkpoint says about itself: a JSON file beside the tensors, and the checks that need nothing else.
+
+    manifest.json      versions, ranks, plan, every parameter's pieces and state keys, size and digest of every file
+    rank-00000.pt ...  what each rank owned: values and state, flat, in memory order
+    common.pt          groups, the rest of the model's state (buffers, frozen parameters), the caller's ``extra``
+
+A checkpoint without a manifest is not one: it is written last, before the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optim_dist.plan import ParameterSpec
+
+FORMAT = "optim-dist.checkpoint/1"
+MANIFEST = "manifest.json"
+COMMON = "common.pt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, damaged or of another model; the text lists everything that was found."""
+
+    def __init__(self, path: Path, problems: Sequence[str]) -> None:
+        super().__init__(f"checkpoint {path} was not loaded:\n  " + "\n  ".join(problems))
+        self.problems = list(problems)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One state tensor of a parameter: stored in the parameter's pieces, or whole at the first piece's rank."""
+
+    dtype: str
+    shape: list[int]
+    in_pieces: bool
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """A parameter: ``pieces`` are ``[rank, start, stop]``, ``scalars`` its 0-dim state by key."""
+
+    name: str
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+    route: str
+    pieces: list[list[int]]
+    state: dict[str, SavedState]
+    scalars: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole description of a checkpoint."""
+
+    world_size: int
+    plan: str
+    files: dict[str, list[Any]]  # name: [bytes, sha256]
+    parameters: list[SavedParameter]
+
+    def write(self, folder: Path) -> None:
+        described = {"format": FORMAT, "torch": torch.__version__, **asdict(self)}
+        write_durably(folder / MANIFEST, json.dumps(described).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: if there is none, or it cannot be understood.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(folder, [f"there is no {MANIFEST}: no checkpoint, or one that was never finished"])
+    try:
+        described = json.loads(file.read_bytes())
+        if described["format"] != FORMAT:
+            raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {FORMAT!r}"])
+        parameters = [
+            SavedParameter(**{**entry, "state": {key: SavedState(**state) for key, state in entry["state"].items()}})
+            for entry in described["parameters"]
+        ]
+        return Manifest(described["world_size"], described["plan"], described["files"], parameters)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(folder, [f"{MANIFEST} cannot be read: {error}"]) from error
+
+
+def compare(manifest: Manifest, specs: Sequence[ParameterSpec]) -> list[str]:
+    """How the saved parameters differ from those of this run."""
+    saved = {entry.name: entry for entry in manifest.parameters}
+    problems = [f"{spec.name}: not in the checkpoint" for spec in specs if spec.name not in saved]
+    wanted = {spec.name for spec in specs}
+    problems += [f"{name}: in the checkpoint, not in this model" for name in saved if name not in wanted]
+    for spec in specs:
+        entry = saved.get(spec.name)
+        if entry is None:
+            continue
+        pairs = [
+            ("shape", tuple(entry.shape), spec.shape),
+            ("dtype", entry.dtype, dtype_name(spec.dtype)),
+            ("route", entry.route, spec.route),
+            ("strides", significant(entry.shape, entry.stride), significant(spec.shape, spec.stride)),
+        ]
+        problems += [
+            f"{spec.name}: {what} {found}, this run has {mine}" for what, found, mine in pairs if found != mine
+        ]
+    return problems
+
+
+def significant(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides that decide where an element lies."""
+    return tuple(step for size, step in zip(shape, stride) if size > 1)
+
+
+def verify_file(folder: Path, name: str, manifest: Manifest) -> list[str]:
+    """What is wrong with a file, if anything."""
+    file = folder / name
+    if name not in manifest.files:
+        return [f"{name}: the manifest does not list it"]
+    size, expected = manifest.files[name]
+    if not file.is_file():
+        return [f"{name}: missing"]
+    found = file.stat().st_size
+    if found != size:
+        return [f"{name}: {found} bytes, expected {size}; it is truncated or was overwritten"]
+    return [] if file_digest(file) == expected else [f"{name}: its contents were altered (SHA-256 differs)"]
+
+
+def file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write and flush to the disk."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,116 @@
+"""From the pieces that files hold to the pieces that ranks own: one exchange by ``optim_redist``.
+
+All parameters of a state key and dtype are one long flat tensor, in the order of the manifest. Saved rank i's file is
+read by rank i mod W; what a rank has read and what it is to own are sets of intervals of that tensor:
+
+    source   rows[r] = intervals of the files that r reads        target   rows[r] = intervals that r owns
+
+Every element is read once from disk and sent at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from optim_dist._manifest import SavedParameter, SavedState
+from optim_dist.plan import Piece
+from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
+
+VALUE = "value"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``[start, stop)`` of a parameter's tensor, held by ``rank``; before the exchange, from file ``file``."""
+
+    rank: int
+    start: int
+    stop: int
+    file: int = -1
+
+
+@dataclass
+class Stream:
+    """One flat tensor of many parameters: where each begins, and who holds what before and after."""
+
+    key: str
+    dtype: torch.dtype
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    before: list[list[Segment]] = field(default_factory=list)
+    after: list[list[Segment]] = field(default_factory=list)
+
+    def rows(self, segments: Sequence[Sequence[Segment]], world_size: int) -> list[list[tuple[int, int]]]:
+        """Each rank's intervals."""
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+        offset = 0
+        for size, parts in zip(self.sizes, segments):
+            for part in parts:
+                if part.start < part.stop:
+                    rows[part.rank].append((offset + part.start, offset + part.stop))
+            offset += size
+        return rows
+
+    def own(self, segments: Sequence[Sequence[Segment]], rank: int) -> Iterator[tuple[str, Segment]]:
+        """This rank's parts, in order."""
+        for name, parts in zip(self.names, segments):
+            for part in parts:
+                if part.rank == rank and part.start < part.stop:
+                    yield name, part
+
+
+def streams(saved: Sequence[SavedParameter], ranges: Callable[[str], Sequence[Piece]], world_size: int) -> list[Stream]:
+    """The flat tensors of a checkpoint, the same on every rank; ``ranges`` gives a parameter's new pieces, if any."""
+    found: dict[tuple[str, str], Stream] = {}
+    for entry in saved:
+        value = SavedState(entry.dtype, entry.shape, in_pieces=True)
+        for key, state in {VALUE: value, **entry.state}.items():
+            stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
+            numel = prod(state.shape)
+            new = ranges(entry.name)
+            if state.in_pieces:
+                before = [Segment(rank % world_size, start, stop, rank) for rank, start, stop in entry.pieces]
+                after = [Segment(piece.rank, piece.start, piece.stop) for piece in new]
+            else:
+                owner = entry.pieces[0][0]
+                before = [Segment(owner % world_size, 0, numel, owner)]
+                after = [Segment(piece.rank, 0, numel) for piece in new[:1]]
+            stream.names.append(entry.name)
+            stream.sizes.append(numel)
+            stream.before.append(before)
+            stream.after.append(after)
+    return [found[key] for key in sorted(found)]
+
+
+def exchange(
+    wanted: Sequence[Stream],
+    read: Callable[[int, str, str], Tensor],
+    rank: int,
+    ranks: Sequence[int],
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> dict[str, dict[str, Tensor]]:
+    """``{parameter: {key: flat part}}`` that this rank owns; ``read(file, name, key)`` is a part it has read."""
+    mesh = Mesh(len(ranks), ranks=list(ranks))
+    items = {}
+    for number, stream in enumerate(wanted):
+        mine = [read(part.file, name, stream.key) for name, part in stream.own(stream.before, rank)]
+        source = torch.cat(mine) if mine else torch.empty(0, dtype=stream.dtype)
+        layouts = [
+            Layout(mesh, [((0,), Intervals(stream.rows(segments, len(ranks))))])
+            for segments in (stream.before, stream.after)
+        ]
+        items[f"{number:04d}"] = Item(source.to(device), (sum(stream.sizes),), *layouts)
+    arrived = redistribute_many(items, group=group)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for stream, target in zip(wanted, arrived.values()):
+        own = list(stream.own(stream.after, rank))
+        for (name, _), part in zip(own, target.split([part.stop - part.start for _, part in own])):
+            parts.setdefault(name, {})[stream.key] = part
+    return parts

@@ -1,0 +1,248 @@
+"""Checkpoints: bitwise at any pair of world sizes, continuous when resumed, refused whole when anything is wrong."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from dist_cases import assert_equal, assert_same_state, normal
+from torch import nn
+
+from optim_dist import TritonDistMuonAdamW, checkpoint
+from optim_utils.testing import RankFailure, run_ranks
+
+
+class Model(nn.Module):
+    """Both routes, a tied head, a frozen parameter, a buffer, an empty and a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.wide = nn.Linear(6, 18, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+        for number, parameter in enumerate(self.parameters()):
+            with torch.no_grad():
+                parameter.copy_(0.1 * normal(tuple(parameter.shape), 3, number))
+
+    def forward(self, tokens):
+        self.seen += 1
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = x + self.wide(x).unflatten(-1, (3, 6)).sum(-2) * self.scale
+        return self.head(x).logsumexp(-1).mean() + self.empty.sum() + self.frozen.sum()
+
+
+def build(**options):
+    model = Model()
+    matrices = [p for name, p in model.named_parameters() if name.startswith(("layers", "wide")) and p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    groups = [{"kind": "muon", "params": matrices}, {"kind": "adamw", "params": others}]
+    return model, TritonDistMuonAdamW(groups, model=model, reducer="exact", **options)
+
+
+def steps(model, optimizer, rank, numbers):
+    for number in numbers:
+        tokens = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(100 * number + rank))
+        model(tokens).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+def everything(model, optimizer):
+    return {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "state": optimizer.full_state_dict(),
+        "lr": [group["lr"] for group in optimizer.param_groups],
+    }
+
+
+def save_after_steps(rank, world_size, folder):
+    model, optimizer = build()
+    steps(model, optimizer, rank, range(2))
+    checkpoint.save(f"{folder}/from-{world_size}", model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
+    saved = everything(model, optimizer)
+    steps(model, optimizer, rank, range(2, 4))
+    return saved, everything(model, optimizer)
+
+
+def load_each(rank, world_size, folder, saved_sizes):
+    results = []
+    for size in saved_sizes:
+        model, optimizer = build()
+        extra = checkpoint.load(f"{folder}/from-{size}", model, optimizer)
+        assert extra["step"] == 2
+        assert torch.equal(extra["rng"], torch.arange(3))
+        loaded = everything(model, optimizer)
+        if size == world_size:
+            steps(model, optimizer, rank, range(2, 4))
+        results.append((loaded, everything(model, optimizer)))
+    return results
+
+
+def assert_everything(actual, expected, with_state=True):
+    names = list(expected["model"])
+    assert_equal([actual["model"][n] for n in names], [expected["model"][n] for n in names], "model")
+    assert actual["lr"] == expected["lr"]
+    if with_state:
+        assert_same_state(actual["state"], expected["state"])
+
+
+SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, {size: run_ranks(save_after_steps, size, str(folder)) for size in SIZES}
+
+
+def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
+    folder, saved = checkpoints
+    for world_size in (*SIZES, 6):
+        loaded = run_ranks(load_each, world_size, str(folder), SIZES)
+        for place, size in enumerate(SIZES):
+            before, after = saved[size][0]
+            for rank in range(world_size):
+                assert_everything(loaded[rank][place][0], before, with_state=rank == 0)
+            if size == world_size:
+                assert_everything(loaded[0][place][1], after)
+
+
+def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
+    folder, _ = checkpoints
+    assert checkpoint.latest(folder) == folder / "from-4"
+    assert checkpoint.latest(tmp_path) is None
+    shutil.copytree(folder / "from-2", tmp_path / "a")
+    (tmp_path / ".b.tmp").mkdir()
+    (tmp_path / "c").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+
+
+def truncate(folder):
+    file = folder / "rank-00001.pt"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def alter(folder):
+    file = folder / "rank-00000.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def remove(folder):
+    (folder / "rank-00001.pt").unlink()
+
+
+def unfinished(folder):
+    (folder / "manifest.json").unlink()
+
+
+def change_manifest(change):
+    def apply(folder):
+        file = folder / "manifest.json"
+        manifest = json.loads(file.read_text())
+        change(manifest)
+        file.write_text(json.dumps(manifest))
+
+    return apply
+
+
+def other_shape(manifest):
+    manifest["parameters"][0]["shape"] = [5, 5]
+    manifest["parameters"][1]["dtype"] = "bfloat16"
+    manifest["parameters"][2]["name"] = "another"
+
+
+def other_format(manifest):
+    manifest["format"] = "optim-dist.checkpoint/99"
+
+
+def wrong_pieces(manifest):
+    entry = next(entry for entry in manifest["parameters"] if entry["name"] == "embedding.weight")
+    entry["pieces"] = [[0, 0, 1], [1, 1, 66]]
+
+
+FAULTS = {
+    "truncated": (truncate, ["rank-00001.pt", "truncated"]),
+    "altered": (alter, ["rank-00000.pt", "altered"]),
+    "missing": (remove, ["rank-00001.pt: missing"]),
+    "unfinished": (unfinished, ["no manifest.json"]),
+    "other model": (change_manifest(other_shape), ["shape (5, 5)", "dtype bfloat16", "another: in the checkpoint"]),
+    "other version": (change_manifest(other_format), ["optim-dist.checkpoint/99"]),
+    "mis-shaped": (change_manifest(wrong_pieces), ["embedding.weight.value is"]),
+}
+
+
+def load_damaged(rank, world_size, folders):
+    found = []
+    for folder in folders:
+        model, optimizer = build()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(checkpoint.CheckpointError) as raised:
+            checkpoint.load(folder, model, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not any(state for state in optimizer.state.values())
+        found.append(str(raised.value))
+    return found
+
+
+def test_damaged_checkpoints_are_refused_whole_and_on_every_rank(checkpoints, tmp_path):
+    folder, _ = checkpoints
+    for name, (damage, _) in FAULTS.items():
+        shutil.copytree(folder / "from-2", tmp_path / name)
+        damage(tmp_path / name)
+    paths = [str(tmp_path / name) for name in FAULTS]
+    for texts in run_ranks(load_damaged, 2, paths):
+        for (name, (_, expected)), text in zip(FAULTS.items(), texts):
+            assert all(part in text for part in expected), f"{name}: {text}"
+
+
+class _Attack:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+def test_pickles_are_not_executed(checkpoints, tmp_path):
+    folder, _ = checkpoints
+    shutil.copytree(folder / "from-1", tmp_path / "evil")
+    torch.save({"groups": _Attack(), "model": {}, "extra": None}, tmp_path / "evil" / "common.pt")
+    content = (tmp_path / "evil" / "common.pt").read_bytes()
+    change_manifest(lambda m: m["files"].update({"common.pt": [len(content), hashlib.sha256(content).hexdigest()]}))(
+        tmp_path / "evil"
+    )
+    model, optimizer = build()
+    with pytest.raises(checkpoint.CheckpointError, match="common"):
+        checkpoint.load(tmp_path / "evil", model, optimizer)
+
+
+def save_between_micro_batches(rank, world_size, folder):
+    model, optimizer = build()
+    model(torch.arange(4)).backward()
+    checkpoint.save(f"{folder}/x", model, optimizer)
+
+
+def test_saving_between_micro_batches_is_refused(tmp_path):
+    with pytest.raises(RankFailure, match="gradients have arrived since the last step"):
+        run_ranks(save_between_micro_batches, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_refused(tmp_path):
+    model, optimizer = build()
+    checkpoint.save(tmp_path / "x", model, optimizer)
+    with pytest.raises(RuntimeError, match="exists"):
+        checkpoint.save(tmp_path / "x", model, optimizer)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "x"]
