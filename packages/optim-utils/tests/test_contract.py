@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from optim_utils.testing._contract_training import all_schedulers
 from optim_utils.testing.contract import CHECKS, ContractFailure, OptimizerCase, contract, run_check
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
@@ -79,6 +80,20 @@ class KeepsItsFirstLr(Momentum):
         for group in self.param_groups:
             group["lr"] = 0.125
         return super().step(closure)
+
+
+class ReplacesTensorLr(Momentum):
+    """Each step makes a number of ``lr``: the next fill of the tensor is not seen."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = float(group["lr"])
+        return super().step(closure)
+
+
+class LoadsAnything(Momentum):
+    def load_state_dict(self, state_dict):
+        self.state.clear()
 
 
 class IgnoresMaximize(Momentum):
@@ -208,6 +223,7 @@ FAULTS = {
     "add_param_group": LateParametersInheritMomentum,
     "tensor_lr": CopiesLr,
     "schedulers": KeepsItsFirstLr,
+    "schedulers_of_tensor_lr": ReplacesTensorLr,
     "maximize": IgnoresMaximize,
     "gradients_unchanged": ScalesGradients,
     "zero_grad": KeepsGradients,
@@ -216,6 +232,7 @@ FAULTS = {
     "state_dict_saved_and_loaded": SavesItsClass,
     "state_dict_deep_copied": KeepsStateElsewhere,
     "state_dtype": KeepsWideState,
+    "foreign_state_dict": LoadsAnything,
     "copies_and_pickles": PicklesAnotherLr,
     "state_dict_hooks": SkipsHooks,
     "distributed_state_dict": StepsWithoutLr,
@@ -236,6 +253,11 @@ def test_every_check_catches_a_broken_optimizer(check):
 def test_the_unbroken_base_passes():
     for check in CHECKS:
         run_check(OptimizerCase("momentum", Momentum, {"lr": 0.01}), check)
+
+
+def test_every_scheduler_of_torch_is_in_the_table():
+    known = {name for name in torch.optim.lr_scheduler.__all__ if name != "LRScheduler"}
+    assert known <= set(all_schedulers(ADAMW))
 
 
 def test_a_skip_names_a_check_and_a_reason():

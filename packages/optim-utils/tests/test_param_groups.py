@@ -584,6 +584,15 @@ def test_plain_form_of_a_view_is_builtins_and_comes_back(tmp_path):
         MatrixView.from_plain({"shape": (2, 2), "sizes": ()})
 
 
+def test_tables_are_pickled_and_copied_with_their_parameters():
+    model = gpt2(4, 1, 8)
+    table = route_parameters(model, [Rule("*.c_fc.*", options={"lr": 1.0})])
+    for again in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert str(again) == str(table)
+        assert again.fingerprint() == table.fingerprint()
+        assert again[0].param is not table[0].param
+
+
 def test_identity():
     weight = torch.zeros(3, 2)
     view = MatrixView.identity(weight.shape)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -123,10 +123,7 @@ class MatrixView:
         return tuple(parts)
 
     def __repr__(self) -> str:
-        fields = {name: value for name, value in self.to_plain().items() if value not in ((), False)}
-        if not self.split:
-            del fields["split_dim"]
-        return f"MatrixView({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+        return f"MatrixView({', '.join(f'{name}={value!r}' for name, value in self.to_plain().items())})"
 
     def describe(self) -> str:
         """The matrices as ``count × m×n``, equal sizes added up: ``1 × 4096×4096 + 2 × 1024×4096``."""
@@ -136,8 +133,9 @@ class MatrixView:
         return " + ".join(f"{count} × {m}×{n}" for (m, n), count in counts.items())
 
     def to_plain(self) -> dict[str, Any]:
-        """Builtins only (tuples of int, int, bool), so that it loads with ``weights_only=True``."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """The arguments that differ from their defaults, all builtins, so that it loads with ``weights_only=True``."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> MatrixView:

@@ -70,7 +70,9 @@ def _continues_from(
     """A new optimizer that loads ``state_dict`` holds the same state, and both go on alike."""
     restored, restored_optimizer = case.pair(dtype)
     restored.load_state_dict(model.state_dict())
+    given = copy.deepcopy(state_dict)
     restored_optimizer.load_state_dict(state_dict)
+    assert_same(state_dict, given, "the dict that was loaded")
     _continue_alike(model, optimizer, restored, restored_optimizer)
 
 
@@ -81,6 +83,25 @@ def _continue_alike(model: nn.Module, optimizer: Optimizer, other: nn.Module, ot
     train(model, optimizer, range(2, 4))
     train(other, other_optimizer, range(2, 4))
     assert_same(snapshot(other, other_optimizer), snapshot(model, optimizer), "training after restoring")
+
+
+def foreign_state_dict(case: OptimizerCase) -> None:
+    """A state_dict of other groups is refused with a ValueError, and nothing has changed then."""
+    model, optimizer = case.pair()
+    train(model, optimizer, [0])
+    before = snapshot(model, optimizer)
+    smaller = case.model()
+    foreign = case.build(list(smaller.parameters())[1:])
+    for what, state_dict in (
+        ("fewer parameters", foreign.state_dict()),
+        ("fewer groups", {"state": {}, "param_groups": []}),
+    ):
+        try:
+            optimizer.load_state_dict(state_dict)
+        except ValueError:
+            assert_same(snapshot(model, optimizer), before, f"training, after refusing a state_dict of {what},")
+        else:
+            raise AssertionError(f"a state_dict of {what} was loaded")
 
 
 def copies_and_pickles(case: OptimizerCase) -> None:
@@ -263,6 +284,7 @@ STATE_CHECKS: dict[str, Callable[[OptimizerCase], None]] = {
         state_dict_saved_and_loaded,
         state_dict_deep_copied,
         state_dtype,
+        foreign_state_dict,
         copies_and_pickles,
         state_dict_hooks,
         distributed_state_dict,

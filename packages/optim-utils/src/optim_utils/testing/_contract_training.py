@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -212,34 +213,41 @@ def schedulers(case: OptimizerCase) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     train(model, optimizer, [1])
     assert_same([param.detach() for param in model.parameters()], before, "parameters, after LambdaLR set lr to 0,")
-    for name, values in _scheduler_runs(case):
-        assert len(set(map(str, values))) > 1, f"{name} changed nothing: {values}"
+    for name, make in all_schedulers(case).items():
+        _obeys(case, name, make, 0.125)
 
 
-def _scheduler_runs(case: OptimizerCase) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each scheduler's name with what it wrote; the same values written by hand have to train alike."""
-    for name, make in _schedulers(case).items():
-        model, optimizer = case.pair(lr=0.125)
-        written = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            scheduler = make(optimizer)
-            for step in range(_STEPS):
-                group = optimizer.param_groups[0]
-                written.append({key: group[key] for key in ("lr", "momentum", "betas") if key in group})
-                train(model, optimizer, [step])
-                loss = (torch.tensor(1.0),) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
-                scheduler.step(*loss)
-        by_hand, hand_optimizer = case.pair(lr=0.125)
-        for step, values in enumerate(written):
-            for group in hand_optimizer.param_groups:
-                group.update(values)
-            train(by_hand, hand_optimizer, [step])
-        assert_same(snapshot(model, optimizer), snapshot(by_hand, hand_optimizer), f"training under {name}")
-        yield name, written
+def schedulers_of_tensor_lr(case: OptimizerCase) -> None:
+    """Schedulers write into an ``lr`` that is a tensor, and the step obeys them."""
+    for name in ("StepLR", "CosineAnnealingLR", "OneCycleLR"):
+        _obeys(case, name, all_schedulers(case)[name], torch.tensor(0.125, device=case.device))
 
 
-def _schedulers(case: OptimizerCase) -> dict[str, Callable[[Optimizer], Any]]:
+def _obeys(case: OptimizerCase, name: str, make: Callable[[Optimizer], Any], lr: float | torch.Tensor) -> None:
+    """Training under a scheduler equals training with the same values written by hand."""
+    model, optimizer = case.pair(lr=copy.copy(lr))
+    written = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = make(optimizer)
+        for step in range(_STEPS):
+            group = optimizer.param_groups[0]
+            assert isinstance(group["lr"], type(lr)), f"{name} made of lr a {type(group['lr']).__name__}"
+            written.append({key: copy.deepcopy(group[key]) for key in ("lr", "momentum", "betas") if key in group})
+            train(model, optimizer, [step])
+            metric = (torch.tensor(1.0),) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
+            scheduler.step(*metric)
+    assert len(set(map(str, written))) > 1, f"{name} changed nothing: {written}"
+    by_hand, hand_optimizer = case.pair(lr=copy.copy(lr))
+    for step, values in enumerate(written):
+        for group in hand_optimizer.param_groups:
+            group.update(values)
+        train(by_hand, hand_optimizer, [step])
+    assert_same(snapshot(model, optimizer), snapshot(by_hand, hand_optimizer), f"training under {name}")
+
+
+def all_schedulers(case: OptimizerCase) -> dict[str, Callable[[Optimizer], Any]]:
+    """torch's schedulers by name, so set up that they change something within three steps."""
     s = lr_scheduler
     _, probe = case.pair()
     cycles = any(key in probe.defaults for key in ("momentum", "betas"))
@@ -316,6 +324,7 @@ TRAINING_CHECKS: dict[str, Callable[[OptimizerCase], None]] = {
         add_param_group,
         tensor_lr,
         schedulers,
+        schedulers_of_tensor_lr,
         maximize,
         gradients_unchanged,
         zero_grad,
