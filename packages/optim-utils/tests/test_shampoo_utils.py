@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optim_utils import (
@@ -23,6 +23,9 @@ from optim_utils import (
     plan_merge,
     unpack_upper_triangular,
 )
+
+# shared machines stall: time says nothing about these
+law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CONV = (32, 3, 64, 64)
 MERGES = [
@@ -68,7 +71,7 @@ def test_merge(shape, threshold, target, expected):
 
 def test_merge_with_an_infinite_target_returns_the_same_object():
     merge_small_dims((1, 2, 5), 10, math.inf)
-    shape = tuple([1, 2, 5])
+    shape = torch.Size((1, 2, 5))
     assert merge_small_dims(shape, 10, math.inf) is shape
 
 
@@ -89,6 +92,7 @@ def test_merge_is_cached_with_a_bound():
     assert info.maxsize is not None
 
 
+@law
 @given(sizes, st.integers(1, 60), st.integers(-1, 5))
 def test_merge_keeps_the_elements_and_their_order(shape, threshold, target):
     merged = merge_small_dims(shape, threshold, target)
@@ -106,6 +110,7 @@ def test_merge_keeps_the_elements_and_their_order(shape, threshold, target):
     assert torch.equal(plan.unmerge(plan.merge(tensor)), tensor)
 
 
+@law
 @given(sizes, st.integers(1, 60), st.integers(1, 3), st.data())
 def test_is_view_agrees_with_torch(shape, threshold, target, data):
     order = data.draw(st.permutations(range(len(shape))))
@@ -187,6 +192,7 @@ def test_split_refuses(split_size, error, text):
         assert str(caught.value) == text
 
 
+@law
 @given(sizes, st.data())
 def test_unsplit_undoes_split(shape, data):
     one = st.one_of(st.integers(1, 8), st.just(math.inf))
@@ -294,6 +300,7 @@ def test_distribution_refuses(buffer_sizes, group_size, text):
     assert text in str(error.value)
 
 
+@law
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 9))
 def test_distribution_is_greedy_from_the_largest(buffer_sizes, group_size):
     loads = [0] * group_size
@@ -353,6 +360,7 @@ def test_triangles_come_back_to_the_bit(shape, dtype):
     assert torch.equal(restored.view(torch.uint8), m.contiguous().view(torch.uint8))
 
 
+@law
 @given(st.integers(0, 6), st.integers(0, 3), st.integers(0, 10**6))
 def test_unpack_then_pack_is_identity(n, batch, seed):
     packed = torch.randn(batch, n * (n + 1) // 2, generator=torch.Generator().manual_seed(seed))

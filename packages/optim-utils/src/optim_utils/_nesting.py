@@ -148,7 +148,8 @@ class _Nested:
                 )
             if depth == last:
                 if item in node:
-                    raise ValueError(f"{key!r} is in the way of {self._made.get(id(node[item]), (key, ''))[0]!r}")
+                    other, _ = self._made.get(id(node[item]), (encode_path(path), ""))
+                    raise ValueError(f"{key!r} and {other!r} put two values in one place")
                 node[item] = leaf
             elif item in node:
                 child = node[item]
