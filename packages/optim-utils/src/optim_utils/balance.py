@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral, Real
 
 import torch
 
@@ -135,8 +136,8 @@ def partition(
     Raises:
         ValueError: if no partition within ``memory_cap`` was found; it names the smallest cap that was.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    if not isinstance(num_ranks, Integral) or num_ranks < 1:
+        raise ValueError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
     sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
@@ -161,6 +162,8 @@ def _checked(name: str, values: Sequence[float], length: int | None = None) -> l
     if length is not None and len(values) != length:
         raise ValueError(f"{name} must have {length} entries, got {len(values)}")
     for i, value in enumerate(values):
+        if not isinstance(value, Real):
+            raise TypeError(f"{name}[{i}] must be a number, got a {type(value).__name__}")
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
     return values
@@ -173,7 +176,7 @@ def _cap_in_bytes(sizes: Sequence[float], num_ranks: int, cap: int | float | Non
         raise ValueError("memory_cap needs memory: what each item weighs")
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
-    return cap if isinstance(cap, int) else cap * sum(sizes) / num_ranks
+    return cap if isinstance(cap, Integral) else cap * sum(sizes) / num_ranks
 
 
 def _infeasible(problem: Problem) -> ValueError:
