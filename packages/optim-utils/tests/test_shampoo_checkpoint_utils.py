@@ -37,10 +37,10 @@ def test_the_key_is_the_json_of_the_path():
 
 
 def test_keys_keep_their_types():
-    nested = {1: "int", "1": "str", 2.0: "float", "2.0": "s", True: {"x": 0}, None: "none", "null": "n", math.inf: 1}
+    nested = {7: "int", "7": "str", 2.0: "float", "2.0": "s", True: {"x": 0}, None: "none", "null": "n", math.inf: 1}
     nested = {"k": nested, "e": {"empty": {}, "also": {}}}
     flat = flatten(nested)
-    assert '["k", 1, "x"]' not in flat  # 1 and True are one key for Python: the first spelling stays
+    assert list(flat)[:5] == ['["k", 7]', '["k", "7"]', '["k", 2.0]', '["k", "2.0"]', '["k", true, "x"]']
     restored = unflatten(flat)
     assert restored == nested
     assert [*map(type, restored["k"])] == [*map(type, nested["k"])]
@@ -294,7 +294,7 @@ def test_every_kind_of_value_is_updated():
         {
             "t": torch.ones(2, dtype=torch.float64),
             "n": 5,
-            "m": Accumulator(4).state_dict(),
+            "m": Accumulator(4.0).state_dict(),
             "own": {"x": 1},
             "d": {"3": 2},
             "l": new_list,
