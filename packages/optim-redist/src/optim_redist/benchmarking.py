@@ -1,0 +1,233 @@
+"""Timing redistributions beside ``DTensor.redistribute`` on the running group: the same moves, sizes and tensors.
+
+A row is a move on a mesh; its figures are medians of the slowest rank, in milliseconds, with plans cached on both
+sides. Before anything is timed, both results are compared element by element; a row that differs shows no time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from optim_redist import _collectives
+from optim_redist._progress import progress
+from optim_redist.calibration import slowest_seconds
+from optim_redist.cost import CommModel
+from optim_redist.dtensor import mesh_from, to_placements
+from optim_redist.execute import program_for
+from optim_redist.layout import Layout
+from optim_redist.parsing import parse_layout
+from optim_redist.plan_text import align
+from optim_redist.planning import Plan, plan
+
+# moves on a mesh of one axis and on a mesh of two, as placements
+FLAT_MOVES = [
+    ("S(0)", "S(1)"),
+    ("S(1)", "S(0)"),
+    ("S(0)", "R"),
+    ("R", "S(0)"),
+    ("Partial(sum)", "S(0)"),
+    ("Partial(sum)", "R"),
+]
+GRID_MOVES = [
+    ("S(0),S(0)", "S(1),R"),
+    ("S(0),S(0)", "S(1),S(1)"),
+    ("S(0),S(1)", "S(1),S(0)"),
+    ("S(1),S(0)", "S(0),S(0)"),
+    ("S(0),S(0)", "S(0),S(1)"),
+    ("R,S(0)", "R,S(1)"),
+    ("S(0),R", "R,S(0)"),
+    ("R,S(0)", "S(0),R"),
+    ("S(0),S(0)", "R,S(0)"),
+    ("S(0),S(1)", "R,R"),
+    ("S(0),S(0)", "R,R"),
+    ("Partial(sum),S(0)", "S(0),R"),
+    ("Partial(sum),Partial(sum)", "S(0),S(1)"),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured move; times in ms, volumes in bytes, None where nothing was timed.
+
+    Attributes:
+        bound: bytes that the busiest rank must move.
+        raw_ms: ``all_to_all_single`` in which every rank receives ``bound`` bytes.
+        same: whether both results agree.
+    """
+
+    mesh: str
+    src: str
+    dst: str
+    shape: tuple[int, ...]
+    bound: int
+    planner: str
+    ours_ms: float | None
+    dtensor_ms: float | None
+    raw_ms: float | None
+    ours_peak: int | None
+    dtensor_peak: int | None
+    same: bool
+
+    @property
+    def speedup(self) -> float | None:
+        return self.dtensor_ms / self.ours_ms if self.ours_ms and self.dtensor_ms else None
+
+
+def matrix_shape(num_bytes: int, itemsize: int = 2) -> tuple[int, int]:
+    """A matrix of about ``num_bytes``, square or twice as long as wide: 64 MiB of bf16 are 8192×4096."""
+    exponent = round(math.log2(num_bytes // itemsize))
+    return 2 ** ((exponent + 1) // 2), 2 ** (exponent // 2)
+
+
+def measure(
+    sizes: Sequence[int], *, against: str = "dtensor", repeats: int = 9, cost_model: CommModel | None = None
+) -> list[Row]:
+    """All rows on the world's ranks: the moves of one axis, and those of two on 2 × (ranks / 2) if that is a mesh."""
+    world = dist.get_world_size()
+    device = _collectives.device_of(dist.group.WORLD)
+    meshes: list[tuple[tuple[int, ...], list[tuple[str, str]]]] = [((world,), FLAT_MOVES)]
+    if world >= 4 and world % 2 == 0:
+        meshes.append(((2, world // 2), GRID_MOVES))
+    tasks = []
+    for size in sizes:
+        for mesh_sizes, moves in meshes:
+            mesh = init_device_mesh(device.type, mesh_sizes)
+            tasks += [(size, mesh, *move) for move in moves]
+    rows = []
+    for size, mesh, src, dst in progress(tasks, "bench") if dist.get_rank() == 0 else tasks:
+        rows.append(_measure_row(matrix_shape(size), mesh, src, dst, device, against, repeats, cost_model))
+    return rows
+
+
+def _measure_row(
+    shape: tuple[int, int],
+    mesh: DeviceMesh,
+    src_text: str,
+    dst_text: str,
+    device: torch.device,
+    against: str,
+    repeats: int,
+    cost_model: CommModel | None,
+) -> Row:
+    grid = mesh_from(mesh)
+    src, dst = (parse_layout(text, grid, num_dims=len(shape)) for text in (src_text, dst_text))
+    made = plan(shape, torch.bfloat16, src, dst, cost_model=cost_model)
+    local = _local_tensor(src, shape, device)
+    theirs = DTensor.from_local(local, mesh, to_placements(src, shape), shape=torch.Size(shape), stride=(shape[1], 1))
+    placements = to_placements(dst, shape)
+    ours_call, theirs_call = _ours(made, local), lambda: theirs.redistribute(placements=placements).to_local()
+    same = _agree(ours_call(), theirs_call()) if against == "dtensor" else True
+    ours_ms = theirs_ms = raw_ms = ours_peak = theirs_peak = None
+    bound = made.bounds.lb * made.itemsize
+    if same:
+        ours_ms, ours_peak = _median_ms(ours_call, device, repeats)
+        if against == "dtensor":
+            theirs_ms, theirs_peak = _median_ms(theirs_call, device, repeats)
+        raw_ms = _raw_ms(bound, device, repeats)
+    name = "×".join(map(str, grid.sizes))
+    return Row(
+        name, src_text, dst_text, shape, bound, made.planner, ours_ms, theirs_ms, raw_ms, ours_peak, theirs_peak, same
+    )
+
+
+def _ours(made: Plan, local: Tensor) -> Callable[[], Tensor]:
+    program = program_for(made)
+    return lambda: program(local)
+
+
+def _local_tensor(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:
+    """This rank's part of whole numbers that bf16 holds exactly, also when a few ranks' are added."""
+    rank = dist.get_rank()
+    local_shape = layout.local_shape(shape, rank)
+    # replicas draw the same numbers, all other ranks different ones
+    point = layout.mesh.coordinates[rank]
+    seed = layout.linear(point, [axis for axis in range(layout.mesh.num_axes) if axis not in layout.replicated_axes])
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randint(-8, 8, local_shape, device=device, generator=generator).to(torch.bfloat16)
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether both tensors are equal on every rank."""
+    wrong = torch.tensor([not torch.equal(ours, theirs)], dtype=torch.int32, device=ours.device)
+    dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+    return not wrong.item()
+
+
+def _median_ms(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, int | None]:
+    """Median time of the slowest rank, and the most memory that was allocated during a call."""
+    world = dist.group.WORLD
+    assert world is not None
+    for _ in range(2):
+        slowest_seconds(call, world, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [slowest_seconds(call, world, device) for _ in range(repeats)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return 1e3 * statistics.median(times), peak
+
+
+def _raw_ms(received_bytes: int, device: torch.device, repeats: int) -> float | None:
+    world = dist.get_world_size()
+    part = received_bytes // max(1, world - 1)
+    if not part:
+        return None
+    sent, received = (torch.zeros(part * world, dtype=torch.uint8, device=device) for _ in range(2))
+    return _median_ms(lambda: dist.all_to_all_single(received, sent), device, repeats)[0]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, with the geometric mean of the speedups of the rows that move something."""
+    lines = [("mesh", "move", "MiB", "planner", "bound MiB", "ours ms", "DTensor ms", "speedup", "raw ms", "peak GiB")]
+    for row in rows:
+        tensor = math.prod(row.shape) * 2
+        lines.append(
+            (
+                row.mesh,
+                f"{row.src} → {row.dst}",
+                f"{tensor / 2**20:g}",
+                row.planner,
+                f"{row.bound / 2**20:.4g}",
+                "differs" if not row.same else _number(row.ours_ms),
+                _number(row.dtensor_ms),
+                _number(row.speedup, "{:.2f}×"),
+                _number(row.raw_ms),
+                _number(None if row.ours_peak is None else row.ours_peak / 2**30, "{:.2f}"),
+            )
+        )
+    text = align(lines, right=(2, 4, 5, 6, 7, 8, 9))
+    for size in sorted({row.shape for row in rows}):
+        moving = [row.speedup for row in rows if row.shape == size and row.bound and row.speedup]
+        if moving:
+            mean = math.exp(statistics.fmean(map(math.log, moving)))
+            text += (
+                f"\ngeometric mean over {len(moving)} moving rows at {math.prod(size) * 2 / 2**20:g} MiB: {mean:.2f}×"
+            )
+    return text
+
+
+def _number(value: float | None, form: str = "{:.3g}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows with what is needed to repeat them."""
+    return {
+        "format": "optim-redist.bench/1",
+        "torch": torch.__version__,
+        "backend": dist.get_backend(),
+        "world": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "rows": [asdict(row) for row in rows],
+    }

@@ -1,0 +1,266 @@
+"""Measuring what the running group's collectives cost, as a model that plans can be chosen with.
+
+For every size of buffer S per rank, from 4 KiB up to what memory allows, and every collective, the median over some
+repeats of the slowest rank's time. The model keeps (bytes that a rank receives, seconds):
+
+    all_to_all, reduce_scatter   (n - 1)/n · S
+    all_gather                   (n - 1)/n · S, where S is the gathered buffer
+    all_reduce                   2(n - 1)/n · S
+    send_recv                    S
+
+With a mesh of several axes the groups along each subset of its axes are measured too and kept in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import chain, combinations
+from math import log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from optim_redist import _collectives
+from optim_redist._progress import progress
+from optim_redist.cost import CommModel, Topology
+from optim_redist.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SIZES = tuple(4096 * 4**k for k in range(10))  # 4 KiB to 1 GiB
+_MIN_REPEATS, _MAX_REPEATS = 3, 30
+_Call = Callable[[], object]
+
+
+def calibrate(
+    group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sizes: Sequence[int] | None = None,
+    seconds: float = 60,
+    out: str | Path | None = "costs.json",
+) -> CommModel:
+    """Measure the group's collectives and return the model; rank 0 writes it to ``out``.
+
+    Every rank of the group calls.
+
+    Args:
+        mesh: measure also the groups along every subset of its axes.
+        sizes: bytes of the buffer on each rank; those that do not fit into a quarter of the free memory are left out.
+        seconds: about how long it may take.
+    """
+    if not _collectives.is_initialized():
+        raise UnsupportedError("calibrate measures a running group; call torch.distributed.init_process_group first")
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    if dist.get_world_size(whole) < 2:
+        raise UnsupportedError("calibrate measures exchanges between ranks; the group has only one")
+    device = _collectives.device_of(whole)
+    kinds = {"all": whole, **({} if mesh is None else _axis_groups(mesh))}
+    tasks = [
+        (kind, members, op, size)
+        for kind, members in kinds.items()
+        for size in _fitting(sizes or SIZES, device, whole)
+        for op in _OPS
+    ]
+    share = seconds / max(1, len(tasks))
+    measured: dict[str, dict[str, list[tuple[float, float]]]] = {kind: {} for kind in kinds}
+    first = dist.get_rank(whole) == 0
+    for kind, members, op, size in progress(tasks, "calibrate") if first else tasks:
+        received, call = _OPS[op](size, members, device)
+        measured[kind].setdefault(op, []).append((received, _slowest_median(call, whole, device, share)))
+    pack = _pack_rate(whole, device, share)
+    model = _model(measured["all"], dist.get_world_size(whole), dist.get_backend(whole), pack)
+    if out is not None and first:
+        Path(out).write_text(json.dumps(_as_file(model, measured, whole, device), indent=1) + "\n")
+    return model
+
+
+# -- what is timed
+
+
+def _elements(size: int, members: ProcessGroup) -> int:
+    """Two-byte elements of a buffer of about ``size`` bytes that divides evenly."""
+    num_ranks = dist.get_world_size(members)
+    return max(1, size // 2 // num_ranks) * num_ranks
+
+
+def _buffer(size: int, members: ProcessGroup, device: torch.device) -> Tensor:
+    return torch.zeros(_elements(size, members), dtype=torch.bfloat16, device=device)
+
+
+def _all_to_all(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
+    sent, received = _buffer(size, members, device), _buffer(size, members, device)
+    n = dist.get_world_size(members)
+    return sent.nbytes * (n - 1) / n, lambda: dist.all_to_all_single(received, sent, group=members)
+
+
+def _all_gather(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
+    n, gathered = dist.get_world_size(members), _buffer(size, members, device)
+    parts = list(gathered.chunk(n))
+    own = parts[dist.get_rank(members)].clone()
+    return gathered.nbytes * (n - 1) / n, lambda: dist.all_gather(parts, own, group=members)
+
+
+def _reduce_scatter(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
+    n, full = dist.get_world_size(members), _buffer(size, members, device)
+    parts = list(full.chunk(n))
+    own = torch.empty_like(parts[0])
+    return full.nbytes * (n - 1) / n, lambda: dist.reduce_scatter(own, parts, group=members)
+
+
+def _all_reduce(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
+    n, full = dist.get_world_size(members), _buffer(size, members, device)
+    return 2 * full.nbytes * (n - 1) / n, lambda: dist.all_reduce(full, group=members)
+
+
+def _send_recv(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
+    """Every rank sends to the next and receives from the one before."""
+    ranks, me = _collectives.members(members), dist.get_rank(members)
+    sent, received = _buffer(size, members, device), _buffer(size, members, device)
+
+    def call() -> None:
+        ahead, behind = ranks[(me + 1) % len(ranks)], ranks[me - 1]
+        ops = [
+            dist.P2POp(dist.isend, sent, ahead, group=members),
+            dist.P2POp(dist.irecv, received, behind, group=members),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return float(sent.nbytes), call
+
+
+_OPS: dict[str, Callable[[int, ProcessGroup, torch.device], tuple[float, _Call]]] = {
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "send_recv": _send_recv,
+}
+
+
+def _pack_rate(whole: ProcessGroup, device: torch.device, seconds: float) -> float:
+    """Bytes read plus written per second by a copy that turns rows into columns of blocks."""
+    rows = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device)
+    packed = torch.empty(4, 2048, 512, dtype=torch.bfloat16, device=device)
+    call = lambda: packed.copy_(rows.view(2048, 4, 512).transpose(0, 1))  # noqa: E731
+    return 2 * rows.nbytes / _slowest_median(call, whole, device, seconds)
+
+
+def slowest_seconds(call: _Call, group: ProcessGroup, device: torch.device) -> float:
+    """One call between two barriers: seconds of the slowest rank, the same number on every rank."""
+    dist.barrier(group=group)
+    _synchronize(device)
+    started = time.perf_counter()
+    call()
+    _synchronize(device)
+    spent = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device=device)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group)
+    return float(spent.item())
+
+
+def _slowest_median(call: _Call, group: ProcessGroup, device: torch.device, seconds: float) -> float:
+    """The median over as many calls as fit into ``seconds``; all ranks stop together, since they share the times."""
+    slowest_seconds(call, group, device)
+    times: list[float] = []
+    while len(times) < _MIN_REPEATS or (len(times) < _MAX_REPEATS and sum(times) < seconds):
+        times.append(slowest_seconds(call, group, device))
+    return statistics.median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fitting(sizes: Sequence[int], device: torch.device, group: ProcessGroup) -> list[int]:
+    """Sizes of which two buffers take a quarter of the free memory of the fullest GPU; on a CPU up to 64 MiB."""
+    limit = 1 << 26
+    if device.type == "cuda":
+        free = torch.tensor([torch.cuda.mem_get_info(device)[0] // 8], dtype=torch.int64, device=device)
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
+        limit = int(free.item())
+    return [size for size in sorted(sizes) if size <= limit]
+
+
+def _axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
+    """This rank's group along every proper subset of the mesh axes; made by all ranks in one order."""
+    names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
+    found: dict[str, ProcessGroup] = {}
+    axes = range(mesh.ndim)
+    for subset in chain.from_iterable(combinations(axes, count) for count in range(1, mesh.ndim)):
+        rest = [axis for axis in axes if axis not in subset]
+        rows = mesh.mesh.permute(*rest, *subset).reshape(-1, *(mesh.size(axis) for axis in subset)).flatten(1)
+        if rows.shape[1] > 1:
+            own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+            assert own is not None
+            found["×".join(names[axis] for axis in subset)] = own
+    return found
+
+
+# -- the model
+
+
+def _model(
+    curves: dict[str, list[tuple[float, float]]], num_ranks: int, backend: str, pack_bandwidth: float
+) -> CommModel:
+    """Curves made monotone, and a topology with the latency and bandwidth of the exchange."""
+    monotone = {}
+    for op, points in curves.items():
+        latest, rising = 0.0, []
+        for received, seconds in sorted(points):
+            latest = max(latest, seconds)
+            rising.append((received, latest))
+        monotone[op] = tuple(rising)
+    exchange = monotone["all_to_all"]
+    topology = Topology.flat(
+        num_ranks, bandwidth=max(received / seconds for received, seconds in exchange), latency=exchange[0][1]
+    )
+    name = f"{backend.replace(':', '-').replace(',', '-')}x{num_ranks}"
+    # a measured time includes the call
+    return replace(
+        CommModel.preset("flat"),
+        name=name,
+        topology=topology,
+        curves=monotone,
+        pack_bandwidth=pack_bandwidth,
+        call_seconds=0.0,
+    )
+
+
+def fit_error(model: CommModel, op: str) -> float:
+    """How far the curve is from each inner point when that point is left out: the median relative error."""
+    curve = model.curves[op]
+    errors = []
+    for (b0, s0), (b, s), (b1, s1) in zip(curve, curve[1:], curve[2:]):
+        weight = log(b / b0) / log(b1 / b0)
+        errors.append(abs(s0 ** (1 - weight) * s1**weight / s - 1))
+    return statistics.median(errors) if errors else 0.0
+
+
+def _as_file(model: CommModel, measured: dict[str, Any], group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """The model as ``CommModel.load`` reads it, with where, when and how well it was measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        **model.to_json(),
+        "measured": {
+            "device": name,
+            "backend": dist.get_backend(group),
+            "world": dist.get_world_size(group),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fit_error": {op: round(fit_error(model, op), 4) for op in model.curves},
+            "groups": {kind: curves for kind, curves in measured.items() if kind != "all"},
+        },
+    }

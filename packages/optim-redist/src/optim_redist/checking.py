@@ -1,0 +1,176 @@
+"""Whole files checked: every redistribution planned, proven, compared with known bounds, and run bit-exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from optim_redist._progress import progress
+from optim_redist.errors import RedistError
+from optim_redist.index_sets import elements
+from optim_redist.layout import Layout
+from optim_redist.multi_axis import MultiAxisDist
+from optim_redist.planning import Plan, plan
+from optim_redist.verification import verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Task(NamedTuple):
+    """One redistribution of a file, with what the file knows of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+    lower_bound: int | None = None
+    plan: Plan | None = None
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The redistributions of a file of examples, or the one plan that a file holds."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    form = str(data.get("format", "")).partition("/")[0]
+    if form == "optim-redist.plan":
+        made = Plan.from_json(data)
+        return [Task(made.hash[:12], made.shape, made.src, made.dst, plan=made)]
+    if form != "optim-redist.examples":
+        raise RedistError(f"{path}: a file of examples or a plan, got format {data.get('format')!r}")
+    rows = [*data.get("redistributions", ()), *data.get("named", ())]
+    return [
+        Task(
+            row.get("id") or row["name"],
+            tuple(row["shape"]),
+            MultiAxisDist(row["mesh"], row["src"]["map"], row["src"]["block"]).to_layout(),
+            MultiAxisDist(row["mesh"], row["dst"]["map"], row["dst"]["block"]).to_layout(),
+            row["bounds"]["lower_bound"],
+        )
+        for row in rows
+    ]
+
+
+def check_file(path: Path, execute: str | None = None, limit: int | None = None) -> list[dict[str, Any]]:
+    """One result for every redistribution: name, planner, bound, ratio, executed, and the problem or None.
+
+    Args:
+        execute: None, "simulate" for all ranks in this process, or "gloo:8" for eight real ranks, which run the
+            redistributions that fit on them.
+    """
+    tasks = read_tasks(path)[:limit]
+    results = [_prove(task) for task in progress(tasks, "verify")]
+    if execute == "simulate":
+        outcomes = [_simulated(task) for task in progress(tasks, "simulate")]
+    elif execute is not None:
+        backend, _, count = execute.partition(":")
+        if backend != "gloo" or not count.isdecimal():
+            raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
+        outcomes = _on_ranks(tasks, int(count))
+    else:
+        outcomes = [None] * len(tasks)
+    for result, outcome in zip(results, outcomes):
+        if outcome is not None:
+            result["executed"] = True
+            result["problem"] = result["problem"] or (outcome or None)
+    return results
+
+
+def _made(task: Task) -> Plan:
+    return task.plan or plan(task.shape, "int32", task.src, task.dst)
+
+
+def _prove(task: Task) -> dict[str, Any]:
+    made = _made(task)
+    problem = None
+    try:
+        verify(made)
+    except RedistError as error:
+        problem = str(error)
+    known = task.lower_bound
+    if problem is None and known is not None and made.bounds.lb != known:
+        problem = f"the bound is {made.bounds.lb} elements here and {known} in the file"
+    return {
+        "name": task.name,
+        "planner": made.planner,
+        "lower_bound": made.bounds.lb,
+        "volume_ratio": made.volume_ratio,
+        "executed": False,
+        "problem": problem,
+    }
+
+
+# -- running
+
+
+def _part(full: Tensor, layout: Layout, rank: int) -> Tensor | None:
+    """What a rank holds of a tensor; None outside the layout's mesh."""
+    if rank not in layout.mesh.coordinates:
+        return None
+    for tensor_dim, held in enumerate(layout.indices(full.shape, rank)):
+        full = full[(slice(None),) * tensor_dim + (elements(held),)]
+    return full.clone()
+
+
+def _full(task: Task) -> Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**30), 2**30, task.shape, dtype=torch.int32, generator=generator)
+
+
+def _simulated(task: Task) -> str | None:
+    """What goes wrong when all ranks run in this process; empty if nothing does, None if it cannot be run."""
+    import torch
+
+    from optim_redist.execute import simulate
+
+    made = _made(task)
+    if made.dtype != "int32" or task.src.partial or task.dst.partial:
+        return None
+    full = _full(task)
+    found = simulate(made, {rank: _part(full, task.src, rank) for rank in task.src.mesh.ranks})
+    wrong = [rank for rank, local in found.items() if not _equal(local, _part(full, task.dst, rank), torch)]
+    return f"ranks {wrong} end with other elements than the target has" if wrong else ""
+
+
+def _equal(a: Tensor | None, b: Tensor | None, torch: Any) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and bool(torch.equal(a, b)))
+
+
+def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
+    """The same on real ranks, one process each; tasks on more ranks than there are give None."""
+    from optim_utils.testing import run_ranks
+
+    fitting = [
+        number
+        for number, task in enumerate(tasks)
+        if max((*task.src.mesh.ranks, *task.dst.mesh.ranks)) < num_ranks
+        and not task.src.partial
+        and not task.dst.partial
+        and _made(task).dtype == "int32"
+    ]
+    wrong = run_ranks(_run_on_rank, num_ranks, [tasks[number] for number in fitting], timeout=600.0)
+    outcomes: list[str | None] = [None] * len(tasks)
+    for place, number in enumerate(fitting):
+        ranks = [rank for rank in range(num_ranks) if place in wrong[rank]]
+        outcomes[number] = f"ranks {ranks} end with other elements than the target has" if ranks else ""
+    return outcomes
+
+
+def _run_on_rank(rank: int, world_size: int, tasks: Sequence[Task]) -> list[int]:
+    """The places of the tasks whose result on this rank is wrong."""
+    import torch
+
+    from optim_redist.program import compile
+
+    wrong = []
+    for place, task in enumerate(tasks):
+        if rank not in {*task.src.mesh.ranks, *task.dst.mesh.ranks}:
+            continue
+        full = _full(task)
+        found = compile(_made(task))(_part(full, task.src, rank))
+        if not _equal(found, _part(full, task.dst, rank), torch):
+            wrong.append(place)
+    return wrong

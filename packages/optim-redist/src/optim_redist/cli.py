@@ -1,0 +1,305 @@
+"""``optim-redist``: plans, bounds, proofs and measurements from the command line.
+
+Layouts may be written in any of the four notations of ``parse_layout``. Every command takes ``--json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist.cost import CommModel, Topology
+from optim_redist.errors import RedistError
+from optim_redist.layout import Layout, Mesh
+from optim_redist.parsing import parse_layout, parse_mesh
+
+_EXAMPLES = """examples:
+  optim-redist plan --shape 8,8,8,4 --mesh 4,2,4 --src "D_[4,2,4]_|_{(0,1),-,-,-}(1,-,-,-)" \\
+                    --dst "[-,1~4,0~2,-]" --topology nodes:axis0 --dtype bf16
+  optim-redist explain --shape 65536,65536 --mesh dp=2,tp=4 --src "S(0),S(1)" --dst "S(1),S(0)" --model h200x8
+  optim-redist bound --shape 16,16,16 --mesh x=4,y=2 --src "P('y',None,'x')" --dst "P(None,('x','y'),None)"
+  optim-redist verify redist_examples.json --execute gloo:8
+  torchrun --nproc-per-node 8 -m optim_redist calibrate --out h200x8.json --seconds 60
+  torchrun --nproc-per-node 8 -m optim_redist bench --against dtensor --sizes 64MiB,512MiB --out redist.json
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 1 if a check failed, or 2 if the request made no sense."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (RedistError, OSError) as error:
+        print(f"optim-redist: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="optim-redist",
+        description="Move tensors between distributed layouts: what no plan can beat, the cheapest plan, its proof.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _task_command(commands, "plan", _plan, "the cheapest plan as a table")
+    _task_command(commands, "explain", _explain, "the plan, what binds it, and what every alternative would cost")
+    _task_command(commands, "bound", _bound, "what no plan can beat")
+
+    verify = _command(commands, "verify", _verify, "prove plans right, and run them")
+    verify.add_argument("file", type=Path, help="a file of examples, or a plan that plan --json printed")
+    verify.add_argument(
+        "--execute", metavar="HOW", help="run them as well: simulate, or gloo:8 for eight ranks of gloo"
+    )
+    verify.add_argument("--limit", type=int, metavar="N", help="only the first N redistributions")
+
+    calibrate = _command(commands, "calibrate", _calibrate, "measure the collectives of this machine (under torchrun)")
+    calibrate.add_argument("--out", type=Path, default=Path("costs.json"), help="where to write the model")
+    calibrate.add_argument("--seconds", type=float, default=60, help="about how long it may take")
+    calibrate.add_argument("--mesh", type=_mesh, help="measure groups along the axes of this mesh too")
+    calibrate.add_argument("--sizes", type=_sizes, help="bytes per rank, such as 4KiB,1MiB,64MiB")
+
+    bench = _command(commands, "bench", _bench, "time moves beside DTensor.redistribute (under torchrun)")
+    bench.add_argument("--against", choices=["dtensor", "none"], default="dtensor")
+    bench.add_argument("--sizes", type=_sizes, default=[64 << 20], help="bytes of the tensors, such as 64MiB,2GiB")
+    bench.add_argument("--repeats", type=int, default=9)
+    bench.add_argument("--model", type=_model, help="cost model to plan with: a preset or a file of calibrate")
+    bench.add_argument("--out", type=Path, help="write the rows as JSON")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+    return command
+
+
+def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> None:
+    command = _command(commands, name, run, summary)
+    command.add_argument("--shape", type=_shape, required=True, help="global shape, such as 8,8,8,4")
+    command.add_argument("--mesh", type=_mesh, help="ranks as a grid: 4,2,4 or x=4,y=2; D_[…] brings its own")
+    command.add_argument("--dst-mesh", type=_mesh, help="the target's grid where it differs; ranks start at 0")
+    command.add_argument("--src", required=True, help="the layout it has, in any notation")
+    command.add_argument("--dst", required=True, help="the layout it should get, in any notation")
+    command.add_argument("--dtype", default="bf16", help="such as bf16, float32, int8")
+    command.add_argument(
+        "--topology", help="flat, nodes:8 (ranks per node) or nodes:axis0 (a mesh axis numbers the nodes)"
+    )
+    command.add_argument("--model", type=_model, help="cost model: h200x4, h200x8, nodes-400g, flat, or a file")
+    if name != "bound":
+        command.add_argument("--memory-limit", type=_size, help="bytes that no rank may exceed, such as 40GiB")
+        command.add_argument("--donate", action="store_true", help="the source may be given up once read")
+        command.add_argument("--picture", choices=["ascii", "svg"], help="draw source, target and traffic as well")
+
+
+# -- reading options
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a shape is written 8,8,4, got {text!r}") from None
+
+
+def _size(text: str) -> int:
+    """Bytes: 4096, 64KiB, 1.5GiB; KB, MB, GB are decimal."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", 1):
+        units |= {f"{letter}iB": 1024**power, f"{letter}B": 1000**power}
+    digits = text.rstrip("BiKMGT")
+    try:
+        return round(float(digits) * units[text[len(digits) :]])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(part) for part in text.split(",")]
+
+
+def _mesh(text: str) -> Mesh:
+    try:
+        return parse_mesh(text)
+    except RedistError as error:  # argparse would drop what a ValueError says
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _model(text: str) -> CommModel:
+    try:
+        return CommModel.load(text) if Path(text).suffix == ".json" else CommModel.preset(text)
+    except (RedistError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _topology(text: str | None, mesh: Mesh) -> Topology | None:
+    if text is None:
+        return None
+    if text == "flat":
+        return Topology.flat(mesh.num_ranks)
+    kind, _, what = text.partition(":")
+    if kind == "nodes" and what.isdecimal():
+        return Topology.nodes(int(what))
+    if kind == "nodes" and what.startswith("axis"):
+        axis = what.removeprefix("axis").lstrip(":")
+        return Topology.from_mesh_axis(mesh, int(axis) if axis.isdecimal() else axis)
+    raise RedistError(f"--topology is flat, nodes:8, nodes:axis0 or nodes:axis:dp, got {text!r}")
+
+
+def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
+    """Source and target; a side without a mesh of its own takes that of the other."""
+    num_dims = len(options.shape)
+    src_mesh = options.mesh
+    if src_mesh is None and options.src.strip().startswith("D_"):
+        src_mesh = parse_layout(options.src).mesh
+    dst_mesh = options.dst_mesh or src_mesh
+    src = parse_layout(options.src, src_mesh, num_dims=num_dims)
+    return src, parse_layout(options.dst, dst_mesh, num_dims=num_dims)
+
+
+def _made_plan(options: argparse.Namespace) -> Any:
+    from optim_redist.planning import plan
+
+    src, dst = _layouts(options)
+    return plan(
+        options.shape,
+        options.dtype,
+        src,
+        dst,
+        cost_model=options.model,
+        topology=_topology(options.topology, src.mesh),
+        memory_limit=options.memory_limit,
+        donate=options.donate,
+    )
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1))
+
+
+# -- commands
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return _show(options, str)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    return _show(options, lambda made: made.explain())
+
+
+def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
+    made = _made_plan(options)
+    if options.json:
+        _print_json(made.to_json())
+    elif options.picture == "svg":
+        print(made.picture("svg"), end="")
+    else:
+        print(text(made))
+        if options.picture:
+            print("\n" + made.picture())
+    return 0
+
+
+def _bound(options: argparse.Namespace) -> int:
+    from optim_redist.lower_bounds import bounds
+    from optim_redist.plan_text import bounds_lines
+
+    src, dst = _layouts(options)
+    topology = _topology(options.topology, src.mesh) or (options.model.topology if options.model else None)
+    width = itemsize(dtype_name(options.dtype))
+    found = bounds(options.shape, src, dst, topology, itemsize=width)
+    if options.json:
+        _print_json({"shape": list(options.shape), "dtype": options.dtype, "itemsize": width, **asdict(found)})
+    else:
+        print(f"from {src} on {src.mesh}\nto   {dst} on {dst.mesh}")
+        print("\n".join(bounds_lines(found, width)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from optim_redist.checking import check_file
+
+    results = check_file(options.file, options.execute, options.limit)
+    failed = [result for result in results if result["problem"] is not None]
+    if options.json:
+        _print_json({"checked": len(results), "failed": len(failed), "results": results})
+    else:
+        for result in failed:
+            print(f"{result['name']}: {result['problem']}")
+        executed = sum(result["executed"] for result in results)
+        print(f"{len(results)} redistributions proven, {executed} executed, {len(failed)} wrong")
+    return 1 if failed else 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from optim_redist.calibration import calibrate
+
+    device = _start_ranks()
+    try:
+        mesh = None
+        if options.mesh is not None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = init_device_mesh(device, options.mesh.sizes, mesh_dim_names=options.mesh.names)
+        model = calibrate(mesh=mesh, sizes=options.sizes, seconds=options.seconds, out=options.out)
+        if dist.get_rank() == 0:
+            if options.json:
+                _print_json(model.to_json())
+            else:
+                print(f"{model.id}: {len(model.curves)} collectives measured, written to {options.out}")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from optim_redist import benchmarking
+
+    _start_ranks()
+    try:
+        rows = benchmarking.measure(
+            options.sizes, against=options.against, repeats=options.repeats, cost_model=options.model
+        )
+        if dist.get_rank() == 0:
+            data = benchmarking.as_json(rows)
+            if options.out is not None:
+                options.out.write_text(json.dumps(data, indent=1) + "\n")
+            if options.json:
+                _print_json(data)
+            else:
+                print(benchmarking.table(rows))
+    finally:
+        dist.destroy_process_group()
+    return 0 if all(row.same for row in rows) else 1
+
+
+def _start_ranks() -> str:
+    """Join the ranks that torchrun has started; returns their kind of device."""
+    import torch
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        raise RedistError(
+            "this command measures running ranks; start it with torchrun --nproc-per-node N -m optim_redist …"
+        )
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return device
