@@ -294,8 +294,9 @@ def test_names_may_come_as_pairs_or_a_mapping():
     ("source", "error", "message"),
     [
         ([], ValueError, "no parameters to route"),
-        ([nn.Parameter(torch.zeros(2))], TypeError, r"\(name, parameter\) pairs, got Parameter"),
-        ([("a", 3)], TypeError, r"\(name, parameter\) pairs, got tuple"),
+        ([nn.Parameter(torch.zeros(2))], TypeError, r"got a Parameter among them; pass the model, or model.named_"),
+        ([("a", 3)], TypeError, r"\(name, parameter\) pairs, got a tuple"),
+        (None, TypeError, r"\(name, parameter\) pairs, got a NoneType"),
         ([("a", nn.Parameter(torch.zeros(1))), ("a", nn.Parameter(torch.zeros(1)))], ValueError, "are named 'a'"),
     ],
 )
@@ -402,7 +403,6 @@ def test_rules_about_matrices(shape, options, shapes):
         ((8, 4), {"split": (4, 2)}, r"split=\(4, 2\) adds up to 6, not to 8 or 4"),
         ((8, 4), {"split": 3}, "8 does not divide into 3 equal parts"),
         ((8, 4), {"split": 2, "split_dim": 2}, "split_dim=2 is no dimension"),
-        ((8, 4), {"split": (9, -1)}, "positive sizes"),
         ((8, 4), {"num_heads": 3}, "8 rows do not divide into 3 heads"),
         ((8, 4), {"split": (4, 1, 3), "num_heads": 2}, "do not all divide into heads of 2 rows"),
         ((8, 4), {"split": (4, 4), "num_heads": (2, 2, 2)}, "each of the 2 parts"),
@@ -467,11 +467,28 @@ def test_patterns_match_whole_names_with_or_without_wrappers():
         ({"to": "adamw", "split": 2}, "which only Muon sees"),
         ({"role": "head", "num_heads": 2}, "which only Muon sees"),
         ({"options": {"params": []}}, r"\['params'\] are written by the routing"),
+        ({"split": 0}, "split has to be an integer or a sequence of integers, each at least 1, got 0"),
+        ({"split": "qkv"}, "split has to be an integer or a sequence of integers, each at least 1, got 'qkv'"),
+        ({"split": 2.0}, "each at least 1, got 2.0"),
+        ({"num_heads": ()}, r"num_heads has to be .*, got \(\)"),
     ],
 )
 def test_wrong_rules(options, message):
     with pytest.raises(ValueError, match=message):
         Rule("*", **options)
+
+
+def test_rules_of_a_wrong_type():
+    with pytest.raises(TypeError, match="pattern has to be a string, got a int"):
+        Rule(3)
+    with pytest.raises(TypeError, match="options has to be a mapping, got a list"):
+        Rule("*", options=[("lr", 1.0)])
+    model = nested({"a": nn.Linear(3, 2)})
+    with pytest.raises(TypeError, match=r"rules are Rule objects, got '\*'; write Rule\('\*', to=...\)"):
+        route_parameters(model, ["*"])
+    with pytest.raises(TypeError, match="adamw has to be a mapping of options, got a float"):
+        route_parameters(model).param_groups(adamw=0.1)
+    assert route_parameters(model, Rule("*", to="adamw"))[0].kind == "adamw"
 
 
 def test_a_rule_prints_as_it_was_written():

@@ -49,6 +49,8 @@ class Rule:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"{self}: pattern has to be a string, got a {type(self.pattern).__name__}")
         if self.to is not None and self.to not in get_args(Kind):
             raise ValueError(f"{self}: to has to be one of {', '.join(get_args(Kind))}")
         if self.role is not None and self.role not in get_args(Role):
@@ -59,6 +61,10 @@ class Rule:
             raise ValueError(
                 f"{self}: split, split_dim, num_heads, batched and transposed speak of matrices, which only Muon sees"
             )
+        for name in ("split", "num_heads"):
+            _check_sizes(f"{self}: {name}", getattr(self, name))
+        if not isinstance(self.options, Mapping | None):
+            raise TypeError(f"{self}: options has to be a mapping, got a {type(self.options).__name__}")
         if reserved := RESERVED_OPTIONS.intersection(self.options or ()):
             raise ValueError(f"{self}: {sorted(reserved)} are written by the routing itself and cannot be options")
         try:
@@ -88,6 +94,15 @@ class Rule:
     def __repr__(self) -> str:
         pattern, *options = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
         return f"Rule({', '.join([pattern.removeprefix('pattern='), *options])})"
+
+
+def _check_sizes(name: str, sizes: int | Sequence[int] | None) -> None:
+    """A number, or a sequence of at least one; all at least 1."""
+    if sizes is None:
+        return
+    listed = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, Sequence) else []
+    if not listed or not all(isinstance(size, int) and size >= 1 for size in listed):
+        raise ValueError(f"{name} has to be an integer or a sequence of integers, each at least 1, got {sizes!r}")
 
 
 @lru_cache(maxsize=1024)

@@ -116,6 +116,8 @@ class RouteTable(Sequence[Route]):
         """
         own = {"embedding": embedding, "head": head, "vector": vector}
         for name, given in {"muon": muon, "adamw": adamw, **own}.items():
+            if not isinstance(given, Mapping | None):
+                raise TypeError(f"{name} has to be a mapping of options, got a {type(given).__name__}")
             if reserved := RESERVED_OPTIONS.intersection(given or ()):
                 raise ValueError(f"{name}: {sorted(reserved)} are written by the table and cannot be options")
         groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -174,7 +176,7 @@ class RouteTable(Sequence[Route]):
 
 def route_parameters(
     model_or_named_parameters: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    rules: Sequence[Rule] = (),
+    rules: Rule | Iterable[Rule] = (),
     *,
     on_unknown: Literal["raise", "adamw"] = "raise",
 ) -> RouteTable:
@@ -195,6 +197,10 @@ def route_parameters(
     """
     if on_unknown not in ("raise", "adamw"):
         raise ValueError(f'on_unknown must be "raise" or "adamw", got {on_unknown!r}')
+    rules = [rules] if isinstance(rules, Rule) else list(rules)
+    for entry in rules:
+        if not isinstance(entry, Rule):
+            raise TypeError(f"rules are Rule objects, got {entry!r}; write Rule({entry!r}, to=...)")
     leaves = _leaves(model_or_named_parameters)
     matched = [_first_match(leaf, rules) for leaf in leaves]
     _check_rules_match(rules, matched, leaves)
@@ -217,15 +223,20 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
     if isinstance(source, nn.Module):
         owners = dict(source.named_modules(remove_duplicate=False))
         pairs: Iterable[Any] = source.named_parameters(remove_duplicate=False)
-    else:
+    elif isinstance(source, Iterable):
         pairs = source.items() if isinstance(source, Mapping) else source
+    else:
+        raise TypeError(f"expected a module or (name, parameter) pairs, got a {type(source).__name__}")
     names: dict[Tensor, list[str]] = {}
     named: dict[str, Tensor] = {}
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
         ):
-            raise TypeError(f"expected a module or (name, parameter) pairs, got {type(pair).__name__} among them")
+            raise TypeError(
+                f"expected a module or (name, parameter) pairs, got a {type(pair).__name__} among them; "
+                "pass the model, or model.named_parameters()"
+            )
         name, param = pair
         if named.setdefault(name, param) is not param:
             raise ValueError(f"two different parameters are named {name!r}")
