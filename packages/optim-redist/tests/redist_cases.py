@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from itertools import product
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,14 @@ def random_case(seed: int, families: str = FAMILIES, meshes: Sequence[tuple[int,
         other = _other_mesh(rng, meshes, total)
         mesh = Mesh(sizes, ranks=rng.sample(range(total), total)) if rng.random() < 0.5 else mesh
     src, dst = (_random_layout(rng, family, m, shape) for m in (mesh, other))
+    if family in "CO":
+        parts = zip(*([prod(layout.axis_sizes(k)) for k in range(num_dims)] for layout in (src, dst)))
+        shape = tuple(lcm(*pair) * rng.choice([1, 2]) if max(pair) > 1 else rng.choice([4, 6]) for pair in parts)
+    if family in "BU":
+        # no rank is without elements, as the notebook's layouts demand
+        parts = zip(*([prod(layout.axis_sizes(k)) for k in range(num_dims)] for layout in (src, dst)))
+        shape = tuple(_without_idle(n, pair) for n, pair in zip(shape, parts))
+        src, dst = (_shorter_blocks(layout, shape) for layout in (src, dst))
     if family == "P" or (family == "M" and rng.random() < 0.2):
         src, dst = _with_partial(rng, src, 0.5), _with_partial(rng, dst, 0.15)
     return Case(shape, src, dst)
@@ -72,9 +80,26 @@ def _shape(rng: random.Random, family: str, num_dims: int, total: int) -> tuple[
     base = {4: 4, 8: 8, 6: 6, 12: 12, 16: 16, 32: 8}[total] if total in (4, 6, 8, 12, 16, 32) else total
     longest = 16 if num_dims == 2 else 12 if num_dims == 3 else 6
     sizes = [base * rng.choice([1, 2]) if base <= longest else longest for _ in range(num_dims)]
-    if family in "CO":
-        return tuple(base * rng.choice([1, 1, 2]) if num_dims < 4 else base for _ in range(num_dims))
     return tuple(size + rng.choice([0, 1, 2, 3, 5]) for size in sizes) if family in "URIKM" else tuple(sizes)
+
+
+def _without_idle(n: int, parts: tuple[int, ...]) -> int:
+    """The first size from n on of which contiguous blocks leave no coordinate of either side empty."""
+    while any((p - 1) * -(-n // p) >= n for p in parts):
+        n += 1
+    return n
+
+
+def _shorter_blocks(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """The layout with block-cyclic blocks cut down until no coordinate is empty."""
+    dims: list[Any] = []
+    for k, (n, split) in enumerate(zip(shape, layout.dims)):
+        if split is not None and isinstance(split.kind, Cyclic):
+            parts = prod(layout.axis_sizes(k))
+            longest = n if parts == 1 else max(1, (n - 1) // (parts - 1))
+            split = (split.axes, Cyclic(min(split.kind.block, longest)))
+        dims.append(split)
+    return Layout(layout.mesh, dims)
 
 
 def _other_mesh(rng: random.Random, meshes: Sequence[tuple[int, ...]], total: int) -> Mesh:

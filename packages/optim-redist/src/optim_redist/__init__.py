@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULE_OF = {
+    "calibration": ["calibrate"],
     "cost": ["CommModel", "Topology"],
     "errors": [
         "LayoutError",
@@ -25,8 +26,9 @@ _MODULE_OF = {
     "ownership": ["same_ownership"],
     "parsing": ["parse_layout"],
     "plan_text": ["explain"],
-    "planners": ["Step"],
+    "moves": ["Step"],
     "planning": ["Plan", "plan"],
+    "verification": ["Verification", "verify"],
     "program": ["Handle", "Program", "compile"],
     "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
     "multi_axis": ["MultiAxisDist"],

@@ -2,27 +2,38 @@
 
 What a rank holds and needs stays. The holders of one source point carry the same elements, so they share what is
 asked of that point in equal parts (a share may cut a box); the busiest then sends ceil(demand / holders), which no
-plan of one step can beat. With a pending reduction every contribution travels to every needer.
+plan of one step can beat. With a topology the nearest holders are asked first, as far as no rank has to send more
+than that optimum. With a pending reduction every contribution travels to every needer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from optim_redist.boxes import Box, cut, fair_shares, volume
+from optim_redist.cost import Topology
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
+Demand = tuple[int, Box]  # who needs it, and what
 
-def direct_phases(problem: Problem) -> list[Phase]:
+
+def direct_phases(problem: Problem, topology: Topology | None = None) -> list[Phase]:
     """The whole redistribution as one phase."""
-    transfers = [*_stays(problem)]
-    for point, contribution in problem.holders:
-        transfers += _sends(problem, point, contribution)
+    demands = {key: _demands(problem, *key) for key in problem.holders}
+    near = topology if topology is not None and topology.levels and problem.src_replicas > 1 else None
+    limit = max((-(-_total(demands[key]) // len(ranks)) for key, ranks in problem.holders.items()), default=0)
+    transfers = [*stays(problem)]
+    for (point, contribution), holders in problem.holders.items():
+        asked = demands[point, contribution]
+        dealt = share(asked, holders) if near is None else _share_near(asked, holders, near, limit)
+        number = contribution if problem.num_contributions > 1 else -1
+        transfers += (Transfer(sender, receiver, box, contribution=number) for sender, (receiver, box) in dealt)
     return [Phase.of("exchange", transfers)]
 
 
-def _stays(problem: Problem) -> Iterator[Transfer]:
+def stays(problem: Problem) -> Iterator[Transfer]:
+    """What every rank keeps."""
     reduces = problem.num_contributions > 1
     for rank, dst in problem.dst_points.items():
         src = problem.src_points.get(rank)
@@ -31,36 +42,96 @@ def _stays(problem: Problem) -> Iterator[Transfer]:
             yield Transfer(rank, rank, box, contribution=problem.contribution[rank] if reduces else -1)
 
 
-def _sends(problem: Problem, point: Point, contribution: int) -> Iterator[Transfer]:
-    """What the holders of one source point send, shared evenly among them."""
+def _demands(problem: Problem, point: Point, contribution: int) -> list[Demand]:
+    """What is asked of the holders of one source point."""
     holders = problem.holders[point, contribution]
-    number = contribution if problem.num_contributions > 1 else -1
-    demands = [
+    return [
         (receiver, box)
         for dst, box in problem.atoms_from(point)
         for receiver in problem.needers.get(dst, ())
         if receiver not in holders
     ]
-    for sender, (receiver, box) in share(demands, holders):
-        yield Transfer(sender, receiver, box, contribution=number)
 
 
-def share(demands: Sequence[tuple[int, Box]], workers: Sequence[int]) -> Iterable[tuple[int, tuple[int, Box]]]:
-    """Deal demands out to workers in order, equal element counts each; boxes are cut where a share ends."""
+def _total(demands: Sequence[Demand]) -> int:
+    return sum(volume(box) for _, box in demands)
+
+
+def share(demands: Sequence[Demand], workers: Sequence[int]) -> list[tuple[int, Demand]]:
+    """Deal demands out to workers in order, equal element counts each."""
     if len(workers) == 1:
-        yield from ((workers[0], demand) for demand in demands)
-        return
-    shares = fair_shares(sum(volume(box) for _, box in demands), len(workers))
+        return [(workers[0], demand) for demand in demands]
+    dealt, rest = _deal(demands, workers, fair_shares(_total(demands), len(workers)))
+    assert not rest, "fair shares cover all demands"
+    return dealt
+
+
+def _deal(
+    demands: Sequence[Demand], workers: Sequence[int], shares: Sequence[int]
+) -> tuple[list[tuple[int, Demand]], list[Demand]]:
+    """Deal demands out to workers in order, ``shares`` elements each; what is left over comes back as well.
+
+    A box is cut where a share ends, once for all its parts.
+    """
+    left = list(shares)
+    dealt: list[tuple[int, Demand]] = []
+    rest: list[Demand] = []
     worker = 0
     for key, box in demands:
         total = volume(box)
         points, takers = [0], []
         while points[-1] < total:
-            while not shares[worker]:
+            while worker < len(workers) and not left[worker]:
                 worker += 1
-            amount = min(shares[worker], total - points[-1])
-            shares[worker] -= amount
+            if worker == len(workers):
+                points.append(total)
+                break
+            amount = min(left[worker], total - points[-1])
+            left[worker] -= amount
             points.append(points[-1] + amount)
             takers.append(workers[worker])
-        for taker, parts in zip(takers, cut(box, points) if total else []):
-            yield from ((taker, (key, part)) for part in parts)
+        parts = cut(box, points)
+        dealt += ((taker, (key, part)) for taker, boxes in zip(takers, parts) for part in boxes)
+        rest += ((key, part) for boxes in parts[len(takers) :] for part in boxes)
+    return dealt, rest
+
+
+def _share_near(
+    demands: Sequence[Demand], holders: Sequence[int], topology: Topology, limit: int
+) -> list[tuple[int, Demand]]:
+    """Deal demands out to the nearest holders that still have room below ``limit``, evenly among equally near ones.
+
+    Receivers of one group see the same near holders, so serving level after level, innermost first, keeps as much
+    as possible inside every level.
+    """
+    room = dict.fromkeys(holders, limit)
+    dealt: list[tuple[int, Demand]] = []
+    rest = list(demands)
+    for distance in range(len(topology.levels) + 1):
+        groups: dict[tuple[int, ...], list[Demand]] = {}
+        for demand in rest:
+            near = tuple(h for h in holders if topology.distance(h, demand[0]) <= distance)
+            groups.setdefault(near, []).append(demand)
+        rest = []
+        for near, asked in groups.items():
+            shares = even_shares(_total(asked), [room[h] for h in near])
+            served, unserved = _deal(asked, near, shares)
+            for sender, (_, box) in served:
+                room[sender] -= volume(box)
+            dealt += served
+            rest += unserved
+    assert not rest, "the limit leaves room for every demand"
+    return dealt
+
+
+def even_shares(total: int, rooms: Sequence[int]) -> list[int]:
+    """Shares as equal as the rooms allow, ``total`` together or as much as there is room for."""
+    shares = [0] * len(rooms)
+    left = min(total, sum(rooms))
+    while left:
+        open_ones = [k for k, room in enumerate(rooms) if shares[k] < room]
+        for k, more in zip(open_ones, fair_shares(left, len(open_ones))):
+            taken = min(more, rooms[k] - shares[k])
+            shares[k] += taken
+            left -= taken
+    return shares

@@ -65,6 +65,7 @@ class Bounds:
         cuts: the borders of the topology's groups, of the source's ranks and of the target's.
         memory: elements that the fullest rank holds of source and target together.
         live: elements of the larger of source and target on the fullest rank.
+        live_src: elements of the source on the fullest rank.
         seconds: least time in bytes over bandwidth, 0 without a topology.
     """
 
@@ -78,6 +79,7 @@ class Bounds:
     cuts: tuple[Cut, ...]
     memory: int
     live: int
+    live_src: int
     seconds: float = 0.0
 
     @property
@@ -114,7 +116,7 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     # holders of one point share its demand: what its needers want, less what holders among them have
     direct_send = 0
     for (point, _), ranks in problem.holders.items():
-        demand = held[point] * problem.dst_replicas - sum([kept.get(rank, 0) for rank in ranks])
+        demand = held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)
         direct_send = max(direct_send, -(-demand // len(ranks)))
 
     stored = problem.num_stored
@@ -128,7 +130,9 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     seconds = 0.0
     if topology is not None and lb:
         seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
-    return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, seconds)
+    return Bounds(
+        recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, max(held.values()), seconds
+    )
 
 
 def _reduction_bound(problem: Problem) -> int:

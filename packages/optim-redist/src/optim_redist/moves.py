@@ -1,12 +1,22 @@
-"""What a plan is made of: transfers between two ranks, gathered into phases that run as one exchange each."""
+"""What a plan is made of.
+
+A transfer carries a box of elements from one rank to another. A phase is a set of transfers that run as one exchange.
+A stage leads from one layout to the next by one method, which gives its phases. A step is a phase as a row of the
+plan's table, and a candidate is a whole plan before the choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
+from optim_redist._dtypes import itemsize
 from optim_redist.boxes import Box, volume
+from optim_redist.cost import CommModel
+from optim_redist.layout import Layout
+from optim_redist.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -61,3 +71,104 @@ def _totals(pairs: Iterable[tuple[int, Transfer]]) -> dict[int, int]:
         if transfer.sender != transfer.receiver:
             found[rank] = found.get(rank, 0) + transfer.num_elements
     return found
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From one layout to the next by one method, every exchange in ``rounds`` parts."""
+
+    op: str
+    method: str
+    src: Layout
+    dst: Layout
+    rounds: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"op": self.op, "method": self.method, "rounds": self.rounds}
+        return {**found, "src": self.src.to_json(), "dst": self.dst.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stage:
+        layouts = Layout.from_json(data["src"]), Layout.from_json(data["dst"])
+        return cls(data["op"], data["method"], *layouts, data["rounds"])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange of a plan: a row of its table.
+
+    Attributes:
+        op: what it does.
+        ranks: who takes part.
+        layout: where the elements are afterwards, as text.
+        recv, send: elements of the busiest receiver and of the busiest sender.
+        bytes: bytes of the busier of the two.
+        seconds: predicted time.
+        peak: bytes that the fullest rank holds during the step.
+        rounds: parts in which it runs.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    layout: str
+    recv: int
+    send: int
+    bytes: int
+    seconds: float
+    peak: int
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a planner is asked for."""
+
+    problem: Problem
+    dtype: str
+    model: CommModel
+    memory_limit: int | None = None
+    donate: bool = False
+    budget: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @cached_property
+    def has_borders(self) -> bool:
+        """Whether the ranks lie in more than one group of the topology."""
+        return bool(self.model.topology.levels) and bool(self.model.topology.groups(self.problem.ranks))
+
+    def is_tight(self, num_elements: int) -> bool:
+        """Whether that many elements on one rank exceed the memory limit."""
+        return self.memory_limit is not None and num_elements * self.itemsize > self.memory_limit
+
+    def between(self, src: Layout, dst: Layout) -> Request:
+        """The same request for a part of the way."""
+        return Request(
+            Problem(self.problem.shape, src, dst), self.dtype, self.model, self.memory_limit, self.donate, self.budget
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete plan before the choice.
+
+    Attributes:
+        planner: who offers it.
+        stages, steps: what it does and what that costs.
+        busiest: elements that the busiest rank sends or receives over all steps.
+    """
+
+    planner: str
+    stages: tuple[Stage, ...]
+    steps: tuple[Step, ...]
+    busiest: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((step.peak for step in self.steps), default=0)

@@ -19,8 +19,8 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, Cut, bounds_of
-from optim_redist.moves import Phase
-from optim_redist.planners import Candidate, Request, Stage, Step, candidates, phases_of
+from optim_redist.moves import Candidate, Phase, Request, Stage, Step
+from optim_redist.planners import candidates, phases_of
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _FORMAT = "optim-redist.plan"
 _VERSION = 1
 _CACHE_SIZE = 4096
+_CHUNK = 64 * 1024  # bytes of buffers that rounds can always be cut down to
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Plan:
     Attributes:
         shape, dtype, src, dst: the task.
         model: id of the cost model that chose.
+        topology: its groups of ranks.
         planner: which planner it is from.
         stages: the layouts it goes through, each with the method that gets there.
         steps: the exchanges, with what they move and cost.
@@ -65,6 +67,7 @@ class Plan:
     src: Layout
     dst: Layout
     model: str
+    topology: Topology
     planner: str
     stages: tuple[Stage, ...]
     steps: tuple[Step, ...]
@@ -97,7 +100,7 @@ class Plan:
         found = []
         for stage in self.stages:
             problem = Problem(self.shape, stage.src, stage.dst)
-            found.append((problem, tuple(phases_of(problem, stage))))
+            found.append((problem, tuple(phases_of(problem, stage, self.topology))))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -126,6 +129,7 @@ class Plan:
             "src": self.src.to_json(),
             "dst": self.dst.to_json(),
             "model": self.model,
+            "topology": self.topology.to_json(),
             "planner": self.planner,
             "memory_limit": self.memory_limit,
             "donate": self.donate,
@@ -155,6 +159,7 @@ class Plan:
                 "shape": tuple(found["shape"]),
                 "src": Layout.from_json(found["src"]),
                 "dst": Layout.from_json(found["dst"]),
+                "topology": Topology.from_json(found["topology"]),
                 "stages": tuple(Stage.from_json(stage) for stage in found["stages"]),
                 "steps": tuple(Step(**{**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
                 "bounds": Bounds(**{**limits, "cuts": cuts}),
@@ -177,6 +182,7 @@ def plan(
     memory_limit: int | None = None,
     donate: bool = False,
     planners: Sequence[str] | None = None,
+    budget: int = 0,
 ) -> Plan:
     """The cheapest plan that gets a tensor of this shape and dtype from ``src`` to ``dst``.
 
@@ -188,6 +194,7 @@ def plan(
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
         planners: names of the planners to ask; all by default.
+        budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
     Raises:
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
@@ -197,12 +204,12 @@ def plan(
         model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    key = (tuple(shape), name, src, dst, model, memory_limit, donate, asked)
+    key = (tuple(shape), name, src, dst, model, memory_limit, donate, asked, budget)
     known = _cache.get(key)
     if known is not None:
         _cache.move_to_end(key)
         return known
-    made = _plan(Request(Problem(shape, src, dst), name, model, memory_limit, donate), asked)
+    made = _plan(Request(Problem(shape, src, dst), name, model, memory_limit, donate, budget), asked)
     _cache[key] = made
     if len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
@@ -212,7 +219,7 @@ def plan(
 def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
-    found = candidates(request, limits, asked)
+    found, hopeless = candidates(request, limits, asked)
     fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
     if not fitting:
         raise _infeasible(request, limits)
@@ -224,6 +231,7 @@ def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
         src=problem.src,
         dst=problem.dst,
         model=model.id,
+        topology=model.topology,
         planner=chosen.planner,
         stages=chosen.stages,
         steps=chosen.steps,
@@ -234,8 +242,9 @@ def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
         volume_ratio=volume / limits.lb if limits.lb else 1.0,
         memory_limit=request.memory_limit,
         donate=request.donate,
-        alternatives=tuple(
-            Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen
+        alternatives=(
+            *(Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen),
+            *(Alternative(*other) for other in hopeless),
         ),
     )
 
@@ -260,5 +269,5 @@ def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
         terms = {"source": src * width, "target": dst * width}
     proven = request.memory_limit < sum(terms.values())
     if not proven:
-        terms["one chunk"] = request.smallest_chunk
+        terms["one chunk"] = _CHUNK
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)

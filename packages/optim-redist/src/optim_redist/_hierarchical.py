@@ -1,0 +1,125 @@
+"""Every group of ranks fetches each missing element once, then shares it inside.
+
+Level by level from the outermost: if no rank of a group holds an element that the group needs, one of its needers
+fetches it; inside the group the next level does the same, from holders in the group or from the needer that fetched.
+So what enters a group is exactly In(group), the bound, and still no rank receives more than it needs.
+
+The needers of one target point in one group share what the group must fetch for them in equal parts; no other rank
+could fetch it without receiving more than it needs, so the busiest one's share is the least possible. The holders
+that are asked share the sending in the same way.
+
+A transfer out of a source tensor runs in the first phase, one out of what a fetcher received in phase p in phase p+1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from optim_redist._direct import Demand, share, stays
+from optim_redist.boxes import Box
+from optim_redist.cost import Topology
+from optim_redist.errors import UnsupportedError
+from optim_redist.moves import Phase, Transfer
+from optim_redist.problem import Point, Problem
+
+
+@dataclass(frozen=True)
+class _Available:
+    """Where a box can be had: at the source's holders (phase -1), or at one rank since a phase."""
+
+    ranks: tuple[int, ...]
+    since: int
+
+
+def hierarchical_phases(problem: Problem, topology: Topology) -> list[Phase]:
+    """One phase per level that has to fetch, and one for what is shared inside the innermost groups.
+
+    Raises:
+        UnsupportedError: with a pending reduction.
+    """
+    if problem.num_contributions > 1:
+        raise UnsupportedError("the hierarchical planner moves finished values; reduce first, or use 'relay'")
+    return _Planner(problem, topology).run()
+
+
+class _Planner:
+    def __init__(self, problem: Problem, topology: Topology) -> None:
+        self.problem, self.topology = problem, topology
+        self.transfers: list[list[Transfer]] = [[*stays(problem)]]
+        # what is asked of the same holders is dealt out together, so that their shares are equal
+        self.asked: dict[tuple[Point, tuple[int, ...]], list[Demand]] = {}
+
+    def run(self) -> list[Phase]:
+        for dst, needers in self.problem.needers.items():
+            self._fetch_groups(dst, needers)
+        for (_, holders), demands in self.asked.items():
+            self.transfers[0] += (Transfer(s, receiver, box) for s, (receiver, box) in share(demands, holders))
+        names = ["fetch", *("share" for _ in self.transfers[1:])]
+        return [Phase.of(name, transfers) for name, transfers in zip(names, self.transfers)]
+
+    def _fetch_groups(self, dst: Point, needers: list[int]) -> None:
+        """Bring all that the ranks at one target point need and do not hold."""
+        missing: list[tuple[Box, Point, _Available]] = []
+        for src, box in self.problem.atoms_to(dst):
+            missing.append((box, src, _Available(tuple(self.problem.holders[src, 0]), -1)))
+        self._spread(missing, needers, len(self.topology.levels) - 1)
+
+    def _spread(self, missing: list[tuple[Box, Point, _Available]], needers: list[int], level: int) -> None:
+        """Serve needers of the same boxes from where these are available, one level of groups at a time."""
+        if level < 0:
+            for box, src, available in missing:
+                for rank in needers:
+                    if rank not in available.ranks:
+                        self._ask(rank, box, src, available)
+            return
+        groups: dict[int, list[int]] = {}
+        for rank in needers:
+            groups.setdefault(self.topology.levels[level].group_of(rank), []).append(rank)
+        for group, members in groups.items():
+            inside: list[tuple[Box, Point, _Available]] = []
+            outside: list[tuple[tuple[Point, _Available], Box]] = []
+            for box, src, available in missing:
+                here = tuple(r for r in available.ranks if self.topology.levels[level].group_of(r) == group)
+                if here:
+                    inside.append((box, src, _Available(here, available.since)))
+                else:
+                    outside.append(((src, available), box))
+            for fetcher, (src, available), box in _deal_out(outside, members):
+                since = self._ask(fetcher, box, src, available)
+                inside.append((box, src, _Available((fetcher,), since)))
+            self._spread(inside, members, level - 1)
+
+    def _ask(self, receiver: int, box: Box, src: Point, available: _Available) -> int:
+        """Order one transfer; the phase in which it runs."""
+        if available.since < 0:
+            self.asked.setdefault((src, available.ranks), []).append((receiver, box))
+            return 0
+        phase = available.since + 1
+        while len(self.transfers) <= phase:
+            self.transfers.append([])
+        self.transfers[phase].append(Transfer(available.ranks[0], receiver, box, "dst"))
+        return phase
+
+
+def _deal_out(
+    wanted: list[tuple[tuple[Point, _Available], Box]], members: list[int]
+) -> list[tuple[int, tuple[Point, _Available], Box]]:
+    """Each member's equal share of the boxes."""
+    keyed = [(k, box) for k, (_, box) in enumerate(wanted)]
+    return [(member, wanted[k][0], box) for member, (k, box) in share(keyed, members)]
+
+
+def border_volumes(phase: Phase, topology: Topology) -> dict[tuple[str, int], list[int]]:
+    """[inbound, outbound] elements of every group of every level in one phase."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for transfer in phase.transfers:
+        if transfer.sender == transfer.receiver:
+            continue
+        count = prod(sum(run.length * run.repeats for run in indices) for indices in transfer.box)
+        for level in topology.levels:
+            a, b = level.group_of(transfer.sender), level.group_of(transfer.receiver)
+            if a != b:
+                found.setdefault((level.name, b), [0, 0])[0] += count
+                found.setdefault((level.name, a), [0, 0])[1] += count
+    return found

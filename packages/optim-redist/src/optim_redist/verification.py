@@ -1,0 +1,193 @@
+"""Proof that a plan is right, by interval algebra and without any tensor.
+
+After every phase the verifier knows which boxes each rank has in its target and which contributions are in them. It
+checks that
+
+1. a sender holds what it sends: in its source, or finished in its target by an earlier phase;
+2. nothing arrives twice: no element, and no contribution to one;
+3. nothing arrives that is not needed, and in the end everything needed is there, with every contribution once;
+4. the stages lead from the plan's source to its target;
+5. volumes and peak are what the plan claims, and no rank receives less than what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from optim_redist.boxes import Box, intersect_boxes, volume
+from optim_redist.errors import RedistError
+from optim_redist.index_sets import intersect, size
+from optim_redist.lower_bounds import crossing
+from optim_redist.moves import Phase, Step, Transfer
+from optim_redist.ownership import same_ownership
+from optim_redist.problem import Problem
+
+if TYPE_CHECKING:
+    from optim_redist.planning import Plan
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a right plan moves, in elements.
+
+    Attributes:
+        received, sent: by rank, over all phases.
+        peak: the most that a rank holds at once, buffers included, without the partial results of a reduction.
+    """
+
+    received: dict[int, int]
+    sent: dict[int, int]
+    peak: int
+
+
+@dataclass
+class _Target:
+    """What has arrived at one rank: boxes by contribution, -1 for finished values."""
+
+    arrived: dict[int, list[Box]] = field(default_factory=dict)
+
+    def finished(self, num_contributions: int) -> list[Box]:
+        """Boxes that are complete: moved as finished values, or with all contributions in."""
+        boxes = list(self.arrived.get(-1, ()))
+        if num_contributions > 1:
+            boxes += self.arrived.get(0, ())
+        return boxes
+
+
+def verify(plan: Plan) -> Verification:
+    """Prove the plan right, or say what is wrong with it.
+
+    Raises:
+        RedistError: naming the step, the ranks and the elements that break it.
+    """
+    if not same_ownership(plan.stages[0].src, plan.src, plan.shape):
+        raise RedistError("the plan starts at another layout than its source")
+    if not same_ownership(plan.stages[-1].dst, plan.dst, plan.shape):
+        raise RedistError("the plan ends at another layout than its target")
+    received: dict[int, int] = {}
+    sent: dict[int, int] = {}
+    peak = 0
+    steps = list(plan.steps)
+    for number, (problem, phases) in enumerate(plan.phases):
+        if number and not same_ownership(plan.stages[number - 1].dst, problem.src, plan.shape):
+            raise RedistError(f"stage {number} starts where stage {number - 1} does not end")
+        _verify_stage(problem, phases)
+        rounds = plan.stages[number].rounds
+        for k in range(0, len(phases), rounds):
+            whole = Phase(phases[k].name, tuple(t for phase in phases[k : k + rounds] for t in phase.transfers))
+            _verify_step(plan, steps.pop(0), whole)
+        for phase in phases:
+            came, went = phase.received(), phase.sent()
+            for totals, counts in ((received, came), (sent, went)):
+                for rank, count in counts.items():
+                    totals[rank] = totals.get(rank, 0) + count
+            held = problem.num_stored
+            peak = max(peak, *(sum(held[r]) + came.get(r, 0) + went.get(r, 0) for r in problem.ranks))
+    if steps:
+        raise RedistError(f"the plan lists {len(steps)} more steps than its stages have")
+    if peak * plan.itemsize > plan.peak_bytes:
+        raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its steps reach {peak * plan.itemsize}")
+    _verify_bounds(plan, received, sent)
+    return Verification(received, sent, peak)
+
+
+def _verify_stage(problem: Problem, phases: Sequence[Phase]) -> None:
+    targets: dict[int, _Target] = {rank: _Target() for rank in problem.dst_points}
+    for phase in phases:
+        for transfer in phase.transfers:
+            _check_sender(problem, targets, transfer, phase.name)
+        # all reads come before all writes
+        for transfer in phase.transfers:
+            _receive(problem, targets, transfer, phase.name)
+    for rank, target in targets.items():
+        _check_complete(problem, rank, target)
+
+
+def _check_sender(problem: Problem, targets: dict[int, _Target], transfer: Transfer, step: str) -> None:
+    where = f"step {step!r}: rank {transfer.sender} sends {_text(transfer.box)} to rank {transfer.receiver}"
+    if transfer.read == "src":
+        held = problem.held(transfer.sender)
+        if held is None or not _inside(transfer.box, held):
+            raise RedistError(f"{where}, which it does not hold")
+        expected = problem.contribution[transfer.sender] if problem.num_contributions > 1 else -1
+        if transfer.contribution != expected:
+            raise RedistError(f"{where} as contribution {transfer.contribution}, it holds contribution {expected}")
+        return
+    target = targets.get(transfer.sender)
+    boxes = [] if target is None else target.finished(problem.num_contributions)
+    if _covered(transfer.box, boxes) != volume(transfer.box):
+        raise RedistError(f"{where}, which has not arrived there by then")
+    if transfer.contribution != -1:
+        raise RedistError(f"{where} as a contribution, though it is finished")
+
+
+def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, step: str) -> None:
+    where = f"step {step!r}: {_text(transfer.box)} from rank {transfer.sender} comes to rank {transfer.receiver}"
+    needed = problem.needed(transfer.receiver)
+    if needed is None or not _inside(transfer.box, needed):
+        raise RedistError(f"{where}, which does not need it")
+    arrived = targets[transfer.receiver].arrived
+    same = arrived.setdefault(transfer.contribution, [])
+    others = same if transfer.contribution == -1 else [*same, *arrived.get(-1, ())]
+    others = others if transfer.contribution != -1 else [*others, *arrived.get(0, ())]
+    if any(intersect_boxes(transfer.box, box) for box in others):
+        raise RedistError(f"{where} a second time")
+    same.append(transfer.box)
+
+
+def _check_complete(problem: Problem, rank: int, target: _Target) -> None:
+    needed = problem.num_needed(problem.dst_points[rank])
+    if problem.num_contributions > 1:
+        reduced = target.arrived.get(0, [])
+        total = sum(map(volume, reduced))
+        for c in range(1, problem.num_contributions):
+            other = target.arrived.get(c, [])
+            common = sum(_covered(box, reduced) for box in other)
+            if common != total or sum(map(volume, other)) != total:
+                raise RedistError(f"rank {rank} combines different elements of contributions 0 and {c}")
+    found = sum(map(volume, target.finished(problem.num_contributions)))
+    if found != needed:
+        raise RedistError(f"rank {rank} ends with {found} of the {needed} elements it needs")
+
+
+def _verify_step(plan: Plan, step: Step, phase: Phase) -> None:
+    recv, send = max(phase.received().values(), default=0), max(phase.sent().values(), default=0)
+    if (step.recv, step.send) != (recv, send):
+        raise RedistError(
+            f"step {step.op!r} claims to receive {step.recv} and send {step.send} elements on the busiest ranks, "
+            f"its transfers are {recv} and {send}"
+        )
+    if step.bytes != max(recv, send) * plan.itemsize:
+        raise RedistError(f"step {step.op!r} claims {step.bytes} bytes for {max(recv, send)} elements")
+
+
+def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -> None:
+    problem = Problem(plan.shape, plan.src, plan.dst)
+    for rank in problem.ranks:
+        inbound, outbound = crossing(problem, (rank,))
+        if received.get(rank, 0) < inbound or sent.get(rank, 0) < outbound:
+            raise RedistError(f"rank {rank} cannot receive less than {inbound} and send less than {outbound} elements")
+    busiest = max((*received.values(), *sent.values()), default=0)
+    if busiest < plan.bounds.lb:
+        raise RedistError(f"the busiest rank moves {busiest} elements, the bound is {plan.bounds.lb}")
+
+
+def _inside(part: Box, whole: Box) -> bool:
+    return all(size(intersect(a, b)) == size(a) for a, b in zip(part, whole))
+
+
+def _covered(box: Box, boxes: Sequence[Box]) -> int:
+    """How many elements of a box lie in disjoint boxes."""
+    found = 0
+    for other in boxes:
+        common = intersect_boxes(box, other)
+        if common is not None:
+            found += volume(common)
+    return found
+
+
+def _text(box: Box) -> str:
+    """A box by the first and last index of every dimension."""
+    return "×".join(f"[{indices[0].start}..{max(run.stop for run in indices) - 1}]" for indices in box)

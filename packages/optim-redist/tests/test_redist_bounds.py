@@ -1,0 +1,186 @@
+"""Bounds against the examples, against masks and against exhaustive search."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+from math import ceil, prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, example_cases, random_case
+
+from optim_redist import Cyclic, Layout, Mesh, Topology, bounds
+from optim_redist._direct import direct_phases
+from optim_redist.lower_bounds import crossing
+from optim_redist.problem import Problem
+
+NAMED = example_cases()
+
+
+@pytest.mark.parametrize(("row", "case"), [n[1:] for n in NAMED], ids=[n[0] for n in NAMED])
+def test_examples(row: dict[str, Any], case: Case) -> None:
+    found = bounds(*case)
+    assert found.recv == row["bounds"]["bound_max_recv"]
+    assert found.lb == row["bounds"]["lower_bound"]
+    (phase,) = direct_phases(Problem(*case))
+    volumes = [*phase.received().values(), *phase.sent().values()]
+    assert max(volumes, default=0) == found.single_hop
+    if "family" in row or row.get("id", "").startswith(("C", "O")) or "name" in row:
+        # even layouts, and all named cases: one step reaches the bound
+        assert found.single_hop == found.lb
+    cut = row["bounds"].get("node_cut_axis0")
+    if cut is not None:
+        with_nodes = bounds(*case, Topology.from_mesh_axis(case.src.mesh, 0))
+        assert max(c.inbound for c in with_nodes.cuts) == cut
+
+
+def test_single_hop_can_exceed_the_bound() -> None:
+    row = next(r for r in EXAMPLES["redistributions"] if r["id"] == "U030")
+    found = bounds(*example_case(row))
+    assert (found.lb, found.single_hop) == (1248, 1344)
+
+
+def test_operations_of_the_examples() -> None:
+    for row in EXAMPLES["operations"]:
+        if "result" not in row:
+            continue
+        start = row["dist"]
+        layout = Layout(
+            Mesh(start["mesh"]),
+            [(tuple(axes), Cyclic(block)) if axes else None for axes, block in zip(start["map"], start["block"])],
+        )
+        target = _parse(Mesh(start["mesh"]), row["result"])
+        assert bounds(row["shape"], layout, target).recv == row["lower_bound_recv"], row
+
+
+def _parse(mesh: Mesh, text: str) -> Layout:
+    """The notebook's text, e.g. ``D_[2,2]⊥{(0,1),∅}(2,∅)``."""
+    mapping, blocks = text.split("⊥{")[1].split("}(")
+    dims: list[Any] = []
+    axes = eval(f"[{mapping.replace('∅', 'None')}]")
+    for used, block in zip(axes, blocks.rstrip(")").split(",")):
+        dims.append(None if used is None else (used if isinstance(used, tuple) else (used,), Cyclic(int(block))))
+    return Layout(mesh, dims)
+
+
+def test_the_notebooks_third_example() -> None:
+    row = EXAMPLES["notebook"]["memory_constrained_2"]
+    mesh = Mesh(row["mesh"])
+    src, dst = _parse(mesh, row["src"]), _parse(mesh, row["dst"])
+    found = bounds(row["shape"], src, dst, Topology.from_mesh_axis(mesh, 0))
+    assert found.lb == row["recv_elements"]["lower_bound"] == 224
+    assert [cut.inbound for cut in found.cuts] == [row["axis0_between_nodes"]["cut_in_elements"]] * 4
+
+
+def _brute_force(case: Case, group: set[int]) -> tuple[int, int]:
+    """In and Out of a group, element by element."""
+    shape, src, dst = case
+    partial = [axis for axis, _ in src.partial]
+    holders: dict[Any, set[int]] = {}
+    for rank in src.mesh.ranks:
+        number = src.linear(src.mesh.coordinates[rank], partial)
+        for element in elements_of(src, shape, rank):
+            holders.setdefault((element, number), set()).add(rank)
+    count = prod(src.mesh.sizes[axis] for axis in partial)
+    inbound = outbound = 0
+    for element in product(*map(range, shape)):
+        needers = {rank for rank in dst.mesh.ranks if element in needs[rank]} if (needs := _needs(case)) else set()
+        for inside, side in ((group, 0), (set(_ranks(case)) - group, 1)):
+            if needers & inside and any(not holders[element, c] & inside for c in range(count)):
+                inbound, outbound = (inbound + 1, outbound) if side == 0 else (inbound, outbound + 1)
+    return inbound, outbound
+
+
+_known: dict[Any, Any] = {}
+
+
+def _needs(case: Case) -> dict[int, set[tuple[int, ...]]]:
+    if case not in _known:
+        _known.clear()
+        _known[case] = {rank: elements_of(case.dst, case.shape, rank) for rank in case.dst.mesh.ranks}
+    return _known[case]
+
+
+def _ranks(case: Case) -> list[int]:
+    return sorted({*case.src.mesh.ranks, *case.dst.mesh.ranks})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_crossings_against_masks(seed: int) -> None:
+    case = random_case(seed, FAMILIES, [(4,), (2, 2), (3, 2)])
+    rng = random.Random(seed)
+    case = Case(tuple(min(n, 4) for n in case.shape), *_fitting(case))
+    ranks = _ranks(case)
+    group = set(rng.sample(ranks, rng.randint(1, len(ranks))))
+    assert crossing(Problem(*case), sorted(group)) == _brute_force(case, group)
+
+
+def _fitting(case: Case) -> tuple[Layout, Layout]:
+    """Layouts of the same axes whose kinds fit any shape; half of the sources pending on their free axes."""
+    found = []
+    for layout in (case.src, case.dst):
+        dims = [None if split is None else (split.axes, Cyclic(1)) for split in layout.dims]
+        found.append(Layout(layout.mesh, dims))
+    if len(case.shape) % 2:
+        found[0] = Layout(found[0].mesh, found[0].dims, dict.fromkeys(found[0].replicated_axes, "sum"))
+    return found[0], found[1]
+
+
+def test_least_largest_send_is_the_fair_share_of_the_busiest_point() -> None:
+    # holders of different points are different ranks, so no choice can do better than even shares of one point
+    for seed in range(400):
+        case = random_case(seed, "CUR", [(2, 2), (3, 2)])
+        problem = Problem(case.shape, case.src, case.dst)
+        found = bounds(*case)
+        by_point: dict[Any, int] = {}
+        for (point, _), ranks in problem.holders.items():
+            demand = 0
+            for rank in problem.dst_points:
+                if rank not in ranks:
+                    demand += problem.num_common(point, problem.dst_points[rank])
+            by_point[point] = ceil(demand / len(ranks))
+        assert found.direct_send == max(by_point.values())
+
+
+def test_reductions_cost_what_ring_algorithms_cost() -> None:
+    mesh, n = Mesh(4), 64
+    partial = Layout(mesh, [None], {0: "sum"})
+    assert bounds((n,), partial, Layout(mesh, [0])).lb == 3 * n // 4
+    all_reduce = bounds((n,), partial, Layout(mesh, [None]))
+    assert (all_reduce.lb, all_reduce.lb_kind) == (2 * 3 * n // 4, "reduction")
+    # a Partial that the target keeps is no reduction
+    assert bounds((n,), partial, partial).lb == 0
+    assert bounds((n,), partial, Layout(mesh, [None], {0: "max"})).lb > 0
+    both = Layout(Mesh((2, 2)), [None], {0: "sum", 1: "sum"})
+    kept = Layout(Mesh((2, 2)), [None], {1: "sum"})
+    assert bounds((n,), both, kept).lb == n
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_triangle_inequality(seed: int, other: int) -> None:
+    shape, a, c = random_case(seed, "COBUIK", [(2, 2), (4, 2)])
+    rng = random.Random(other)
+    axes = list(range(a.mesh.num_axes))
+    rng.shuffle(axes)
+    dims: list[Any] = [None] * len(shape)
+    for axis, k in zip(axes, rng.sample(range(len(shape)), min(len(axes), len(shape)))):
+        dims[k] = ((axis,), Cyclic(rng.randint(1, 3)))
+    b = Layout(a.mesh, dims)
+    assert bounds(shape, a, c).recv <= bounds(shape, a, b).recv + bounds(shape, b, c).recv
+
+
+def test_every_group_of_the_source_and_target_ranks() -> None:
+    # disjoint meshes: everything needed enters the target, and leaves the source
+    src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh((2, 3), ranks=range(4, 10)), [None, 1])
+    found = bounds((8, 9), src, dst)
+    cuts = {cut.level: (cut.inbound, cut.outbound) for cut in found.cuts}
+    assert cuts == {"source": (0, 72), "target": (72, 0)}
+    # bounds of groups never exceed what their members need one by one
+    problem = Problem((8, 9), src, dst)
+    for group in combinations(range(10), 3):
+        assert crossing(problem, group)[0] <= sum(crossing(problem, (rank,))[0] for rank in group)

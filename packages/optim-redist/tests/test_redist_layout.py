@@ -1,0 +1,146 @@
+"""What a layout may say, how it prints, and its JSON."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redist_cases import FAMILIES, random_case
+
+from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged
+from optim_redist.index_sets import elements, intersect, interval, num_below, positions, size, take
+
+MESH = Mesh((4, 2), names=("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ([("x", "y"), None], "[x.y, -]"),
+        ([None, ("y", Cyclic(4))], "[-, y~4]"),
+        ([(("y", "x"), Chunk()), None], "[y/x, -]"),
+        ([("y", Ragged([0, 3, 16])), "x"], "[y!0:3:16, x]"),
+        ([("y", Intervals([[(0, 1), (4, 5)], [(1, 4)]])), None], "[y{0:1,4:5|1:4}, -]"),
+    ],
+)
+def test_text(dims: list[Any], text: str) -> None:
+    assert str(Layout(MESH, dims)) == text
+
+
+def test_partial_text_and_axes_without_names() -> None:
+    layout = Layout(Mesh((2, 2, 2)), [(1, 0)], {2: "sum"})
+    assert str(layout) == "[1.0]+sum(2)"
+    assert layout.replicated_axes == ()
+    assert Layout(MESH, ["y"]).replicated_axes == (0,)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Mesh((2, 0)), "at least one rank"),
+        (lambda: Mesh((2, 2), names=("x",)), "different names"),
+        (lambda: Mesh((2,), ranks=[1, 1]), "2 different ranks"),
+        (lambda: Mesh((2,), ranks=[0, 1, 2]), "2 different ranks"),
+        (lambda: Layout(MESH, ["z"]), "no axis 'z'"),
+        (lambda: Layout(MESH, [2]), "outside a mesh of 2"),
+        (lambda: Layout(MESH, ["x", "x"]), "partial, once"),
+        (lambda: Layout(MESH, ["x"], {"x": "sum"}), "partial, once"),
+        (lambda: Layout(MESH, [None], {"x": "median"}), "pending reduction"),
+        (lambda: Layout(MESH, [None], {"x": "sum", "y": "max"}), "only sum and avg"),
+        (lambda: Layout(MESH, [Block()]), "a dimension is None"),
+        (lambda: Layout(MESH, [3.5]), "a dimension is None"),
+        (lambda: Cyclic(0), "at least 1"),
+        (lambda: Ragged([1, 2]), "start at 0"),
+        (lambda: Ragged([0, 3, 2]), "never decrease"),
+        (lambda: Intervals([[(3, 2)]]), "sorted"),
+        (lambda: Layout(MESH, [("y", Ragged([0, 1, 2, 3]))]).index_sets((3,)), "3 cut points"),
+        (lambda: Layout(MESH, [("y", Intervals([[(0, 1)], [(2, 3)]]))]).index_sets((3,)), "cover"),
+        (lambda: Layout(MESH, [None]).index_sets((3, 3)), "1 dimensions"),
+    ],
+)
+def test_refusals_say_what_is_wrong(build: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        build()
+
+
+def test_chunk_is_nested_and_block_is_not() -> None:
+    mesh = Mesh((2, 2))
+    block, chunk = Layout(mesh, [((0, 1), Block())]), Layout(mesh, [((0, 1), Chunk())])
+    assert [block.local_shape((10,), rank)[0] for rank in range(4)] == [3, 3, 3, 1]
+    assert [chunk.local_shape((10,), rank)[0] for rank in range(4)] == [3, 2, 3, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_json_round_trip(seed: int) -> None:
+    case = random_case(seed, FAMILIES + "P")
+    for layout in (case.src, case.dst):
+        again = Layout.from_json(layout.to_json())
+        assert again == layout
+        assert hash(again) == hash(layout)
+        assert again.to_json() == layout.to_json()
+
+
+def test_json_of_the_future_is_refused() -> None:
+    data = Layout(MESH, ["x"]).to_json()
+    assert data == {
+        "format": "optim-redist.layout/1",
+        "mesh": {"sizes": [4, 2], "names": ["x", "y"], "ranks": None},
+        "dims": [{"axes": [0], "kind": "block"}],
+        "partial": {},
+    }
+    with pytest.raises(LayoutError, match="layout/2"):
+        Layout.from_json({**data, "format": "optim-redist.layout/2"})
+    with pytest.raises(LayoutError, match="'spiral'"):
+        Layout.from_json({**data, "dims": [{"axes": [0], "kind": "spiral"}]})
+
+
+def _random_sets(seed: int) -> tuple[list[Any], list[Any]]:
+    case = random_case(seed, "BRIUK")
+    return list(case.src.index_sets(case.shape)), list(case.dst.index_sets(case.shape))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+def test_index_set_algebra_is_set_algebra(seed: int, rng: Any) -> None:
+    for src, dst in zip(*_random_sets(seed)):
+        a, b = rng.choice(src), rng.choice(dst)
+        common = intersect(a, b)
+        listed = elements(a)
+        assert elements(common) == sorted(set(listed) & set(elements(b)))
+        assert size(common) == len(elements(common))
+        bound = rng.randint(0, 30)
+        assert num_below(a, bound) == sum(index < bound for index in listed)
+        order = [x for run in common for k in range(run.repeats) for x in _piece(run, k)]
+        places = [x for run in positions(a, common) for k in range(run.repeats) for x in _piece(run, k)]
+        assert [listed[place] for place in places] == order
+        start = rng.randint(0, len(order))
+        stop = rng.randint(start, len(order))
+        assert elements(take(common, start, stop)) == sorted(order[start:stop])
+
+
+def _piece(run: Any, k: int) -> range:
+    return range(run.start + k * run.stride, run.start + k * run.stride + run.length)
+
+
+def test_sets_of_a_long_cyclic_dimension_are_short() -> None:
+    n = 10**9 + 3
+    sets = Cyclic(1).index_sets(n, (8,))
+    assert all(len(held) <= 2 for held in sets)
+    assert sum(map(size, sets)) == n
+    common = intersect(sets[3], interval(12345, n - 54321))
+    assert size(common) == len(range(12347, n - 54321, 8))
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys, optim_redist as r; m = r.Mesh(4);"
+        "p = r.plan((8, 8), 'bf16', r.Layout(m, [0, None]), r.Layout(m, [None, 0])); r.verify(p); p.hash;"
+        "r.bounds((8, 8), p.src, p.dst); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
