@@ -19,6 +19,7 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, Mesh
 from optim_redist.parsing import parse_layout, parse_mesh
+from optim_redist.plan_text import bounds_lines, parse_bytes
 
 _EXAMPLES = """examples:
   optim-redist plan --shape 8,8,8,4 --mesh 4,2,4 --src "D_[4,2,4]_|_{(0,1),-,-,-}(1,-,-,-)" \\
@@ -63,14 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = _command(commands, "calibrate", _calibrate, "measure the collectives of this machine (under torchrun)")
     calibrate.add_argument("--out", type=Path, default=Path("costs.json"), help="where to write the model")
     calibrate.add_argument("--seconds", type=float, default=60, help="about how long it may take")
-    calibrate.add_argument("--mesh", type=_mesh, help="measure groups along the axes of this mesh too")
-    calibrate.add_argument("--sizes", type=_sizes, help="bytes per rank, such as 4KiB,1MiB,64MiB")
+    calibrate.add_argument("--mesh", type=_read(parse_mesh), help="measure groups along the axes of this mesh too")
+    calibrate.add_argument("--sizes", type=_read(_sizes), help="bytes per rank, such as 4KiB,1MiB,64MiB")
 
     bench = _command(commands, "bench", _bench, "time moves beside DTensor.redistribute (under torchrun)")
     bench.add_argument("--against", choices=["dtensor", "none"], default="dtensor")
-    bench.add_argument("--sizes", type=_sizes, default=[64 << 20], help="bytes of the tensors, such as 64MiB,2GiB")
+    bench.add_argument(
+        "--sizes", type=_read(_sizes), default=[64 << 20], help="bytes of the tensors, such as 64MiB,2GiB"
+    )
     bench.add_argument("--repeats", type=int, default=9)
-    bench.add_argument("--model", type=_model, help="cost model to plan with: a preset or a file of calibrate")
+    bench.add_argument("--model", type=_read(_model), help="cost model to plan with: a preset or a file of calibrate")
     bench.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
 
@@ -87,17 +90,23 @@ def _command(
 def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> None:
     command = _command(commands, name, run, summary)
     command.add_argument("--shape", type=_shape, required=True, help="global shape, such as 8,8,8,4")
-    command.add_argument("--mesh", type=_mesh, help="ranks as a grid: 4,2,4 or x=4,y=2; D_[…] brings its own")
-    command.add_argument("--dst-mesh", type=_mesh, help="the target's grid where it differs; ranks start at 0")
+    command.add_argument(
+        "--mesh", type=_read(parse_mesh), help="ranks as a grid: 4,2,4 or x=4,y=2; D_[…] brings its own"
+    )
+    command.add_argument(
+        "--dst-mesh", type=_read(parse_mesh), help="the target's grid where it differs; ranks start at 0"
+    )
     command.add_argument("--src", required=True, help="the layout it has, in any notation")
     command.add_argument("--dst", required=True, help="the layout it should get, in any notation")
     command.add_argument("--dtype", default="bf16", help="such as bf16, float32, int8")
     command.add_argument(
         "--topology", help="flat, nodes:8 (ranks per node) or nodes:axis0 (a mesh axis numbers the nodes)"
     )
-    command.add_argument("--model", type=_model, help="cost model: h200x4, h200x8, nodes-400g, flat, or a file")
+    command.add_argument("--model", type=_read(_model), help="cost model: h200x4, h200x8, nodes-400g, flat, or a file")
     if name != "bound":
-        command.add_argument("--memory-limit", type=_size, help="bytes that no rank may exceed, such as 40GiB")
+        command.add_argument(
+            "--memory-limit", type=_read(parse_bytes), help="bytes that no rank may exceed, such as 40GiB"
+        )
         command.add_argument("--donate", action="store_true", help="the source may be given up once read")
         command.add_argument("--picture", choices=["ascii", "svg"], help="draw source, target and traffic as well")
 
@@ -112,34 +121,24 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"a shape is written 8,8,4, got {text!r}") from None
 
 
-def _size(text: str) -> int:
-    """Bytes: 4096, 64KiB, 1.5GiB; KB, MB, GB are decimal."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", 1):
-        units |= {f"{letter}iB": 1024**power, f"{letter}B": 1000**power}
-    digits = text.rstrip("BiKMGT")
-    try:
-        return round(float(digits) * units[text[len(digits) :]])
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
+def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` for argparse, which would drop what a ValueError says."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except (RedistError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 def _sizes(text: str) -> list[int]:
-    return [_size(part) for part in text.split(",")]
-
-
-def _mesh(text: str) -> Mesh:
-    try:
-        return parse_mesh(text)
-    except RedistError as error:  # argparse would drop what a ValueError says
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return [parse_bytes(part) for part in text.split(",")]
 
 
 def _model(text: str) -> CommModel:
-    try:
-        return CommModel.load(text) if Path(text).suffix == ".json" else CommModel.preset(text)
-    except (RedistError, OSError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return CommModel.load(text) if Path(text).suffix == ".json" else CommModel.preset(text)
 
 
 def _topology(text: str | None, mesh: Mesh) -> Topology | None:
@@ -213,7 +212,6 @@ def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
 
 def _bound(options: argparse.Namespace) -> int:
     from optim_redist.lower_bounds import bounds
-    from optim_redist.plan_text import bounds_lines
 
     src, dst = _layouts(options)
     topology = _topology(options.topology, src.mesh) or (options.model.topology if options.model else None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optim_redist.errors import RedistError
+
 if TYPE_CHECKING:
     from optim_redist.lower_bounds import Bounds, Cut
     from optim_redist.planning import Plan
@@ -25,6 +27,18 @@ def format_bytes(size: float) -> str:
             return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
         size /= 1024
     return f"{size:.3g} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from 4096, 64KiB or 1.5GiB; KB, MB, GB and TB are decimal."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", 1):
+        units |= {f"{letter}iB": 1024**power, f"{letter}B": 1000**power}
+    digits = text.rstrip("BiKMGT")
+    try:
+        return round(float(digits) * units[text[len(digits) :].strip()])
+    except (ValueError, KeyError):
+        raise RedistError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
 
 
 def format_seconds(seconds: float) -> str:

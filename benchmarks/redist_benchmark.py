@@ -1,0 +1,85 @@
+"""Redistribution beside DTensor: what plans move, how long planning takes, and how long moves take.
+
+python -m benchmarks.redist_benchmark --planning               volumes, cuts, memory, planning time; no ranks needed
+python -m benchmarks.redist_benchmark --sizes 1MiB,16MiB       moves timed on 4 gloo ranks of this machine
+torchrun --nproc-per-node 4 -m benchmarks.redist_benchmark --sizes 64MiB,512MiB,2GiB     the same on GPUs
+
+Without options it does both at sizes for a CPU. Timed moves are compared with DTensor's result first; a row that
+differs shows no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import redist_planning
+from benchmarks.report import Report
+from optim_redist import benchmarking
+from optim_redist.plan_text import parse_bytes
+from optim_utils.testing import run_ranks
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--planning", action="store_true", help="only the planning figures")
+    parser.add_argument("--cases", type=int, default=1000, help="random redistributions of each kind")
+    parser.add_argument("--sizes", type=_sizes, help="bytes of the tensors, such as 64MiB,2GiB")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=4, help="gloo ranks where torchrun has started none")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    if "RANK" in os.environ:
+        return _under_torchrun(options)
+    report = Report("Redistribution beside DTensor")
+    if options.planning or not options.sizes:
+        planning = Report("Planning redistributions beside DTensor's planners")
+        planning.rows = redist_planning.rows_of(options.cases)
+        planning.show()
+        report.rows += planning.rows
+    if options.sizes or not options.planning:
+        measured = run_ranks(_measure, options.ranks, options.sizes or [1 << 20], options.repeats, timeout=1800.0)[0]
+        print(f"{report.heading()}\n{options.ranks} gloo ranks\n\n{benchmarking.table(measured)}\n")
+        report.rows += [asdict(row) for row in measured]
+    if options.json:
+        report.save_json(options.json)
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_bytes(part) for part in text.split(",")]
+
+
+def _measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> list[benchmarking.Row]:
+    # DTensor says on every call that it falls back on gloo and that it would rather have flattened meshes
+    logging.disable(logging.WARNING)
+    return benchmarking.measure(sizes, repeats=repeats)
+
+
+def _under_torchrun(options: Any) -> int:
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        rows = _measure(dist.get_rank(), dist.get_world_size(), options.sizes or [64 << 20], options.repeats)
+        if dist.get_rank() == 0:
+            report = Report("Redistribution beside DTensor")
+            report.rows = [asdict(row) for row in rows]
+            print(f"{report.heading()}\n\n{benchmarking.table(rows)}")
+            if options.json:
+                report.save_json(options.json)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

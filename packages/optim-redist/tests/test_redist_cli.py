@@ -1,0 +1,333 @@
+"""The command line: what it prints, its JSON, its exit status, and the commands that measure running ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from optim_redist import (
+    CommModel,
+    Cyclic,
+    Layout,
+    LayoutError,
+    Mesh,
+    MultiAxisDist,
+    Plan,
+    UnsupportedError,
+    calibrate,
+    parse_layout,
+    plan,
+)
+from optim_redist._progress import progress
+from optim_redist.benchmarking import matrix_shape
+from optim_redist.cli import main
+from optim_redist.plan_text import crossings, format_bytes, format_seconds, traffic, worst_cut
+from optim_utils.testing import run_ranks
+
+EXAMPLES = Path(__file__).parent / "redist_examples.json"
+THIRD = [
+    "--shape", "8,8,8,4", "--mesh", "4,2,4", "--src", "D_[4,2,4]_|_{(0,1),-,-,-}(1,-,-,-)", "--dst", "[-,1~4,0~2,-]",
+    "--topology", "nodes:axis0", "--dtype", "bf16",
+]  # fmt: skip
+SWAP = ["--shape", "65536,65536", "--mesh", "dp=2,tp=4", "--src", "S(0),S(1)", "--dst", "S(1),S(0)"]
+XLA = ["--shape", "16,16,16", "--mesh", "x=4,y=2", "--src", "P('y',None,'x')", "--dst", "P(None,('x','y'),None)"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_plan_prints_a_table_with_the_bounds(capsys):
+    text = run(capsys, "plan", *THIRD)
+    assert "8×8×8×4 bfloat16, 32 ranks" in text
+    assert "no plan moves less than 224 elements, 448 B (receive)" in text
+    assert "[-, 1~4, 0~2, -]" in text
+    assert "receives" in text.splitlines()[3]
+    # 384 elements must enter each node of eight
+    assert "at least 768 B" in text
+
+
+def test_plan_as_json_reads_back(capsys):
+    data = json.loads(run(capsys, "plan", *THIRD, "--json"))
+    made = Plan.from_json(data)
+    assert data["format"] == "optim-redist.plan/1"
+    assert json.loads(json.dumps(made.to_json())) == data
+    assert made.bounds.lb == 224
+    assert made.src == MultiAxisDist((4, 2, 4), ((0, 1), (), (), ()), 1).to_layout()
+
+
+def test_explain_says_why(capsys):
+    text = run(capsys, "explain", *SWAP, "--model", "h200x8", "--memory-limit", "40GiB")
+    for heading in ("What no plan can beat", "What decides the time", "Why this one"):
+        assert heading in text
+    assert "receive on the busiest rank" in text
+    assert "limit 40 GiB" in text
+
+
+def test_bound_of_the_public_case(capsys):
+    assert "together: 448 elements" in run(capsys, "bound", *XLA)
+    data = json.loads(run(capsys, "bound", *XLA, "--json"))
+    assert (data["lb"], data["lb_kind"], data["itemsize"]) == (448, "receive", 2)
+    assert json.loads(run(capsys, "bound", *XLA, "--json", "--topology", "nodes:2"))["cuts"]
+
+
+def test_meshes_may_differ(capsys):
+    arguments = ["--shape", "12", "--mesh", "4", "--dst-mesh", "6", "--src", "[0]", "--dst", "[0]"]
+    data = json.loads(run(capsys, "plan", *arguments, "--json"))
+    assert len(data["dst"]["mesh"]["sizes"]) == 1
+    assert "source of ranks" in run(capsys, "bound", *arguments) or "target of ranks" in run(
+        capsys, "bound", *arguments
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", *SWAP, "--memory-limit", "1GiB"], "memory_limit"),
+        (["plan", *SWAP[:-1], "S(9),R"], "dimensions"),
+        (["plan", "--shape", "8", "--src", "[0]", "--dst", "[0]"], "pass mesh"),
+        (["plan", *SWAP, "--topology", "ring"], "--topology"),
+        (["plan", *SWAP, "--model", "abacus"], "presets"),
+        (["verify", "/nowhere.json"], "nowhere"),
+        (["bench"], "torchrun"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_requests_that_make_no_sense_exit_with_2_and_say_why(capsys, monkeypatch, arguments, message):
+    monkeypatch.delenv("RANK", raising=False)
+    try:
+        status = main(arguments)
+    except SystemExit as stopped:  # argparse has found it
+        status = stopped.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--shape", "8,x"], ["--memory-limit", "9 feet"], ["--mesh", "x=4,2"]])
+def test_options_that_cannot_be_read(capsys, option):
+    with pytest.raises(SystemExit):
+        main(["plan", *SWAP, *option])
+    assert option[1] in capsys.readouterr().err
+
+
+def test_verify_proves_and_simulates_the_examples(capsys):
+    text = run(capsys, "verify", str(EXAMPLES), "--execute", "simulate", "--limit", "12")
+    assert text.startswith("12 redistributions proven, 12 executed, 0 wrong")
+    data = json.loads(run(capsys, "verify", str(EXAMPLES), "--json"))
+    assert (data["checked"], data["failed"]) == (74, 0)
+    assert all(row["volume_ratio"] >= 1 for row in data["results"])
+
+
+def test_verify_runs_on_ranks(capsys):
+    text = run(capsys, "verify", str(EXAMPLES), "--execute", "gloo:4", "--limit", "20")
+    executed = sum(
+        len(row["mesh"]) and _ranks(row) <= 4 for row in json.loads(EXAMPLES.read_text())["redistributions"][:20]
+    )
+    assert executed
+    assert text.startswith(f"20 redistributions proven, {executed} executed, 0 wrong")
+
+
+def _ranks(row) -> int:
+    total = 1
+    for size in row["mesh"]:
+        total *= size
+    return total
+
+
+def test_verify_finds_what_is_wrong(capsys, tmp_path):
+    data = json.loads(EXAMPLES.read_text())
+    data["redistributions"] = data["redistributions"][:1]
+    data["redistributions"][0]["bounds"]["lower_bound"] += 1
+    data["named"] = []
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(data))
+    assert main(["verify", str(path)]) == 1
+    assert "C000: the bound is 128 elements here and 129 in the file" in capsys.readouterr().out
+    made = plan((8, 8), "int32", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
+    path.write_text(json.dumps(made.to_json()))
+    assert main(["verify", str(path), "--execute", "simulate"]) == 0
+    wrong = made.to_json()
+    wrong["dst"] = parse_layout("[-,-]", "4").to_json()
+    path.write_text(json.dumps(wrong))
+    assert main(["verify", str(path)]) == 1
+    assert "another layout than its target" in capsys.readouterr().out
+    path.write_text("{}")
+    assert main(["verify", str(path)]) == 2
+
+
+def _measure(rank: int, world_size: int, port: int, folder: str) -> list[int]:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    costs, rows = f"{folder}/costs.json", f"{folder}/rows.json"
+    sizes = ["--sizes", "4KiB,64KiB,256KiB"]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        first = main(["calibrate", "--out", costs, "--seconds", "0.5", *sizes, "--mesh", "a=2,b=2"])
+        os.environ["MASTER_PORT"] = str(port + 1)
+        second = main(["bench", "--sizes", "64KiB", "--repeats", "1", "--model", costs, "--out", rows])
+    return [first, second]
+
+
+def _free_port() -> int:
+    """The lower of two ports next to each other that nobody listens on."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+@pytest.mark.slow
+def test_calibrate_and_bench_on_ranks(tmp_path):
+    assert run_ranks(_measure, 4, _free_port(), str(tmp_path), init_process_group=False) == [[0, 0]] * 4
+    model = CommModel.load(tmp_path / "costs.json")
+    assert set(model.curves) == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce", "send_recv"}
+    assert all(b0 < b1 and s0 <= s1 for curve in model.curves.values() for (b0, s0), (b1, s1) in pairwise(curve))
+    measured = json.loads((tmp_path / "costs.json").read_text())["measured"]
+    assert (measured["world"], measured["backend"], set(measured["groups"])) == (4, "gloo", {"a", "b"})
+    bench = json.loads((tmp_path / "rows.json").read_text())
+    assert len(bench["rows"]) == 19
+    assert all(row["same"] and row["ours_ms"] > 0 and row["dtensor_ms"] > 0 for row in bench["rows"])
+
+
+def test_calibrate_needs_ranks():
+    with pytest.raises(UnsupportedError, match="init_process_group"):
+        calibrate(out=None)
+
+
+def test_the_module_runs_without_torch_for_planning():
+    code = (
+        "import sys; from optim_redist.cli import main; "
+        f"main({['bound', *XLA]!r}); main({['plan', *SWAP]!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "448 elements" in done.stdout
+
+
+# -- words and pictures
+
+
+@pytest.mark.parametrize(
+    "size, text", [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (3 * 2**30, "3 GiB"), (2**50, "1.02e+03 TiB")]
+)
+def test_bytes_in_words(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0 µs"), (1.5e-5, "15 µs"), (0.0123, "12.3 ms"), (2.0, "2 s")])
+def test_seconds_in_words(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_traffic_of_a_plan_adds_up_to_its_volumes():
+    src, dst = parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4")
+    made = plan((8, 8), "bf16", src, dst)
+    pairs = traffic(made)
+    assert len(pairs) == 12
+    assert set(pairs.values()) == {4}
+    assert sum(size for (_, receiver), size in pairs.items() if receiver == 0) == made.steps[0].recv == made.bounds.lb
+
+
+def test_worst_cut_compares_with_what_must_cross():
+    start = MultiAxisDist((4, 2, 4), ((0, 1), (), (), ()), 1).to_layout()
+    target = MultiAxisDist((4, 2, 4), ((), (1,), (0,), ()), (-1, 4, 2, -1)).to_layout()
+    from optim_redist import Topology
+
+    topology = Topology.from_mesh_axis(Mesh((4, 2, 4)), 0)
+    direct = plan((8, 8, 8, 4), "bf16", start, target, topology=topology, planners=["direct"])
+    assert {inbound for _, inbound, _ in crossings(direct, direct.bounds.cuts)} == {1536}
+    assert worst_cut(direct)[1] == 4.0
+
+
+def test_ascii_pictures():
+    mesh = Mesh((2, 2))
+    assert Layout(mesh, [0, 1]).picture((4, 2)) == (
+        "       0   1\n"
+        "     +---+---+\n"
+        "0..1 | 0 | 1 |\n"
+        "     +---+---+\n"
+        "2..3 | 2 | 3 |\n"
+        "     +---+---+"
+    )  # fmt: skip
+    assert Layout(mesh, [(0, Cyclic(1)), None, 1]).picture((2, 1, 4)).startswith("dim 2 = 0..1:")
+    assert Layout(mesh, [(0, Cyclic(1)), None, 1]).picture((2, 1, 4), dims=(0, 2)).count("dim 1") == 1
+    assert "0-3" in Layout(mesh, []).picture(())
+    with pytest.raises(LayoutError, match="too large"):
+        Layout(Mesh(128), [0]).picture((128,))
+    with pytest.raises(LayoutError, match="dims"):
+        Layout(mesh, [0, 1]).picture((4, 2), dims=(0, 0))
+    with pytest.raises(LayoutError, match="fmt"):
+        Layout(mesh, [0, 1]).picture((4, 2), fmt="crayon")
+
+
+def test_every_cell_of_a_picture_names_its_owners():
+    from optim_redist.pictures import _grids
+
+    layout, shape = Layout(Mesh((2, 3)), [((1, 0), Cyclic(1)), None, None]), (7, 3, 2)
+    for grid in _grids(layout, shape):
+        for cell in grid.cells:
+            owners = [r for r in range(6) if cell.rows[0] in _indices(layout, shape, r)]
+            assert list(cell.ranks) == owners
+
+
+def _indices(layout, shape, rank):
+    from optim_redist.index_sets import elements
+
+    return elements(layout.indices(shape, rank)[0])
+
+
+def test_svg_is_well_formed_and_shows_every_message():
+    made = plan((8, 8), "bf16", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
+    root = ElementTree.fromstring(made.picture("svg"))
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{space}svg"
+    assert len(root.findall(f"{space}line")) == 12
+    titles = [title.text for title in root.iter(f"{space}title")]
+    assert "0 → 1: 8 B" in titles
+    ElementTree.fromstring(Layout(Mesh(3), [0, None, None]).picture((7, 2, 2), fmt="svg"))
+
+
+def test_ascii_picture_of_a_plan_has_the_traffic():
+    made = plan((8, 8), "bf16", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
+    text = made.picture()
+    assert "source [0, -]" in text
+    assert "24 B" in text.splitlines()[-1]
+    local = plan((8, 8), "bf16", parse_layout("[-,-]", "4"), parse_layout("[0,-]", "4"))
+    assert "nothing goes from rank to rank" in local.picture()
+    assert "nothing" in str(local) or "no rank lacks anything" in str(local)
+
+
+def test_matplotlib_figures():
+    pytest.importorskip("matplotlib")
+    made = plan((8, 8), "bf16", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
+    figure = made.picture("matplotlib")
+    assert [ax.get_title() for ax in figure.axes[:3]] == ["source", "target", "bytes"]
+    assert Layout(Mesh(4), [0, None]).picture((8, 8), fmt="matplotlib").axes
+
+
+def test_progress_is_plain_lines_off_a_terminal():
+    import io
+
+    stream = io.StringIO()
+    assert list(progress(range(3), "count", stream=stream, every=0.0)) == [0, 1, 2]
+    assert stream.getvalue().count("\n") == 3
+    assert "3/3" in stream.getvalue().splitlines()[-1]
+
+
+def test_matrix_shapes_of_the_benchmark():
+    assert matrix_shape(64 << 20) == (8192, 4096)
+    assert matrix_shape(512 << 20) == (16384, 16384)
+    assert matrix_shape(2 << 30) == (32768, 32768)
