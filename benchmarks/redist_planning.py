@@ -201,6 +201,7 @@ def coverage(cases: Sequence[Any]) -> dict[str, Any]:
 def volumes(cases: Sequence[Any]) -> list[dict[str, Any]]:
     """Volume of the busiest rank over the lower bound, on one level of ranks."""
     ours: list[float] = []
+    chosen: list[float] = []
     one_hop: list[float] = []
     theirs: dict[str, list[float]] = {"greedy": [], "graph": []}
     beside: dict[str, list[float]] = {"greedy": [], "graph": []}
@@ -210,6 +211,7 @@ def volumes(cases: Sequence[Any]) -> list[dict[str, Any]]:
             continue
         made, _ = cold_plan(case, planners=["direct"])
         ours.append(made.volume_ratio)
+        chosen.append(cold_plan(case, cost_model=_without_latency(Topology.flat()))[0].volume_ratio)
         one_hop.append(made.volume_ratio * limits.lb / limits.single_hop)
         for name in theirs:
             found = dtensor_plan(case, graph=name == "graph")
@@ -218,6 +220,7 @@ def volumes(cases: Sequence[Any]) -> list[dict[str, Any]]:
                 beside[name].append(made.volume_ratio)
     rows = [
         {"goal": "flat volume / LB", "planner": "ours, direct", **_spread(ours)},
+        {"goal": "flat volume / LB", "planner": "ours, bytes alone decide", **_spread(chosen)},
         {"goal": "flat volume / best single hop", "planner": "ours, direct", **_spread(one_hop)},
     ]
     for name, ratios in theirs.items():
