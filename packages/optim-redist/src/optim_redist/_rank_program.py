@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Literal
@@ -34,11 +35,15 @@ def as_bits(tensor: Tensor) -> Tensor:
     """The tensor as integers of its width, so that copies keep every bit; 16-byte elements stay what they are."""
     tensor = tensor.detach()
     if tensor.is_complex():
-        tensor = tensor.resolve_conj()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    bits = _BITS.get(tensor.element_size())
-    return tensor if bits is None or tensor.dtype == bits else tensor.view(bits)
+        # conjugation and negation may be pending on a view
+        tensor = tensor.resolve_conj().resolve_neg()
+    bits = bits_type(tensor.dtype)
+    return tensor if tensor.dtype == bits else tensor.view(bits)
+
+
+def bits_type(dtype: torch.dtype) -> torch.dtype:
+    """The integer type of the same width; the type itself if there is none."""
+    return _BITS.get(dtype.itemsize, dtype)
 
 
 def _view_of(piece: Piece, strides: Sequence[int]) -> _View:
@@ -65,7 +70,8 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _view(tensor: Tensor, view: _View) -> Tensor:
+def view_of(tensor: Tensor, view: _View) -> Tensor:
+    """The view, given relative to the tensor's first element."""
     sizes, strides, offset = view
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
@@ -101,6 +107,24 @@ class Message:
         return self._bound[strides]
 
 
+@dataclass(frozen=True)
+class Bound:
+    """One phase for tensors of given strides: every view it needs.
+
+    Attributes:
+        sent, received: the part of a tensor that already is the buffer, None if a buffer has to be packed or unpacked.
+        packs: (tensor read, its view, the buffer's view).
+        unpacks: (the buffer's view, the target's view).
+        stays: (the source's view, the target's view).
+    """
+
+    sent: _View | None
+    received: _View | None
+    packs: list[tuple[Literal["src", "dst"], _View, _View]]
+    unpacks: list[tuple[_View, _View]]
+    stays: list[tuple[_View, _View]]
+
+
 @dataclass
 class RankPhase:
     """One phase on one rank: messages by ascending peer, local copies, and the phase's name."""
@@ -110,51 +134,83 @@ class RankPhase:
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(-1))
     stays_to: Message = field(default_factory=lambda: Message(-1))
+    _bound: dict[tuple[tuple[int, ...], tuple[int, ...]], Bound] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def num_sent(self) -> int:
         return sum(message.num_elements for message in self.sends)
 
-    @property
+    @cached_property
     def num_received(self) -> int:
         return sum(message.num_elements for message in self.receives)
 
-    def pack(self, message: Message, src: Tensor | None, dst: Tensor | None, slot: Tensor) -> None:
-        """Copy a message's pieces into its slot of a buffer."""
-        tensors = {"src": src, "dst": dst}
-        place = 0
-        for k, read in enumerate(message.read):
-            tensor = tensors[read]
-            assert tensor is not None, "a sender has the tensor it reads"
-            view = message.views(tensor.stride())[k]
-            size = prod(view[0])
-            slot[place : place + size].view(view[0]).copy_(_view(tensor, view))
-            place += size
+    def bind(self, src: tuple[int, ...], dst: tuple[int, ...]) -> Bound:
+        """The phase's views in a source and a target of these strides."""
+        known = self._bound.get((src, dst))
+        if known is not None:
+            return known
+        strides = {"src": src, "dst": dst}
+        packs = [
+            (read, message.views(strides[read])[k], slot)
+            for message, slots in zip(self.sends, _slots(self.sends))
+            for k, (read, slot) in enumerate(zip(message.read, slots))
+        ]
+        unpacks = [
+            (slot, view)
+            for message, slots in zip(self.receives, _slots(self.receives))
+            for slot, view in zip(slots, message.views(dst))
+        ]
+        from_source = all(read == "src" for read, _, _ in packs)
+        made = Bound(
+            sent=_dense_span([view for _, view, _ in packs]) if from_source else None,
+            received=_dense_span([view for _, view in unpacks]),
+            packs=packs,
+            unpacks=unpacks,
+            stays=list(zip(self.stays_from.views(src), self.stays_to.views(dst))),
+        )
+        self._bound[src, dst] = made
+        return made
 
-    def unpack(self, message: Message, slot: Tensor, dst: Tensor) -> None:
-        """Copy a message that came to where its pieces belong."""
-        place = 0
-        for view in message.views(dst.stride()):
-            size = prod(view[0])
-            _view(dst, view).copy_(slot[place : place + size].view(view[0]))
-            place += size
 
-    def copy_what_stays(self, src: Tensor, dst: Tensor) -> None:
-        """Copy what this rank already holds from source to target."""
-        for here, there in zip(self.stays_from.views(src.stride()), self.stays_to.views(dst.stride())):
-            _view(dst, there).copy_(_view(src, here))
+def _slots(messages: Sequence[Message]) -> list[list[_View]]:
+    """For every message the views of its pieces in the flat buffer of all of them."""
+    found, place = [], 0
+    for message in messages:
+        slots = []
+        for piece in message.pieces:
+            sizes = _view_of(piece, [0] * len(piece))[0]
+            slots.append((sizes, _dense_strides(sizes), place))
+            place += prod(sizes)
+        found.append(slots)
+    return found
 
-    def dense_span(self, messages: list[Message], tensor: Tensor | None, name: str) -> Tensor | None:
-        """The part of ``tensor`` that already is the buffer of these messages, if its pieces lie there in order."""
-        if tensor is None or not messages or any(read != name for message in messages for read in message.read):
+
+def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _dense_span(views: Sequence[_View]) -> _View | None:
+    """The one flat view that all views together are, if they lie in memory in their order."""
+    if not views:
+        return None
+    end = start = views[0][2]
+    for sizes, strides, offset in views:
+        if offset != end or not _is_dense(sizes, strides):
             return None
-        start = end = -1
-        for message in messages:
-            for sizes, strides, offset in message.views(tensor.stride()):
-                if not _is_dense(sizes, strides) or (start >= 0 and offset != end):
-                    return None
-                start, end = (offset if start < 0 else start), offset + prod(sizes)
-        return tensor.as_strided((end - start,), (1,), tensor.storage_offset() + start)
+        end = offset + prod(sizes)
+    return (end - start,), (1,), start
+
+
+def copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy view by view, in one call if there are several."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def rank_phases(problem: Problem, phases: Sequence[Phase], rank: int) -> list[RankPhase]:

@@ -34,6 +34,7 @@ def redistribute_local(
     cost_model: CommModel | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
+    copy: bool = True,
 ) -> Any:
     """This rank's part of the target layout, given its part of the source layout.
 
@@ -47,6 +48,7 @@ def redistribute_local(
         out: where to put the result.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
+        copy: without it, a part of the source that becomes the target may come back as a view.
 
     Raises:
         LayoutError: if the tensor's shape is not what the layout says.
@@ -59,7 +61,7 @@ def redistribute_local(
     if dtype is None:
         raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
     made = plan(shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit)
-    return program_for(made, group)(tensor, out, async_op)
+    return program_for(made, group)(tensor, out, async_op, copy=copy)
 
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
@@ -126,4 +128,4 @@ def _simulate_phase(
         stage.local(k, tensors[rank], targets[rank])
     assert not wire, "every message has a receiver"
     for rank, stage in stages.items():
-        stage.finish(k, slots(stage.phases[k].receives, buffers[rank][1]), tensors[rank], targets[rank])
+        stage.finish(k, buffers[rank][1], tensors[rank], targets[rank])

@@ -101,23 +101,26 @@ def bounds(
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:
     """The bounds of a problem that is already laid out."""
     reduces = problem.num_contributions > 1
-    held = {point: problem.num_held(point) for point in set(problem.src_points.values())}
-    needed = {point: problem.num_needed(point) for point in set(problem.dst_points.values())}
-    kept = problem.num_kept
+    held, needed, kept = problem.held_sizes, problem.needed_sizes, problem.num_kept
 
-    recv = send = direct_recv = 0
-    for rank, point in problem.dst_points.items():
-        own, wanted = kept.get(rank, 0), needed[point]
-        recv = max(recv, wanted if reduces else wanted - own)
-        direct_recv = max(direct_recv, wanted * problem.num_contributions - own)
-    if problem.src_replicas == 1:
-        counted = kept if problem.dst_replicas == 1 else {}
-        send = max(held[point] - counted.get(rank, 0) for rank, point in problem.src_points.items())
+    send = 0
+    wanted = [needed[point] for point in problem.dst_points.values()]
+    own = [kept.get(rank, 0) for rank in problem.dst_points]
+    missing = list(map(int.__sub__, wanted, own))
+    recv = max(wanted if reduces else missing, default=0)
+    direct_recv = max(missing, default=0)
+    if reduces:
+        direct_recv = max(size * problem.num_contributions - part for size, part in zip(wanted, own))
     # holders of one point share its demand: what its needers want, less what holders among them have
-    direct_send = 0
-    for (point, _), ranks in problem.holders.items():
-        demand = held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)
-        direct_send = max(direct_send, -(-demand // len(ranks)))
+    if problem.src_replicas == 1:
+        demands = [held[point] * problem.dst_replicas - kept.get(rank, 0) for rank, point in problem.src_points.items()]
+        direct_send = max(demands)
+        send = direct_send if problem.dst_replicas == 1 else max(held.values())
+    else:
+        direct_send = max(
+            -(-(held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)) // len(ranks))
+            for (point, _), ranks in problem.holders.items()
+        )
 
     stored = problem.num_stored
     memory = max(map(sum, stored.values()))

@@ -123,7 +123,7 @@ class ManyProgram:
                 for segment in exchange.sends:
                     number = segment.item
                     slot = _slot(sent, segment, self.stages[number].bits)
-                    self.stages[number].pack(k, segment.message, slot, tensors[number], targets[number])
+                    self.stages[number].pack_message(segment.message, slot, tensors[number], targets[number])
                 work = None
                 if communicates:
                     assert self.group is not None, "plans that communicate were given a group"
@@ -139,7 +139,7 @@ class ManyProgram:
                     slot = _slot(received, segment, self.stages[segment.item].bits)
                     arrived[segment.item].append((segment.message, slot))
                 for number in taking_part:
-                    self.stages[number].finish(k, arrived[number], tensors[number], targets[number])
+                    self.stages[number].finish_messages(k, arrived[number], tensors[number], targets[number])
             for number in numbers:
                 tensors[number] = None
         return targets

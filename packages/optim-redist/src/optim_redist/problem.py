@@ -26,6 +26,7 @@ from optim_redist.index_sets import IndexSet, intersect, interval, size
 from optim_redist.layout import Block, Kind, Layout, grid_points
 
 Point = tuple[int, ...]
+_NOTHING = (0, 0)
 _Division = tuple[Kind | None, tuple[int, ...]]
 
 
@@ -36,6 +37,7 @@ class Overlap:
         n: size of the dimension.
         src, dst: index set of every source and target coordinate.
         src_sizes, dst_sizes: their sizes.
+        even_src, even_dst: whether all coordinates of a side hold equally much.
         common: ``common[i][j]`` is the number of indices that source coordinate i and target coordinate j share.
     """
 
@@ -43,6 +45,8 @@ class Overlap:
         self.n, self.src, self.dst = n, src, dst
         self.src_sizes = [size(held) for held in src]
         self.dst_sizes = [size(held) for held in dst]
+        self.even_src = len(set(self.src_sizes)) == 1
+        self.even_dst = len(set(self.dst_sizes)) == 1
         self.common = self._common()
 
     def _common(self) -> list[list[int]]:
@@ -53,6 +57,20 @@ class Overlap:
         if self.src is self.dst or self.src == self.dst:
             return [[n if i == j else 0 for j in range(len(self.dst))] for i, n in enumerate(self.src_sizes)]
         found = [[0] * len(self.dst) for _ in self.src]
+        if _is_contiguous(self.src) and _is_contiguous(self.dst):
+            # one sweep over both lists of cut points
+            i = j = 0
+            while i < len(self.src) and j < len(self.dst):
+                if self.src[i] and self.dst[j]:
+                    (a,), (b,) = self.src[i], self.dst[j]
+                    found[i][j] = max(0, min(a.start + a.length, b.start + b.length) - max(a.start, b.start))
+                    if a.start + a.length < b.start + b.length:
+                        i += 1
+                    else:
+                        j += 1
+                else:
+                    i, j = i + (not self.src[i]), j + (not self.dst[j])
+            return found
         for i, a in enumerate(self.src):
             for j, b in enumerate(self.dst):
                 if a and b and a[0].start < b[-1].stop and b[0].start < a[-1].stop:
@@ -75,6 +93,17 @@ class Overlap:
             for j, common in row:
                 found[j].append((i, common))
         return found
+
+
+def _is_contiguous(table: tuple[IndexSet, ...]) -> bool:
+    """Whether the coordinates hold intervals in ascending order, or nothing."""
+    stop = 0
+    for held in table:
+        if held:
+            if len(held) > 1 or held[0].repeats > 1 or held[0].start < stop:
+                return False
+            stop = held[0].start + held[0].length
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +206,22 @@ class Problem:
             found.setdefault(self.dst_points[rank], []).append(rank)
         return found
 
+    @cached_property
+    def held_sizes(self) -> dict[Point, int]:
+        """``num_held`` of every source point."""
+        points = self.src_points.values()
+        if all(overlap.even_src for overlap in self.overlaps):
+            return dict.fromkeys(points, prod([overlap.src_sizes[0] for overlap in self.overlaps]))
+        return {point: self.num_held(point) for point in set(points)}
+
+    @cached_property
+    def needed_sizes(self) -> dict[Point, int]:
+        """``num_needed`` of every target point, also of ranks that only fill in the identity."""
+        points = self._all_dst_points.values()
+        if all(overlap.even_dst for overlap in self.overlaps):
+            return dict.fromkeys(points, prod([overlap.dst_sizes[0] for overlap in self.overlaps]))
+        return {point: self.num_needed(point) for point in set(points)}
+
     def num_held(self, point: Point) -> int:
         """Elements at a source point."""
         return prod([overlap.src_sizes[i] for overlap, i in zip(self.overlaps, point)])
@@ -227,11 +272,11 @@ class Problem:
     @cached_property
     def num_stored(self) -> dict[int, tuple[int, int]]:
         """Elements of each rank's source and target tensors, also where it only fills in the identity."""
-        held = {point: self.num_held(point) for point in set(self.src_points.values())}
-        needed = {point: self.num_needed(point) for point in set(self._all_dst_points.values())}
-        held_by = {rank: held[point] for rank, point in self.src_points.items()}
-        stored_by = {rank: needed[point] for rank, point in self._all_dst_points.items()}
-        return {rank: (held_by.get(rank, 0), stored_by.get(rank, 0)) for rank in self.ranks}
+        held, needed = self.held_sizes, self.needed_sizes
+        stored = {rank: (held[point], 0) for rank, point in self.src_points.items()}
+        for rank, point in self._all_dst_points.items():
+            stored[rank] = stored.get(rank, _NOTHING)[0], needed[point]
+        return stored
 
     def held(self, rank: int) -> Box | None:
         """What the rank holds of the source, None outside its mesh."""

@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from optim_redist import _collectives
-from optim_redist._rank_program import Message, as_bits, rank_phases
+from optim_redist._rank_program import Bound, Message, as_bits, bits_type, copy_views, rank_phases, view_of
 from optim_redist._reduction import Reduction, fill_identity
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
@@ -34,7 +34,7 @@ class StageProgram:
     def __init__(self, problem: Problem, phases: Sequence[Any], rank: int, dtype: torch.dtype) -> None:
         self.rank = rank
         self.dtype = dtype
-        self.bits = _bits_type(dtype)
+        self.bits = bits_type(dtype)
         self.phases = rank_phases(problem, phases, rank)
         self.src_shape = _local_shape(problem.src, problem.shape, rank)
         self.dst_shape = _local_shape(problem.dst, problem.shape, rank)
@@ -46,6 +46,23 @@ class StageProgram:
             if rank not in problem.dst_points:
                 self.identity_op = problem.started[0][1]
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the rank's tensor stays exactly what it is."""
+        return self.src_shape == self.dst_shape
+
+    def only_view(self) -> tuple[slice, ...] | None:
+        """The slices of the source that are the target, if one piece of it is all of the target."""
+        pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
+        if self.reduction is not None or self.identity_op is not None or self.start_scale != 1 or len(pieces) != 1:
+            return None
+        if any(run.repeats > 1 and run.length > 1 for run in pieces[0]):
+            return None
+        return tuple(
+            slice(run.start, run.stop) if run.repeats == 1 else slice(run.start, run.stop, run.stride)
+            for run in pieces[0]
+        )
+
     def allocate(self, device: torch.device) -> Tensor | None:
         """An uninitialised target."""
         return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
@@ -53,51 +70,92 @@ class StageProgram:
     def begin(self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Pack phase k: the buffer to send, and one to receive into."""
         phase = self.phases[k]
-        src_bits, dst_bits = _bits(src), _bits(dst)
-        sent = phase.dense_span(phase.sends, src_bits, "src")
-        if sent is None:
+        bound = self._bind(k, src, dst)
+        if bound.sent is not None:
+            assert src is not None, "a span of the source has a source"
+            sent = view_of(as_bits(src), bound.sent)
+        else:
             sent = torch.empty(phase.num_sent, dtype=self.bits, device=device)
-            for message, slot in slots(phase.sends, sent):
-                phase.pack(message, src_bits, dst_bits, slot)
-        received = None
-        if not self._reduces(k):
-            received = phase.dense_span(phase.receives, dst_bits, "dst")
-        if received is None:
-            received = torch.empty(phase.num_received, dtype=self.bits, device=device)
-        return sent, received
-
-    def pack(self, k: int, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
-        """Copy one message of phase k into its part of a buffer."""
-        self.phases[k].pack(message, _bits(src), _bits(dst), slot)
+            if bound.packs:
+                tensors = {"src": _bits(src), "dst": _bits(dst)}
+                copy_views(
+                    [view_of(sent, slot) for _, _, slot in bound.packs],
+                    [view_of(cast(Tensor, tensors[read]), view) for read, view, _ in bound.packs],
+                )
+        if bound.received is not None and not self._reduces(k):
+            assert dst is not None, "receivers have a target"
+            return sent, view_of(as_bits(dst), bound.received)
+        return sent, torch.empty(phase.num_received, dtype=self.bits, device=device)
 
     def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
         """What phase k copies within the rank; reductions do this when they finish."""
-        phase = self.phases[k]
-        if phase.stays_from.pieces and not self._reduces(k):
+        stays = self._bind(k, src, dst).stays
+        if stays and not self._reduces(k):
             assert src is not None, "what stays has a source"
             assert dst is not None, "what stays has a target"
-            phase.copy_what_stays(as_bits(src), as_bits(dst))
+            here, there = as_bits(src), as_bits(dst)
+            copy_views([view_of(there, view) for _, view in stays], [view_of(here, view) for view, _ in stays])
 
-    def finish(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None) -> None:
-        """Unpack what phase k brought: every message with the flat bits that came."""
-        phase = self.phases[k]
+    def finish(self, k: int, received: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
-            assert self.reduction is not None
             if dst is not None:
-                self.reduction.combine(phase, arrived, src, dst)
+                self.combine(slots(self.phases[k].receives, received), src, dst)
         else:
-            dst_bits = _bits(dst)
-            for message, slot in arrived:
-                assert dst_bits is not None, "receivers have a target"
-                first = message.views(dst_bits.stride())[0]
-                # buffers that already are the target's memory need no copy
-                if slot.data_ptr() != dst_bits.data_ptr() + first[2] * dst_bits.element_size():
-                    phase.unpack(message, slot, dst_bits)
+            bound = self._bind(k, src, dst)
+            if bound.received is None and bound.unpacks:
+                target = as_bits(cast(Tensor, dst))
+                copy_views(
+                    [view_of(target, view) for _, view in bound.unpacks],
+                    [view_of(received, slot) for slot, _ in bound.unpacks],
+                )
+        self.end(k, dst)
+
+    def combine(self, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
+        """Reduce what came and this rank's own contribution into the target."""
+        assert self.reduction is not None, "only reductions combine"
+        self.reduction.combine(self.phases[0], arrived, src, dst)
+
+    def end(self, k: int, dst: Tensor | None) -> None:
+        """After the last phase, start the pending reduction that the target asks for."""
         if k == len(self.phases) - 1 and dst is not None:
             if self.identity_op is not None:
                 fill_identity(dst, self.identity_op)
             elif self.start_scale != 1:
                 dst.mul_(self.start_scale)
+
+    # -- the same for buffers that several tensors share
+
+    def pack_message(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Copy one message into its part of a buffer."""
+        tensors = {"src": _bits(src), "dst": _bits(dst)}
+        place = 0
+        for k, read in enumerate(message.read):
+            tensor = cast(Tensor, tensors[read])
+            view = message.views(tensor.stride())[k]
+            size = prod(view[0])
+            slot[place : place + size].view(view[0]).copy_(view_of(tensor, view))
+            place += size
+
+    def finish_messages(
+        self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
+    ) -> None:
+        """Unpack messages that came in any buffers: every message with its flat bits."""
+        if self._reduces(k):
+            if dst is not None:
+                self.combine(arrived, src, dst)
+        elif arrived:
+            target = as_bits(cast(Tensor, dst))
+            for message, slot in arrived:
+                place = 0
+                for view in message.views(target.stride()):
+                    size = prod(view[0])
+                    view_of(target, view).copy_(slot[place : place + size].view(view[0]))
+                    place += size
+        self.end(k, dst)
+
+    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None) -> Bound:
+        return self.phases[k].bind(() if src is None else src.stride(), () if dst is None else dst.stride())
 
     def _reduces(self, k: int) -> bool:
         return self.reduction is not None and k == 0
@@ -114,10 +172,6 @@ def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Te
 
 def _bits(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else as_bits(tensor)
-
-
-def _bits_type(dtype: torch.dtype) -> torch.dtype:
-    return as_bits(torch.empty(0, dtype=dtype)).dtype
 
 
 def _local_shape(layout: Any, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
@@ -173,6 +227,8 @@ class Program:
             [(self._sizes(phase.sends), self._sizes(phase.receives)) for phase in stage.phases] for stage in self.stages
         ]
         self._compared = not plan.communicates
+        # a plan without communication that keeps all of a rank's tensor, or one piece of it
+        self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
 
     def _sizes(self, messages: Sequence[Message]) -> list[int]:
         sizes = [0] * len(self._place)
@@ -180,9 +236,19 @@ class Program:
             sizes[self._place[message.peer]] = message.num_elements * self.plan.itemsize
         return sizes
 
-    def __call__(self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False) -> Any:
-        """This rank's part of the target; a ``Handle`` to it with ``async_op``."""
+    def __call__(
+        self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False, *, copy: bool = True
+    ) -> Any:
+        """This rank's part of the target; a ``Handle`` to it with ``async_op``.
+
+        Without ``out``, a tensor that stays what it is comes back itself; with ``copy=False`` a part of it may be a view.
+        """
         self._check(x, out)
+        if self._kept is not None and x is not None and out is None and not async_op:
+            if self.stages[0].keeps_all:
+                return x
+            if not copy:
+                return x[self._kept]
         device = x.device if x is not None else out.device if out is not None else _collectives.device_of(self.group)
         self._compare()
         if async_op:
@@ -208,7 +274,7 @@ class Program:
                     work = self._exchange(received, sent, number, k, async_op)
                 stage.local(k, x, target)
                 yield work
-                stage.finish(k, slots(stage.phases[k].receives, received), x, target)
+                stage.finish(k, received, x, target)
             x = target
         return x
 

@@ -1,0 +1,79 @@
+"""How long planning takes: ``python packages/optim-redist/tests/test_redist_latency.py`` prints the figures.
+
+Cold means that nothing about the pair is cached: neither the plan nor what its dimensions share. CPU time of the
+thread, best of four.
+"""
+
+from __future__ import annotations
+
+import time
+
+from redist_cases import random_case
+
+from optim_redist import Layout, Mesh, Topology, plan
+from optim_redist import planning as planning_module
+from optim_redist import problem as problem_module
+
+
+def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: int = 4) -> float:
+    """Seconds to plan one pair with every cache empty."""
+    best = float("inf")
+    for _ in range(repeats):
+        planning_module._cache.clear()
+        problem_module._overlap.cache_clear()
+        problem_module._sets.cache_clear()
+        src, dst = Layout.from_json(src.to_json()), Layout.from_json(dst.to_json())
+        start = time.thread_time()
+        plan(shape, "bf16", src, dst)
+        best = min(best, time.thread_time() - start)
+    return best
+
+
+def quantiles(num_pairs: int) -> dict[str, float]:
+    """p50, p90, p99 in seconds over random pairs of up to three mesh axes."""
+    times = sorted(cold_seconds(*random_case(seed, "COBU")) for seed in range(num_pairs))
+    return {f"p{q}": times[min(num_pairs - 1, num_pairs * q // 100)] for q in (50, 90, 99)}
+
+
+def large_meshes() -> dict[str, float]:
+    """Seconds for six binary axes and for 1024 ranks."""
+    binary, grid, flat = Mesh((2,) * 6), Mesh((8, 16, 8)), Mesh(1024)
+    shape = (64, 64, 64, 64)
+    return {
+        "6 binary axes": cold_seconds(
+            shape, Layout(binary, [(0, 1), (2, 3), 4, 5]), Layout(binary, [(5, 4), 0, (1, 3), 2])
+        ),
+        "1024 ranks, 3 axes": cold_seconds(
+            (4096, 4096, 64), Layout(grid, [(0, 1), 2, None]), Layout(grid, [2, (1, 0), None])
+        ),
+        "1024 ranks, 1 axis": cold_seconds((8192, 4096), Layout(flat, [0, None]), Layout(flat, [None, 0])),
+    }
+
+
+def test_planning_latency() -> None:
+    # ten times the figures that an idle core reaches, so that a busy machine does not fail
+    figures = quantiles(100)
+    assert figures["p50"] < 1.5e-3
+    assert figures["p99"] < 20e-3
+    assert max(large_meshes().values()) < 50e-3
+
+
+def test_cached_plans_cost_microseconds() -> None:
+    shape, src, dst = random_case(3, "C")
+    plan(shape, "bf16", src, dst)
+    start = time.thread_time()
+    for _ in range(1000):
+        plan(shape, "bf16", src, dst)
+    assert time.thread_time() - start < 0.1
+
+
+def test_nodes_are_planned_in_well_under_a_second() -> None:
+    mesh = Mesh((16, 8))
+    start = time.thread_time()
+    plan((1024, 1024), "bf16", Layout(mesh, [(0, 1), None]), Layout(mesh, [0, 1]), topology=Topology.nodes(8))
+    assert time.thread_time() - start < 1.0
+
+
+if __name__ == "__main__":
+    for name, seconds in {**quantiles(600), **large_meshes()}.items():
+        print(f"{name:20} {seconds * 1e6:9.0f} µs")
