@@ -23,14 +23,13 @@ import torch.distributed as dist
 # Run as a script, Python's path starts at this folder; the modules are named from the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.report import machine, versions
-
 from benchmarks.gpt.arms import SWEEP, TUNED
 from benchmarks.gpt.data import Corpus, load_corpus
 from benchmarks.gpt.display import Display
 from benchmarks.gpt.model import MODELS
 from benchmarks.gpt.results import HEADER, Result, draw_curves, write_json
 from benchmarks.gpt.training import Settings, train
+from benchmarks.report import machine, versions
 
 TITLES = {"muon": "Muon + AdamW (this project)", "adamw": "AdamW (torch.optim)"}
 
@@ -83,7 +82,7 @@ def _run(
             lr,
             settings,
             corpus,
-            checkpoint_path=options.out / f"checkpoint-{name}",
+            checkpoints=options.out / f"checkpoints-{name}",
             resume=options.resume,
             stop_at=options.stop_at,
             progress=progress,
@@ -102,6 +101,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         seed=options.seed,
         warmup_steps=max(1, options.steps // 30),
         max_norm=options.max_norm,
+        adamw_lr=TUNED[options.model]["adamw"],
         device=device,
         dtype=getattr(torch, dtype),
         eval_every=max(1, options.steps // 10),

@@ -6,6 +6,7 @@ the best of such a sweep. Both arms see the same batches, schedule, initial weig
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from optim_dist import TritonDistMuonAdamW, checkpoint
 from optim_utils import route_parameters
 
-#: Learning rates by model and arm; for ``muon`` that of the matrices (the rest uses ``ADAMW_LR_BESIDE_MUON``).
+#: Learning rates by model: Muon's for the hidden matrices, and AdamW's for the reference and for what is beside Muon.
 TUNED = {
-    "tiny": {"muon": 0.02, "adamw": 3e-3},
-    "small": {"muon": 0.02, "adamw": 3e-3},
-    "d12": {"muon": 0.02, "adamw": 1e-3},
-    "d20": {"muon": 0.02, "adamw": 6e-4},
+    "tiny": {"muon": 0.02, "adamw": 0.02},
+    "small": {"muon": 0.02, "adamw": 0.02},
+    "d12": {"muon": 0.02, "adamw": 2e-3},
+    "d20": {"muon": 0.02, "adamw": 2e-3},
 }
-SWEEP = {"muon": (0.01, 0.02, 0.04), "adamw": (1e-3, 3e-3, 1e-2)}
-ADAMW_LR_BESIDE_MUON = 3e-3
+SWEEP = {"muon": (0.01, 0.02, 0.04), "adamw": (0.01, 0.02, 0.04)}
 BETAS = (0.9, 0.95)
 EPS = 1e-10
 
@@ -38,8 +38,8 @@ class Arm(Protocol):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None: ...
-    def load(self, path: Path) -> dict[str, Any]: ...
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None: ...
+    def load_latest(self, folder: Path) -> dict[str, Any] | None: ...
 
 
 @dataclass
@@ -51,18 +51,20 @@ class MuonArm:
     title: str = "Muon + AdamW (optim-dist)"
 
     @classmethod
-    def build(cls, model: nn.Module, lr: float, **options: Any) -> MuonArm:
+    def build(cls, model: nn.Module, lr: float, adamw_lr: float) -> MuonArm:
         groups = route_parameters(model).param_groups(
             muon={"lr": lr, "weight_decay": 0.0},
-            adamw={"lr": ADAMW_LR_BESIDE_MUON, "betas": BETAS, "eps": EPS, "weight_decay": 0.0},
+            adamw={"lr": adamw_lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0},
         )
-        return cls(model, TritonDistMuonAdamW(groups, model=model, accumulation_steps=1, **options))
+        return cls(model, TritonDistMuonAdamW(groups, model=model, accumulation_steps=1))
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        checkpoint.save(path, self.model, self.optimizer, extra=extra)
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
+        checkpoint.save(folder / f"step-{step:06d}", self.model, self.optimizer, extra=extra)
+        _keep_newest(folder)
 
-    def load(self, path: Path) -> dict[str, Any]:
-        return checkpoint.load(path, self.model, self.optimizer)
+    def load_latest(self, folder: Path) -> dict[str, Any] | None:
+        path = checkpoint.latest(folder)
+        return None if path is None else checkpoint.load(path, self.model, self.optimizer)
 
 
 @dataclass
@@ -79,17 +81,21 @@ class AdamWArm:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=fused)
         return cls(DistributedDataParallel(model) if dist.is_initialized() else model, optimizer)
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
+        if _rank() != 0:
             return
         content = {"model": self._bare.state_dict(), "optimizer": self.optimizer.state_dict(), "extra": extra}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / "unfinished"
         torch.save(content, unfinished)
-        unfinished.rename(path)
+        unfinished.rename(folder / f"step-{step:06d}")
+        _keep_newest(folder)
 
-    def load(self, path: Path) -> dict[str, Any]:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+    def load_latest(self, folder: Path) -> dict[str, Any] | None:
+        paths = sorted(folder.glob("step-*"))
+        if not paths:
+            return None
+        content = torch.load(paths[-1], map_location="cpu", weights_only=True)
         self._bare.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         return content["extra"]
@@ -99,10 +105,22 @@ class AdamWArm:
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
 
-def build_arm(name: str, model: nn.Module, lr: float) -> Arm:
+def build_arm(name: str, model: nn.Module, lr: float, *, adamw_lr: float) -> Arm:
     """The arm called ``muon`` or ``adamw`` over a freshly initialised ``model``."""
     if name == "muon":
-        return MuonArm.build(model, lr)
+        return MuonArm.build(model, lr, adamw_lr)
     if name == "adamw":
         return AdamWArm.build(model, lr)
     raise ValueError(f"unknown arm {name!r}; known: muon, adamw")
+
+
+def _keep_newest(folder: Path, count: int = 2) -> None:
+    """Remove all but the newest checkpoints of an arm."""
+    if _rank() != 0:
+        return
+    for path in sorted(folder.glob("step-*"))[:-count]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -18,11 +18,11 @@ class Display:
     """Prints on the first rank, and nowhere else."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._console = Console(quiet=not enabled, soft_wrap=True)
         self._live = enabled and sys.stdout.isatty()
+        self._console = Console(quiet=not enabled, width=None if self._live else 140)
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
         table = Table(*header)

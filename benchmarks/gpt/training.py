@@ -7,9 +7,10 @@ of ranks trains on the same data and the loss curves agree up to the order of th
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,27 @@ class Settings:
     seed: int
     warmup_steps: int
     max_norm: float
+    adamw_lr: float
     device: torch.device
     dtype: torch.dtype
     eval_every: int
     eval_batches: int
     save_every: int
+
+    def what_decides_the_curve(self) -> dict[str, Any]:
+        """Plain values that a resumed run must share with the one it goes on with."""
+        names = (
+            "steps",
+            "batch_size",
+            "context",
+            "seed",
+            "warmup_steps",
+            "max_norm",
+            "adamw_lr",
+            "eval_every",
+            "eval_batches",
+        )
+        return asdict(self.config) | {name: getattr(self, name) for name in names} | {"dtype": str(self.dtype)}
 
 
 @dataclass
@@ -67,7 +84,7 @@ def train(
     settings: Settings,
     corpus: Corpus,
     *,
-    checkpoint_path: Path | None,
+    checkpoints: Path,
     resume: bool = False,
     stop_at: int | None = None,
     progress: Progress = lambda history, tokens_per_second, optimizer_ms: None,
@@ -76,12 +93,11 @@ def train(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if settings.batch_size % world_size:
         raise ValueError(f"--batch-size {settings.batch_size} must be a multiple of the number of ranks, {world_size}")
+    curve = settings.what_decides_the_curve() | {"lr": lr}
     torch.manual_seed(settings.seed)
     model = GPT(settings.config).to(settings.device)
-    arm = build_arm(arm_name, model, lr)
-    history = History()
-    if resume and checkpoint_path is not None and checkpoint_path.exists():
-        history = History(**arm.load(checkpoint_path))
+    arm = build_arm(arm_name, model, lr, adamw_lr=settings.adamw_lr)
+    history = _restore(arm, checkpoints, curve) if resume else _start_over(checkpoints, rank)
     validation = corpus.validation_batches(
         num_batches=settings.eval_batches, batch_size=settings.batch_size, context=settings.context
     )
@@ -106,10 +122,32 @@ def train(
         if history.step % settings.eval_every == 0 or history.step == settings.steps:
             loss = evaluate(arm.model, validation, settings, rank, world_size)
             history.validation.append([float(history.step), loss])
-        if checkpoint_path is not None and (history.step % settings.save_every == 0 or history.step == last_step):
-            arm.save(checkpoint_path, vars(history))
+        if history.step % settings.save_every == 0 or history.step == last_step:
+            arm.save(checkpoints, history.step, {"history": vars(history), "curve": curve})
         progress(history, settings.batch_size * settings.context / took, history.optimizer_ms[-1])
     return history
+
+
+def _restore(arm: Arm, checkpoints: Path, curve: dict[str, Any]) -> History:
+    saved = arm.load_latest(checkpoints)
+    if saved is None:
+        return History()
+    differing = {name: (value, curve.get(name)) for name, value in saved["curve"].items() if value != curve.get(name)}
+    if differing:
+        listed = ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in differing.items())
+        raise ValueError(
+            f"{checkpoints} belongs to another run: {listed}; give the same settings, or leave out --resume"
+        )
+    return History(**saved["history"])
+
+
+def _start_over(checkpoints: Path, rank: int) -> History:
+    """A run that is not resumed replaces the one before it."""
+    if rank == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    if dist.is_initialized():
+        dist.barrier()
+    return History()
 
 
 def _step(arm: Arm, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Callable[[], float]]:

@@ -1,0 +1,128 @@
+"""The main job at a tiny size: it trains, resumes to the same curve, and is the same on two ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import train_gpt
+from benchmarks.gpt.data import load_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--model", "tiny", "--steps", "12", "--batch-size", "4", "--context", "32", "--eval-batches", "2"]
+
+
+def run(out: Path, *arguments: str) -> dict:
+    train_gpt.main([*TINY, "--device", "cpu", "--out", str(out), *arguments])
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run(tmp_path_factory.mktemp("one"))
+
+
+def losses(results: dict) -> dict[str, list[float]]:
+    return {r["arm"]: r["train_loss"] for r in results["results"]}
+
+
+def test_both_arms_learn_from_the_same_start(one_rank: dict) -> None:
+    by_arm = losses(one_rank)
+    assert set(by_arm) == {"muon", "adamw"}
+    assert by_arm["muon"][0] == by_arm["adamw"][0] == pytest.approx(torch.tensor(256.0).log().item(), rel=1e-4)
+    for curve in by_arm.values():
+        assert len(curve) == 12
+        assert curve[-1] < curve[0] - 0.5
+
+
+def test_results_hold_what_the_table_shows(one_rank: dict) -> None:
+    assert one_rank["format"] == "train_gpt/1"
+    for result in one_rank["results"]:
+        assert result["validation"][-1] == [12.0, result["final_validation_loss"]]
+        assert 0 < result["optimizer_seconds"] < result["seconds"]
+        assert result["peak_bytes"] > 1 << 20
+    assert one_rank["versions"]["torch"] == torch.__version__
+
+
+def test_table_bar_and_curves_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "--arms", "muon")
+    printed = capsys.readouterr().out
+    assert "validation loss" in printed
+    assert "tok/s" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict) -> None:
+    train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), "--stop-at", "5"])
+    assert losses(run(tmp_path, "--resume")) == losses(one_rank)
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), "--stop-at", "2", "--arms", "adamw"])
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
+        run(tmp_path, "--resume", "--arms", "adamw", "--seed", "1")
+
+
+def test_finished_run_resumes_to_itself(tmp_path: Path, one_rank: dict) -> None:
+    run(tmp_path)
+    assert losses(run(tmp_path, "--resume")) == losses(one_rank)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one_and_resume_on_one(tmp_path: Path, one_rank: dict) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/train_gpt.py"]
+    common = [*launch, *TINY, "--device", "cpu", "--out", str(tmp_path)]
+    subprocess.run([*common, "--stop-at", "6"], cwd=ROOT, check=True, timeout=300)
+    halfway = run(tmp_path, "--resume", "--arms", "muon")
+    subprocess.run(common, cwd=ROOT, check=True, timeout=300)
+    two_ranks = json.loads((tmp_path / "results.json").read_text())
+    assert two_ranks["world_size"] == 2
+    for arm, curve in losses(one_rank).items():
+        assert losses(two_ranks)[arm] == pytest.approx(curve, rel=2e-4)
+    assert losses(halfway)["muon"] == pytest.approx(losses(one_rank)["muon"], rel=2e-4)
+
+
+def test_given_text_replaces_the_library(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(256)) * 40)
+    corpus = load_corpus(text, context=32)
+    assert len(corpus.train) == 9216
+    assert len(corpus.validation) == 1024
+    assert corpus.source == str(text)
+
+
+def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
+    corpus = load_corpus(None, context=32)
+    first = corpus.batch(3, batch_size=4, context=32, seed=0)
+    again = corpus.batch(3, batch_size=4, context=32, seed=0)
+    other = corpus.batch(4, batch_size=4, context=32, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no-such-file"], "no-such-file does not exist"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--lr", "nan"], "--lr must be positive, got nan"),
+    ],
+    ids=["data", "steps", "lr"],
+)
+def test_bad_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises((SystemExit, ValueError)) as failure:
+        train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err + str(failure.value)
+
+
+def test_too_little_text_is_named(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    with pytest.raises(ValueError, match="--context 32 needs at least 34"):
+        load_corpus(short, context=32)
