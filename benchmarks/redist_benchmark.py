@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import redist_planning
 from benchmarks.report import Report
 from optim_redist import benchmarking
+from optim_redist.cli import start_ranks
 from optim_redist.plan_text import parse_bytes
 from optim_utils.testing import run_ranks
 
@@ -62,12 +63,9 @@ def _measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> list
 
 
 def _under_torchrun(options: Any) -> int:
-    import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    start_ranks()
     try:
         rows = _measure(dist.get_rank(), dist.get_world_size(), options.sizes or [64 << 20], options.repeats)
         if dist.get_rank() == 0:

@@ -245,7 +245,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     from optim_redist.calibration import calibrate
 
-    device = _start_ranks()
+    device = start_ranks()
     try:
         mesh = None
         if options.mesh is not None:
@@ -268,7 +268,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     from optim_redist import benchmarking
 
-    _start_ranks()
+    start_ranks()
     try:
         rows = benchmarking.measure(
             options.sizes, against=options.against, repeats=options.repeats, cost_model=options.model
@@ -286,7 +286,7 @@ def _bench(options: argparse.Namespace) -> int:
     return 0 if all(row.same for row in rows) else 1
 
 
-def _start_ranks() -> str:
+def start_ranks() -> str:
     """Join the ranks that torchrun has started; returns their kind of device."""
     import torch
     import torch.distributed as dist
@@ -295,9 +295,10 @@ def _start_ranks() -> str:
         raise RedistError(
             "this command measures running ranks; start it with torchrun --nproc-per-node N -m optim_redist …"
         )
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    return device
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return "cpu"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return "cuda"
