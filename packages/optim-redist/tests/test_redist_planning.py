@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 from math import exp, log
 from typing import Any
 
@@ -29,6 +31,7 @@ from optim_redist import (
 )
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import border_volumes, hierarchical_phases
+from optim_redist._relabel import _assign
 from optim_redist._relay import busiest
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Problem
@@ -362,3 +365,31 @@ def test_transfer_and_step_volumes() -> None:
     assert box is not None
     phase = Phase.of("exchange", [Transfer(0, 1, box), Transfer(0, 0, box)])
     assert (phase.sent(), phase.received()) == ({0: 2}, {1: 2})
+
+
+def test_relabelling_keeps_most_data_where_it_is() -> None:
+    mesh = Mesh((2, 2))
+    src = Layout(mesh, [(0, 1), None])
+    turned = Layout(Mesh((2, 2), ranks=[3, 2, 1, 0]), [(0, 1), None])
+    made = plan((8, 8), "bf16", src, turned, relabel=True)
+    assert not made.communicates
+    assert made.dst.mesh.ranks == (0, 1, 2, 3)
+    verify(made)
+    for seed in range(60):
+        shape, src, dst = random_case(seed, FAMILIES)
+        kept, renamed = plan(shape, "bf16", src, dst), plan(shape, "bf16", src, dst, relabel=True)
+        verify(renamed)
+        assert sorted(renamed.dst.mesh.ranks) == sorted(dst.mesh.ranks)
+        before, after = (sum(Problem(shape, src, p.dst).num_kept.values()) for p in (kept, renamed))
+        assert after >= before
+
+
+def test_the_assignment_is_the_best_of_all() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        n = rng.randint(1, 5)
+        gain = [[rng.choice([0, rng.randint(0, 9)]) for _ in range(n)] for _ in range(n)]
+        found = _assign(gain)
+        best = max(sum(gain[k][p[k]] for k in range(n)) for p in permutations(range(n)))
+        assert sorted(found) == list(range(n))
+        assert sum(gain[k][found[k]] for k in range(n)) == best

@@ -68,9 +68,14 @@ def members(group: ProcessGroup) -> list[int]:
 
 def device_of(group: ProcessGroup | None) -> torch.device:
     """Where the group's tensors live: the current CUDA device for NCCL, else the CPU."""
-    if group is not None and "nccl" in dist.get_backend(group):
+    if group is not None and is_nccl(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def is_nccl(group: ProcessGroup) -> bool:
+    """Whether the group's collectives run on CUDA streams."""
+    return "nccl" in dist.get_backend(group)
 
 
 def exchange(

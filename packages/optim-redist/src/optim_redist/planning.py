@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._relabel import relabelled
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
@@ -181,6 +182,7 @@ def plan(
     topology: Topology | None = None,
     memory_limit: int | None = None,
     donate: bool = False,
+    relabel: bool = False,
     planners: Sequence[str] | None = None,
     budget: int = 0,
 ) -> Plan:
@@ -193,6 +195,7 @@ def plan(
         topology: groups of ranks, in place of the cost model's.
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
+        relabel: the target's ranks may be renamed so that most data stays; ``Plan.dst`` tells the new names.
         planners: names of the planners to ask; all by default.
         budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
@@ -204,12 +207,15 @@ def plan(
         model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    key = (tuple(shape), name, src, dst, model, memory_limit, donate, asked, budget)
+    key = (tuple(shape), name, src, dst, model, memory_limit, donate, relabel, asked, budget)
     known = _cache.get(key)
     if known is not None:
         _cache.move_to_end(key)
         return known
-    made = _plan(Request(Problem(shape, src, dst), name, model, memory_limit, donate, budget), asked)
+    problem = Problem(shape, src, dst)
+    if relabel:
+        problem = Problem(shape, src, relabelled(problem))
+    made = _plan(Request(problem, name, model, memory_limit, donate, budget), asked)
     _cache[key] = made
     if len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)

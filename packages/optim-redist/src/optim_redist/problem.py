@@ -62,9 +62,9 @@ class Overlap:
             i = j = 0
             while i < len(self.src) and j < len(self.dst):
                 if self.src[i] and self.dst[j]:
-                    (a,), (b,) = self.src[i], self.dst[j]
-                    found[i][j] = max(0, min(a.start + a.length, b.start + b.length) - max(a.start, b.start))
-                    if a.start + a.length < b.start + b.length:
+                    (x,), (y,) = self.src[i], self.dst[j]
+                    found[i][j] = max(0, min(x.start + x.length, y.start + y.length) - max(x.start, y.start))
+                    if x.start + x.length < y.start + y.length:
                         i += 1
                     else:
                         j += 1

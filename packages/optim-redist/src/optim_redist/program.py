@@ -236,12 +236,21 @@ class Program:
             sizes[self._place[message.peer]] = message.num_elements * self.plan.itemsize
         return sizes
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a CUDA graph may capture a call that has run before, into a given ``out``.
+
+        Everything a call does is then device work: copies, and collectives of NCCL.
+        """
+        return self._compared and (self.group is None or _collectives.is_nccl(self.group))
+
     def __call__(
         self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False, *, copy: bool = True
     ) -> Any:
         """This rank's part of the target; a ``Handle`` to it with ``async_op``.
 
-        Without ``out``, a tensor that stays what it is comes back itself; with ``copy=False`` a part of it may be a view.
+        Without ``out``, a tensor that stays what it is comes back itself, and with ``copy=False`` a part of it may
+        come back as a view.
         """
         self._check(x, out)
         if self._kept is not None and x is not None and out is None and not async_op:

@@ -1,0 +1,94 @@
+"""The same programs over NCCL: random cases, every dtype, reductions, async calls, many tensors, CUDA graphs."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from redist_cases import combined, contributions_of, part_of, random_case
+
+from optim_redist import Item, Layout, Mesh, compile, plan, redistribute_local, redistribute_many, simulate
+from optim_utils.testing import run_ranks
+
+WORLD = min(4, torch.cuda.device_count())
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices"),
+]
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
+
+
+def _fuzz(rank: int, world: int, num_cases: int) -> int:
+    done = 0
+    for seed in range(num_cases):
+        shape, src, dst = random_case(seed, "COBURIEKM", [(2,), (1, 2)] if world < 4 else [(4,), (2, 2), (3,), (2,)])
+        ranks = {*src.mesh.ranks, *dst.mesh.ranks}
+        if max(ranks) >= world or rank not in ranks:
+            continue
+        full = torch.arange(prod(shape)).reshape(shape).to(DTYPES[seed % len(DTYPES)])
+        here = part_of(full, src, rank)
+        found = redistribute_local(
+            None if here is None else here.cuda(), shape, src, dst, dtype=full.dtype, async_op=seed % 2 == 1
+        )
+        found = found.wait() if seed % 2 else found
+        expected = part_of(full, dst, rank)
+        assert (found is None) == (expected is None)
+        assert expected is None or torch.equal(found.cpu(), expected), seed
+        done += 1
+    return done
+
+
+def test_random_cases() -> None:
+    assert min(run_ranks(_fuzz, WORLD, 120, backend="nccl")) > 20
+
+
+def _reductions(rank: int, world: int) -> None:
+    meshes = [(2,)] if world < 4 else [(4,), (2, 2)]
+    for seed in range(60):
+        shape, src, dst = random_case(seed, "P", meshes)
+        if src.mesh.num_ranks != world:
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        count = prod(src.mesh.sizes[axis] for axis, _ in src.partial)
+        full = [torch.randint(-99, 99, shape, generator=generator).float() for _ in range(count)]
+        locals = {r: part_of(full[contributions_of(src, r)], src, r) for r in src.mesh.ranks}
+        found = redistribute_local(locals[rank].cuda(), shape, src, dst)
+        simulated = simulate(plan(shape, torch.float32, src, dst), locals)
+        assert torch.equal(found.cpu(), simulated[rank])
+        assert torch.equal(combined(src, shape, locals), combined(dst, shape, simulated))
+
+
+def test_reductions() -> None:
+    run_ranks(_reductions, WORLD, backend="nccl")
+
+
+def _many_and_graph(rank: int, world: int) -> None:
+    mesh = Mesh(world)
+    shape = (64 * world, 32 * world)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full = torch.randn(shape, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    here, there = part_of(full, src, rank).cuda(), part_of(full, dst, rank)
+    items = {f"w{k}": Item((here + k).bfloat16(), shape, src, dst) for k in range(20)}
+    for name, found in redistribute_many(items).items():
+        assert torch.equal(found.cpu(), (there + int(name[1:])).bfloat16())
+
+    program = compile(plan(shape, torch.bfloat16, src, dst))
+    out = torch.empty(there.shape, dtype=torch.bfloat16, device="cuda")
+    assert not program.graph_safe
+    program(here, out)
+    assert program.graph_safe
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        program(here, out)
+    for k in range(3):
+        here.copy_(part_of(full + k, src, rank))
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out.cpu(), part_of(full + k, dst, rank))
+    del graph
+
+
+def test_many_tensors_and_graph_replay() -> None:
+    run_ranks(_many_and_graph, WORLD, backend="nccl")
