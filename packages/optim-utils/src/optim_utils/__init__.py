@@ -68,6 +68,12 @@ from optim_utils.shampoo_model_utils import (
     split_weight_bias,
     uncombine_linears,
 )
+from optim_utils.shampoo_quantization import (
+    FLOAT_DTYPES,
+    DequantizeQuantizedTensorListContext,
+    QuantizedTensor,
+    QuantizedTensorList,
+)
 from optim_utils.shampoo_utils import (
     MergePlan,
     ParameterizeEnterExitContext,
@@ -93,7 +99,9 @@ __all__ = [
     "DTensorBlockInfo",
     "DYNAMIC8",
     "DYNAMIC8_UNSIGNED",
+    "DequantizeQuantizedTensorListContext",
     "DictZipIterator",
+    "FLOAT_DTYPES",
     "FP8_E4M3",
     "FP8_E5M2",
     "FrozenAbstractDataclass",
@@ -115,6 +123,8 @@ __all__ = [
     "OptimizerModule",
     "ParameterizeEnterExitContext",
     "Partition",
+    "QuantizedTensor",
+    "QuantizedTensorList",
     "Route",
     "RouteTable",
     "Rule",

@@ -21,7 +21,7 @@ from optim_utils._low_bit_formats import LowBitFormat
 if TYPE_CHECKING:
     from optim_utils._low_bit_tensor import LowBitTensor
 
-__all__ = ["decode_sharded", "encode_sharded"]
+__all__ = ["decode_sharded", "encode_sharded", "local_shape"]
 
 
 def encode_sharded(x: Tensor, fmt: LowBitFormat, *, dtype: torch.dtype, uniform: Tensor | None = None) -> LowBitTensor:
@@ -42,10 +42,15 @@ def decode_sharded(x: LowBitTensor) -> Tensor:
     codes, scale, offset = x.codes, x.scale, x.offset
     assert isinstance(codes, DTensor)
     assert isinstance(scale, DTensor)
-    local_shape, _ = compute_local_shape_and_global_offset(x.shape, codes.device_mesh, codes.placements)
     local_offset = offset.to_local() if isinstance(offset, DTensor) else None
-    numbers = decode_blocks(codes.to_local(), scale.to_local(), local_offset, x.fmt, local_shape)
+    numbers = decode_blocks(codes.to_local(), scale.to_local(), local_offset, x.fmt, local_shape(x))
     return _as_dtensor(numbers, codes, x.shape)
+
+
+def local_shape(x: LowBitTensor) -> tuple[int, ...]:
+    """The shape of this rank's part of x."""
+    assert isinstance(x.codes, DTensor)
+    return tuple(compute_local_shape_and_global_offset(x.shape, x.codes.device_mesh, x.codes.placements)[0])
 
 
 def _as_dtensor(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:

@@ -73,6 +73,14 @@ class LowBitTensor(Tensor):
 
         return decode_sharded(self).to(dtype)
 
+    def to_local(self) -> LowBitTensor:
+        """The part of this rank, sharing memory: itself unless the codes are a DTensor."""
+        if not is_dtensor(self.codes):
+            return self
+        from optim_utils._low_bit_dtensor import local_shape
+
+        return self.with_parts(lambda part: part.to_local(), local_shape(self))  # type: ignore[attr-defined]
+
     @property
     def parts(self) -> Blocks:
         """Codes, scale and offset."""

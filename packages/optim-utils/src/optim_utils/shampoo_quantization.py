@@ -1,0 +1,404 @@
+"""Tensors kept in a smaller dtype than they are computed in: one, a list of them, and a context to compute in.
+
+    stored:    quantized_values, in quantized_dtype (a float dtype, or a `LowBitFormat`)
+    computed:  dequantized values, in computation_dtype; made on demand, written back by rounding
+
+`QuantizedTensorList.dequantize_` keeps the computed values beside the stored ones until `quantize_` writes them back;
+`DequantizeQuantizedTensorListContext` calls both around a block:
+
+    with DequantizeQuantizedTensorListContext(quantized) as tensors:
+        for tensor in tensors:
+            tensor.add_(1)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Literal, get_type_hints, overload
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils.block_info import BlockInfo
+from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
+from optim_utils.optimizer_modules import OptimizerModule
+from optim_utils.rounding import stochastic_round_
+from optim_utils.shampoo_utils import ParameterizeEnterExitContext, compress_list
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "DequantizeQuantizedTensorListContext",
+    "QuantizedTensor",
+    "QuantizedTensorList",
+]
+
+logger = logging.getLogger(__name__)
+
+#: the dtypes that are stored and computed in by plain casts
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT_DTYPES = FLOAT_DTYPES
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def _not_supported(dtype: object) -> NotImplementedError:
+    error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
+    error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
+    return error
+
+
+def _stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
+    """The quantized dtype that ``values`` is an example of."""
+    return values.fmt if isinstance(values, LowBitTensor) else values.dtype
+
+
+def _is_supported(dtype: torch.dtype | LowBitFormat) -> bool:
+    return isinstance(dtype, LowBitFormat) or dtype in FLOAT_DTYPES
+
+
+class QuantizedTensor(OptimizerModule):
+    """One tensor in storage, and the block it belongs to.
+
+    Attributes:
+        quantized_values: the stored tensor.
+        block_info: how its block allocates tensors; not part of the state.
+        min_value, max_value: the range of integer storage, which can be built but not yet used; else None.
+    """
+
+    non_state_attributes: ClassVar[tuple[str, ...]] = ("block_info",)
+
+    # None is no state: float storage has the one entry `quantized_values`
+    min_value: Tensor | None = None
+    max_value: Tensor | None = None
+
+    def __init__(
+        self,
+        quantized_values: Tensor,
+        block_info: BlockInfo | None = None,
+        min_value: Tensor | None = None,
+        max_value: Tensor | None = None,
+    ) -> None:
+        self.quantized_values = quantized_values
+        self.block_info = block_info
+        if (min_value is None) != (max_value is None):
+            raise AssertionError("min_value and max_value must both be given, or neither")
+        if _is_supported(_stored_as(quantized_values)):
+            if min_value is not None:
+                raise AssertionError(f"min_value and max_value must be None for {_stored_as(quantized_values)} values")
+            return
+        if min_value is None:
+            if quantized_values.count_nonzero() != 0:
+                raise AssertionError(
+                    f"{quantized_values.dtype} values without min_value and max_value must all be zero"
+                )
+            min_value, max_value = (torch.zeros(1, device=quantized_values.device) for _ in range(2))
+        self.min_value, self.max_value = min_value, max_value
+
+    @classmethod
+    def init_from_dequantized_tensor(
+        cls,
+        dequantized_values: Tensor,
+        quantized_dtype: torch.dtype | LowBitFormat,
+        block_info: BlockInfo | None = None,
+    ) -> QuantizedTensor:
+        """``dequantized_values`` in storage of its own, allocated by the block if there is one."""
+        values = dequantized_values.detach()
+        if isinstance(quantized_dtype, LowBitFormat):
+            return cls(quantize(values, quantized_dtype), block_info)
+        if quantized_dtype not in FLOAT_DTYPES:
+            raise _not_supported(quantized_dtype)
+        allocate = torch.zeros if block_info is None else block_info.allocate_zeros_tensor
+        stored = allocate(size=values.shape, dtype=quantized_dtype, device=values.device)
+        quantized = cls(stored, block_info)
+        quantized.quantize(values)
+        return quantized
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one."""
+        if not _is_supported(_stored_as(self.quantized_values)):
+            raise _not_supported(self.quantized_values.dtype)
+        if isinstance(self.quantized_values, LowBitTensor):
+            return self.quantized_values.dequantize(dtype)
+        return self.quantized_values.to(dtype)
+
+    @torch.no_grad()
+    def quantize(self, tensor: Tensor) -> None:
+        """Write ``tensor`` into the storage."""
+        if not _is_supported(_stored_as(self.quantized_values)):
+            raise _not_supported(self.quantized_values.dtype)
+        if tensor.shape != self.quantized_values.shape:
+            raise ValueError(
+                f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if is_dtensor(self.quantized_values) and not is_dtensor(tensor):
+            # The whole tensor is here: each rank keeps its part, and no source rank has to send it.
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = self.quantized_values.device_mesh, self.quantized_values.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        self.quantized_values.copy_(tensor)
+
+
+class QuantizedTensorList(OptimizerModule):
+    """Tensors in storage, and, between `dequantize_` and `quantize_`, their values to compute with.
+
+    Args:
+        quantized_data: quantized tensors, of which the part on this rank is taken, or (values, min, max) tuples. Values
+            that already are of ``quantized_dtype`` are kept, not copied: writing back writes through to them; float
+            values of another dtype are converted.
+        quantized_dtype: what is stored: a float dtype or a `LowBitFormat`.
+        computation_dtype: one of `FLOAT_DTYPES`.
+        rounding: how values are written back: to the nearest stored number, or to one of the two neighbours at random,
+            such that the mean is exact (`optim_utils.rounding`).
+        generator: where stochastic rounding draws from; torch's default one if None.
+    """
+
+    non_state_attributes: ClassVar[tuple[str, ...]] = (
+        "quantized_dtype",
+        "computation_dtype",
+        "dequantized_value_list",
+        "rounding",
+        "generator",
+    )
+
+    # None is no state: float storage has the one entry `quantized_value_list`
+    min_value_list: tuple[Tensor, ...] | None = None
+    max_value_list: tuple[Tensor, ...] | None = None
+
+    def __init__(
+        self,
+        quantized_data: Sequence[tuple[Tensor, Tensor | None, Tensor | None]] | Sequence[QuantizedTensor],
+        quantized_dtype: torch.dtype | LowBitFormat,
+        computation_dtype: torch.dtype = torch.float32,
+        *,
+        rounding: Rounding = "nearest",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if computation_dtype not in FLOAT_DTYPES:
+            raise AssertionError(f"{computation_dtype=} is not supported! It must be one of {FLOAT_DTYPES}!")
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
+        self.quantized_dtype = quantized_dtype
+        self.computation_dtype = computation_dtype
+        self.rounding: Rounding = rounding
+        self.generator = generator
+        self.dequantized_value_list: tuple[Tensor, ...] | None = None
+
+        rows = _values_and_ranges(quantized_data)
+        self.quantized_value_list = tuple(_to_storage(value, quantized_dtype) for value, _, _ in rows)
+        ranges = [bound for _, *bounds in rows for bound in bounds]
+        if any(bound is not None for bound in ranges):
+            if any(bound is None for bound in ranges):
+                raise AssertionError("min and max must be given for all values, or for none")
+            self.min_value_list = tuple(low for _, low, _ in rows if low is not None)
+            self.max_value_list = tuple(high for _, _, high in rows if high is not None)
+
+    def __len__(self) -> int:
+        return len(self.quantized_value_list)
+
+    @property
+    def quantized_value(self) -> tuple[Tensor, ...]:
+        """The stored tensors."""
+        return self.quantized_value_list
+
+    @property
+    def dequantized_value(self) -> tuple[Tensor, ...]:
+        """The values to compute with, between `dequantize_` and `quantize_`."""
+        if self.dequantized_value_list is None:
+            raise AssertionError("Dequantized values are not stored! Must first call dequantize_().")
+        return self.dequantized_value_list
+
+    def is_dequantized_stored(self) -> bool:
+        """Whether there are values to compute with."""
+        return self.dequantized_value_list is not None
+
+    @torch.no_grad()
+    def dequantize(self) -> tuple[Tensor, ...]:
+        """The values in the computation dtype: the stored tuple itself if they are stored in it, else new tensors."""
+        self._check_supported()
+        if self.quantized_dtype == self.computation_dtype:
+            return self.quantized_value_list
+        if isinstance(self.quantized_dtype, LowBitFormat):
+            return tuple(_low_bit(value).dequantize(self.computation_dtype) for value in self.quantized_value_list)
+        values = tuple(torch.empty_like(value, dtype=self.computation_dtype) for value in self.quantized_value_list)
+        if values:
+            torch._foreach_copy_(values, self.quantized_value_list)
+        return values
+
+    def dequantize_(self) -> None:
+        """Make the values to compute with, and keep them."""
+        if self.is_dequantized_stored():
+            logger.warning("Dequantized values are already stored; overwriting these values...")
+        self.dequantized_value_list = self.dequantize()
+
+    @torch.no_grad()
+    def quantize(self, tensor_list: Sequence[Tensor]) -> None:
+        """Write ``tensor_list`` into the storage."""
+        self._check_supported()
+        self._check_shapes(tensor_list)
+        stored = self.dequantized_value_list
+        if stored is not None and any(mine is not given for mine, given in zip(stored, tensor_list)):
+            logger.warning(
+                "Existing stored dequantized values.\n"
+                "Writing quantized values with input tensor_list without using these stored dequantized values..."
+            )
+        # with equal dtypes the values are the storage: nothing to write
+        changed = [(mine, given) for mine, given in zip(self.quantized_value_list, tensor_list) if mine is not given]
+        if isinstance(self.quantized_dtype, LowBitFormat):
+            for mine, given in changed:
+                mine.copy_(self._coded(given, self.quantized_dtype))
+        elif self.rounding == "stochastic" and self.quantized_dtype.itemsize == 2:
+            for mine, given in changed:
+                stochastic_round_(mine, given, generator=self.generator)
+        elif changed:
+            torch._foreach_copy_([mine for mine, _ in changed], [given for _, given in changed])
+
+    def quantize_(self) -> None:
+        """Write the values to compute with back into the storage, and drop them."""
+        if self.dequantized_value_list is None:
+            logger.warning(
+                f"No stored dequantized values {self.dequantized_value_list=}. Must first call dequantize_()."
+            )
+            return
+        self.quantize(self.dequantized_value_list)
+        self.dequantized_value_list = None
+
+    def discard_(self) -> None:
+        """Drop the values to compute with, and leave the storage as it is."""
+        self.dequantized_value_list = None
+
+    def compress(self, selector: Sequence[object]) -> QuantizedTensorList:
+        """A list of the tensors whose entry in ``selector`` is true; it shares them with this one."""
+        if self.is_dequantized_stored():
+            raise AssertionError("Cannot compress while dequantized values are stored! Must first call quantize_().")
+        nothing = (None,) * len(self)
+        rows = tuple(zip(self.quantized_value_list, self.min_value_list or nothing, self.max_value_list or nothing))
+        return QuantizedTensorList(
+            compress_list(rows, selector),
+            self.quantized_dtype,
+            self.computation_dtype,
+            rounding=self.rounding,
+            generator=self.generator,
+        )
+
+    def _coded(self, tensor: Tensor, fmt: LowBitFormat) -> Tensor:
+        if self.rounding == "nearest":
+            return quantize(tensor, fmt)
+        return quantize(tensor, fmt, stochastic=True, generator=self.generator)
+
+    def _check_shapes(self, tensor_list: Sequence[Tensor]) -> None:
+        if len(tensor_list) != len(self):
+            raise ValueError(f"quantize takes as many tensors as are stored, {len(self)}, got {len(tensor_list)}")
+        for position, (stored, tensor) in enumerate(zip(self.quantized_value_list, tensor_list)):
+            if stored.shape != tensor.shape:
+                raise ValueError(
+                    f"tensor {position} must have the stored shape {tuple(stored.shape)}, got {tuple(tensor.shape)}"
+                )
+
+    def _check_supported(self) -> None:
+        if not _is_supported(self.quantized_dtype):
+            raise _not_supported(self.quantized_dtype)
+
+
+def _values_and_ranges(quantized_data: object) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """(values, min, max) of each element; of quantized tensors the part on this rank.
+
+    Raises:
+        TypeError: unless the elements are all `QuantizedTensor`, or all tuples of three.
+    """
+    if isinstance(quantized_data, Sequence):
+        if all(isinstance(element, QuantizedTensor) for element in quantized_data):
+            return [_local_part(element) for element in quantized_data]
+        if all(isinstance(element, tuple) and len(element) == 3 for element in quantized_data):
+            return list(quantized_data)
+    hint = get_type_hints(QuantizedTensorList.__init__)["quantized_data"]
+    raise TypeError(f"quantized_data must be {hint} but get {type(quantized_data)}")
+
+
+def _local_part(quantized: QuantizedTensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    values, info = quantized.quantized_values, quantized.block_info
+    if isinstance(values, LowBitTensor):
+        values = values.to_local()
+    elif info is not None:
+        values = info.get_tensor(values)
+    return values, quantized.min_value, quantized.max_value
+
+
+def _low_bit(value: Tensor) -> LowBitTensor:
+    assert isinstance(value, LowBitTensor)
+    return value
+
+
+def _to_storage(value: Tensor, quantized_dtype: torch.dtype | LowBitFormat) -> Tensor:
+    """``value`` itself if it is of ``quantized_dtype``, else converted, where floats can be."""
+    if _stored_as(value) == quantized_dtype:
+        return value
+    converts = value.dtype in FLOAT_DTYPES and not isinstance(value, LowBitTensor)
+    if converts and isinstance(quantized_dtype, LowBitFormat):
+        return quantize(value, quantized_dtype)
+    if converts and quantized_dtype in FLOAT_DTYPES:
+        return value.detach().to(quantized_dtype)
+    raise TypeError(f"values of {_stored_as(value)} can't be stored as {quantized_dtype}; convert them first")
+
+
+class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[QuantizedTensorList], Sequence[Tensor]):
+    """Dequantized on entry, written back on exit; ``as tensors`` gives the context, a sequence of the values.
+
+    Contexts of one list nest: they share the values, and only the outermost makes them and writes them back. Values
+    that were stored by hand before entering count as an outer level.
+
+    Args:
+        write_back: False to only read. What an outer context writes back is its own affair.
+        on_exception: whether the half-done values are dropped or written back when an exception passes. If stored and
+            computation dtype are equal, the values are the storage, and nothing can be undone.
+    """
+
+    def __init__(
+        self,
+        quantized_tensor_list: QuantizedTensorList,
+        *,
+        write_back: bool = True,
+        on_exception: Literal["discard", "keep"] = "discard",
+    ) -> None:
+        if on_exception not in ("discard", "keep"):
+            raise ValueError(f'on_exception must be "discard" or "keep", got {on_exception!r}')
+        super().__init__(quantized_tensor_list, QuantizedTensorList.dequantize_, QuantizedTensorList.quantize_)
+        self._list = quantized_tensor_list
+        self._write_back = write_back
+        self._on_exception = on_exception
+        # One entry for each time this context is entered: whether it made the values.
+        self._made_values: list[bool] = []
+
+    def __enter__(self) -> DequantizeQuantizedTensorListContext:
+        makes_values = not self._list.is_dequantized_stored()
+        if makes_values:
+            super().__enter__()
+        self._made_values.append(makes_values)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._made_values.pop():
+            return
+        if self._write_back and (exc_type is None or self._on_exception == "keep"):
+            super().__exit__(exc_type, exc_value, traceback)
+        else:
+            self._list.discard_()
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._list.dequantized_value[index]
