@@ -26,6 +26,20 @@ def test_contract(case, check):
     run_check(case, check)
 
 
+CUDA_CASES = [
+    OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01}, device="cuda"),
+    OptimizerCase("AdamW-fused", torch.optim.AdamW, {"lr": 0.01, "fused": True}, device="cuda"),
+    OptimizerCase("AdamW-capturable", torch.optim.AdamW, {"lr": 0.01, "capturable": True}, device="cuda"),
+    OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, device="cuda"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "check"), contract(CUDA_CASES), ids=str)
+def test_contract_on_cuda(case, check):
+    run_check(case, check)
+
+
 class Momentum(torch.optim.SGD):
     """SGD with momentum: what the broken optimizers below are derived from."""
 

@@ -143,8 +143,8 @@ def partition(
     sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
     cap = _cap_in_bytes(sizes, num_ranks, memory_cap, given=memory is not None)
     problem = Problem(costs, num_ranks, initial, sizes, cap)
-    owner = longest_first(problem)
-    if improve or owner is None:
+    owner = None if improve else longest_first(problem)
+    if owner is None:
         owner = best_owners(problem)
     if owner is None:
         raise _infeasible(problem)

@@ -66,6 +66,11 @@ class Route:
         return tuple(self.param.shape)
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """The hyperparameters that its rule gives it alone."""
+        return (self.rule.options if self.rule is not None else None) or {}
+
+    @property
     def num_matrices(self) -> int:
         """How many matrices Muon sees in the parameter."""
         return self.view.num_matrices if self.view is not None else 0
@@ -122,14 +127,13 @@ class RouteTable(Sequence[Route]):
                 raise ValueError(f"{name}: {sorted(reserved)} are written by the table and cannot be options")
         groups: dict[tuple[Any, ...], dict[str, Any]] = {}
         for route in self._in_group_order():
-            options = route.rule.options if route.rule is not None and route.rule.options else None
-            key = (route.kind, route.role, None if options is None else id(route.rule))
+            key = (route.kind, route.role, id(route.rule) if route.options else None)
             if key not in groups:
-                base = muon if route.kind == "muon" else {**(adamw or {}), **(own.get(route.role) or {})}
-                fixed: dict[str, Any] = {"params": [], "param_names": [], "kind": route.kind, "role": route.role}
-                groups[key] = {**fixed, **(base or {}), **(options or {})}
+                base = (muon or {}) if route.kind == "muon" else {**(adamw or {}), **(own.get(route.role) or {})}
+                lists: dict[str, Any] = {"params": [], "param_names": []}
                 if route.kind == "muon":
-                    groups[key]["views"] = []
+                    lists["views"] = []
+                groups[key] = {**lists, "kind": route.kind, "role": route.role, **base, **route.options}
             group = groups[key]
             group["params"].append(route.param)
             group["param_names"].append(route.name)
