@@ -54,6 +54,7 @@ class DistOptimizer(Optimizer):
 
     plan: Plan
     grad_norm: Tensor | None
+    _closed = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         self._options = options
@@ -151,7 +152,7 @@ class DistOptimizer(Optimizer):
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
-        if self._reduction is None:
+        if self._reduction is None or self._closed:
             return
         self._finish_reductions()
         self.wait()
@@ -160,7 +161,7 @@ class DistOptimizer(Optimizer):
             bucket.release()
         for shards in self._shards.values():
             shards.clear()
-        self._buckets, self._reduction, self._closed = [], None, True
+        self._buckets, self._closed = [], True
 
     # a step
 
@@ -193,6 +194,8 @@ class DistOptimizer(Optimizer):
 
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
+        if self._closed:
+            raise RuntimeError("this optimizer was closed; build a new one")
         self._check_left_out()
         if self._reduction is None or self._counts is not None:
             return
@@ -204,6 +207,10 @@ class DistOptimizer(Optimizer):
         if self._presence is None or self._presence[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._presence = (present, message)
+        # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
+        # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
+        if self._reduction.eager:
+            self._reduction.launch_all()
         self._counts = self._communicator.gather_message(self._presence[1]).sum(0)
         self._reduction.launch_all()
 

@@ -1,0 +1,552 @@
+"""A step in a training loop: accumulation, eager reduction, gradients from elsewhere, scaling, clipping, and errors.
+
+All scenarios of a backend run in one launch of ranks, each with its own optimizer; a test looks at what its scenario
+raised.
+"""
+
+import traceback
+
+import pytest
+import torch
+from dist_cases import BACKENDS, device_of, normal
+from torch import nn
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
+from optim_dist._construction import check_replicas
+from optim_utils.testing import run_ranks
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """Four layers; ``skip`` leaves one out, so that its parameters get no gradient."""
+
+    def __init__(self, device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        for number, parameter in enumerate(self.parameters()):
+            with torch.no_grad():
+                parameter.copy_(0.3 * normal(tuple(parameter.shape), 11, number))
+        self.to(device)
+
+    def forward(self, x, skip=None):
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def batch(rank, step, micro=0):
+    return normal((3, 5), 21, rank, step, micro).to(device_of(rank))
+
+
+def build(rank, **options):
+    net = Net(device_of(rank))
+    options = {"lr": 0.05, "reducer": "exact", "bucket_mb": 1e-4, **options}
+    return net, TritonDistAdamW(net.named_parameters(), model=net, **options)
+
+
+def values(net):
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def run(rank, steps=3, micro_batches=1, mode="plain", skip=lambda rank, step, micro: None, **options):
+    """Parameters after some steps; every mode must give the same bits."""
+    if mode == "counted":
+        options["accumulation_steps"] = micro_batches
+    net, optimizer = build(rank, **options)
+    for step in range(steps):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            if mode == "no_sync" and not last:
+                with optimizer.no_sync():
+                    net(batch(rank, step, micro), skip(rank, step, micro)).backward()
+            else:
+                net(batch(rank, step, micro), skip(rank, step, micro)).backward()
+        if mode in ("no_sync", "counted") and last:
+            assert any(bucket.launched for bucket in optimizer._buckets), "nothing was reduced during backward"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=mode != "zeroed")
+    return values(net)
+
+
+def assert_same(actual, expected):
+    assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
+
+
+@scenario
+def accumulation_by_any_means_gives_the_same_bits(rank, world_size):
+    plain = run(rank, micro_batches=3)
+    for mode in ("no_sync", "counted"):
+        assert_same(run(rank, micro_batches=3, mode=mode), plain)
+        assert_same(run(rank, micro_batches=3, mode=mode, overlap=True, bucket_mb=1.0), plain)
+
+
+@scenario
+def eager_reduction_equals_reduction_at_step(rank, world_size):
+    assert_same(run(rank, mode="counted"), run(rank))
+
+
+@scenario
+def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
+    def skip(rank, step, micro):
+        return (rank + step) % 3
+
+    for mode in ("counted", "no_sync"):
+        assert_same(run(rank, micro_batches=2, mode=mode, skip=skip), run(rank, micro_batches=2, skip=skip))
+
+
+@scenario
+def zeroed_gradients_equal_dropped_ones(rank, world_size):
+    assert_same(run(rank, mode="zeroed"), run(rank))
+    assert_same(run(rank, mode="zeroed", accumulation_steps=1), run(rank))
+
+
+@scenario
+def gradients_set_by_hand_are_copied_in(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        twin(batch(rank, step)).backward()
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad.clone()
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            opt.step()
+            model.zero_grad(set_to_none=True)
+    assert_same(values(net), values(twin))
+    assert optimizer.explain().data["gradients_copied"] == 2 * len(list(net.parameters()))
+
+
+@scenario
+def a_second_backward_into_a_reduced_bucket_is_an_error(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ arrived after its bucket was reduced.*no_sync"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+    net(batch(rank, 1)).backward()
+    optimizer.step()
+
+
+@scenario
+def a_backward_after_clipping_is_an_error(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+
+
+@scenario
+def forgetting_zero_grad_is_an_error(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+    net(batch(rank, 1)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was reduced in an earlier step"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario
+def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario
+def zero_grad_discards_a_step_that_did_not_happen(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    twin, twin_optimizer = build(rank)
+    net(batch(rank, 7)).backward()
+    optimizer.clip_grad_norm_(0.001)
+    optimizer.zero_grad()
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 0)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario
+def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net.layers[1].weight.data = net.layers[1].weight.data.clone()
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight is no longer a view of its bucket"):
+        optimizer.step()
+
+
+@scenario
+def thawed_parameters_are_refused(rank, world_size):
+    net = Net(device_of(rank))
+    net.layers[2].requires_grad_(False)
+    optimizer = TritonDistAdamW(net.parameters())
+    net.layers[2].requires_grad_(True)
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="did not need one when the optimizer was built"):
+        optimizer.step()
+
+
+@scenario
+def joint_clipping_of_two_optimizers(rank, world_size):
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    two = [TritonDistMuon(matrices, reducer="exact"), TritonDistAdamW(vectors, lr=3e-4, reducer="exact")]
+    groups = [
+        {"kind": "muon", "params": [p for p in twin.parameters() if p.ndim == 2], "variant": "nanochat-2025"},
+        {"kind": "adamw", "params": [p for p in twin.parameters() if p.ndim == 1], "betas": (0.9, 0.999)},
+    ]
+    groups[1] |= {"eps": 1e-8, "weight_decay": 0.01}
+    one = TritonDistMuonAdamW(groups, reducer="exact")
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        twin(batch(rank, step)).backward()
+        norm = clip_grad_norm_(net.parameters(), 0.1)
+        assert torch.allclose(norm, clip_grad_norm_(one, 0.1), rtol=1e-6)
+        for optimizer in (*two, one):
+            optimizer.step()
+            optimizer.zero_grad()
+    for left, right in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(left, right)
+    with pytest.raises(ValueError, match="belong to no optimizer"):
+        clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0)
+    with pytest.raises(ValueError, match="only some of the parameters"):
+        clip_grad_norm_(vectors[:1], 1.0)
+
+
+@scenario
+def norms_of_every_order(rank, world_size):
+    for order in (2.0, 1.0, float("inf"), 3.0):
+        net, optimizer = build(rank)
+        net(batch(rank, 0)).backward()
+        gradients = [p.grad.clone() for p in net.parameters()]
+        for g in gradients:
+            torch.distributed.all_reduce(g)
+        wanted = torch.nn.utils.get_total_norm([g.double() / world_size for g in gradients], order)
+        found = optimizer.clip_grad_norm_(1e9, order)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0.0)
+        optimizer.step()
+
+
+@scenario
+def nonfinite_gradients_on_one_rank_skip_the_step_on_all(rank, world_size):
+    net, optimizer = build(rank, skip_nonfinite=True, max_norm=1.0)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, state = values(net), optimizer.full_state_dict()
+    net(batch(rank, 1)).backward()
+    if rank == 1:
+        net.layers[0].bias.grad[0] = float("nan")
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.isfinite(optimizer.grad_norm)
+    assert_same(values(net), before)
+    after = optimizer.full_state_dict()
+    for index, entry in state.get("state", {}).items():
+        for key, value in entry.items():
+            assert torch.equal(after["state"][index][key], value)
+    net(batch(rank, 2)).backward()
+    optimizer.step()
+    assert not torch.equal(values(net)[0], before[0])
+
+
+@scenario
+def error_if_nonfinite_raises(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    net.layers[0].bias.grad[0] = float("inf")
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    optimizer.zero_grad()
+
+
+@scenario
+def grad_scaler_with_inf_on_one_rank(rank, world_size):
+    device = device_of(rank)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    for step in range(3):
+        scaler.scale(net(batch(rank, step))).backward()
+        poisoned = step == 1
+        if poisoned and rank == 0:
+            net.layers[0].weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        # ranks agree on the scale, as in every loop over ranks
+        for found in scaler._found_inf_per_device(optimizer).values():
+            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        before = values(net)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if poisoned:
+            assert_same(values(net), before)
+            continue
+        twin(batch(rank, step)).backward()
+        twin_optimizer.step()
+        twin_optimizer.zero_grad()
+        assert_same(values(net), values(twin))
+
+
+@scenario
+def scale_is_divided_out_without_unscale(rank, world_size):
+    device = device_of(rank)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    net, optimizer = build(rank, max_norm=0.1)
+    twin, twin_optimizer = build(rank, max_norm=0.1)
+    scaler.scale(net(batch(rank, 0))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    twin(batch(rank, 0)).backward()
+    twin_optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, twin_optimizer.grad_norm)
+    for left, right in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(left, right)
+
+
+@scenario
+def schedulers_are_obeyed(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=5)
+    by_hand = []
+    for step in range(3):
+        by_hand.append({key: optimizer.param_groups[0][key] for key in ("lr", "betas")})
+        net(batch(rank, step)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for step, options in enumerate(by_hand):
+        twin_optimizer.param_groups[0].update(options)
+        twin(batch(rank, step)).backward()
+        twin_optimizer.step()
+        twin_optimizer.zero_grad()
+    assert_same(values(net), values(twin))
+
+
+@scenario
+def groups_added_later(rank, world_size):
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    optimizer = TritonDistAdamW(net.layers[:2].parameters(), reducer="exact")
+    twin_optimizer = TritonDistAdamW(twin.layers[:2].parameters(), reducer="exact")
+    later = TritonDistAdamW(twin.layers[2:].parameters(), lr=0.1, reducer="exact")
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": net.layers[2:].parameters(), "lr": 0.1})
+        net(batch(rank, step)).backward()
+        twin(batch(rank, step)).backward()
+        for opt in (optimizer, twin_optimizer, *([later] if step else [])):
+            opt.step()
+        net.zero_grad()
+        twin.zero_grad()
+    assert_same(values(net), values(twin))
+
+
+@scenario
+def state_dict_at_an_equal_plan(rank, world_size):
+    import io
+
+    net, optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    twin, twin_optimizer = build(rank)
+    twin.load_state_dict(net.state_dict())
+    twin_optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+    other, other_optimizer = build(rank, bucket_mb=1.0)
+    with pytest.raises(ValueError, match="checkpoint loads at any number of ranks"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="load_full_state_dict"):
+        other_optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
+
+
+@scenario
+def full_state_to_torch_and_back(rank, world_size):
+    net, optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = [optimizer.full_state_dict()]
+    torch.distributed.broadcast_object_list(full, src=0)
+    theirs = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in net.parameters()])
+    theirs.load_state_dict(full[0])
+    state = theirs.state_dict()["state"]
+    assert all(
+        value.shape in (parameter.shape, ())
+        for i, parameter in enumerate(net.parameters())
+        for value in state[i].values()
+    )
+    twin, twin_optimizer = build(rank, bucket_mb=1.0)
+    twin.load_state_dict(net.state_dict())
+    twin_optimizer.load_full_state_dict(full[0])
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario
+def closing_gives_ordinary_tensors(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    before = values(net)
+    optimizer.close()
+    assert_same(values(net), before)
+    assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == len(list(net.parameters()))
+    net.zero_grad()
+    for _ in range(2):
+        net(batch(rank, 1)).backward()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+
+
+@scenario
+def wire_bytes_are_two_f_p(rank, world_size):
+    net = nn.Linear(1000, 1000, bias=False).to(device_of(rank))
+    optimizer = TritonDistAdamW(net.parameters())
+    start = optimizer.communicator.bytes_sent
+    net(torch.ones(1, 1000, device=device_of(rank))).sum().backward()
+    optimizer.step()
+    sent = optimizer.communicator.bytes_sent - start
+    wanted = 2 * 4_000_000 * (world_size - 1) / world_size
+    assert wanted <= sent <= 1.03 * wanted
+    assert optimizer.plan.wire_bytes == pytest.approx(wanted, rel=0.001)
+
+
+@scenario
+def sum_instead_of_average(rank, world_size):
+    average, total = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(7))
+    gradient = normal((7,), 5, rank)
+    for parameter, option in ((average, True), (total, False)):
+        parameter.data = parameter.data.to(device_of(rank))
+        optimizer = TritonDistAdamW([parameter], average=option)
+        parameter.grad = gradient.to(device_of(rank)) * (world_size if option else 1)
+        optimizer.step()
+    torch.testing.assert_close(average, total)
+
+
+@scenario
+def reduce_dtype_and_reduced_dtype(rank, world_size):
+    for options in (
+        {"reducer": "rs", "reduce_dtype": torch.float32},
+        {"reducer": "exact", "reduced_dtype": torch.float32},
+    ):
+        net = Net(device_of(rank)).bfloat16()
+        optimizer = TritonDistAdamW(net.parameters(), lr=0.1, **options)
+        for parameter in net.parameters():
+            parameter.grad = normal(tuple(parameter.shape), 9, rank).to(parameter)
+        norm = optimizer.clip_grad_norm_(1e9)
+        squares = 0.0
+        for parameter in net.parameters():
+            each = [normal(tuple(parameter.shape), 9, r).bfloat16().double() for r in range(world_size)]
+            squares += (sum(each) / world_size).square().sum().item()
+        assert norm.item() == pytest.approx(squares**0.5, rel=1e-6)
+        optimizer.step()
+
+
+@scenario
+def parameters_are_those_of_the_first_rank(rank, world_size):
+    parameter = nn.Parameter(torch.full((5,), float(rank), device=device_of(rank)))
+    with pytest.raises(RuntimeError, match="parameters differ from rank 0"):
+        TritonDistAdamW([("w", parameter)], sync_params="check")
+    TritonDistAdamW([("w", parameter)])
+    assert torch.equal(parameter, torch.zeros_like(parameter))
+
+
+@scenario
+def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
+    shapes = [(3,), (4,) if rank == 0 else (5,), (6,)]
+    named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
+    with pytest.raises(RuntimeError, match=r"number 1: rank 0 has w1 \(4,\).*rank 1 has w1 \(5,\)"):
+        TritonDistAdamW(named)
+
+
+@scenario
+def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
+    device = device_of(rank)
+    one = nn.Parameter(torch.ones(4, 4, device=device))
+    overlapping = nn.Parameter(one.data[1:])
+    expanded = nn.Parameter(torch.ones(1, device=device).expand(3))
+    complex_valued = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    with pytest.raises(ValueError, match="overlap in memory"):
+        TritonDistAdamW([("a", one), ("b", overlapping)])
+    with pytest.raises(ValueError, match="leave gaps or overlap"):
+        TritonDistAdamW([("a", expanded)])
+    with pytest.raises(ValueError, match="only dense real"):
+        TritonDistAdamW([("a", complex_valued)])
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        TritonDistMuon([("bias", nn.Parameter(torch.ones(3, device=device)))])
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
+    with pytest.raises(ValueError, match="reduced twice"):
+        TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario
+def debug_mode_finds_no_fault_in_a_sound_run(rank, world_size):
+    assert_same(run(rank, debug=True), run(rank))
+
+
+@scenario
+def replicas_that_differ_are_named(rank, world_size):
+    net, optimizer = build(rank)
+    with torch.no_grad():
+        net.layers[3].bias += rank
+    with pytest.raises(RuntimeError, match=r"differ from rank 0's: layers\.3\.bias \(rank 1\)"):
+        check_replicas(optimizer._buckets, optimizer.communicator)
+
+
+def run_scenarios(rank, world_size):
+    found = {}
+    for name, function in SCENARIOS.items():
+        try:
+            function(rank, world_size)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    known = {}
+
+    def of(backend):
+        if backend not in known:
+            known[backend] = run_ranks(run_scenarios, 2, backend=backend, timeout=180)
+        return known[backend]
+
+    return of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_step(name, backend, outcomes):
+    for rank, found in enumerate(outcomes(backend)):
+        assert found[name] is None, f"rank {rank}:\n{found[name]}"
