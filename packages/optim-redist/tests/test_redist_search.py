@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, same_ownership
-from optim_redist._collective_search import _prime_factors, search_collectives
+from optim_redist._collective_search import search_collectives
+from optim_redist._collective_states import prime_factors
 from optim_redist.index_sets import elements
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def exhaustive_optimum(shape, mesh, src, dst) -> float:
     """Dijkstra over every labelled state, with one permutation to any state with as many pieces in each dimension."""
     factors, of_axis = [], []
     for size in mesh:
-        primes = _prime_factors(size)
+        primes = prime_factors(size)
         of_axis.append(tuple(range(len(factors), len(factors) + len(primes))))
         factors += primes
     expand = lambda dims: tuple(tuple(f for axis in axes for f in of_axis[axis]) for axes in dims)  # noqa: E731

@@ -11,7 +11,6 @@ leads to, the elements that the most loaded rank holds before it, and the number
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
     from optim_redist.layout import Layout
 
 Outcome = tuple["MultiAxisDist", int, int]
-_OP_NAME = re.compile(
-    r"(?P<op>alltoall|split)(?:_(?P<how>minor|mf|mt))?_(?P<first>\d+)_(?P<second>\d+)_(?P<block>-?\d+)"
-    r"|(?P<gather>allgather)_(?P<axis>\d+|\*)"
-    r"|(?P<permute>permute|permuation)_(?P<i>\d+)_(?P<j>\d+)"
-    r"|(?P<change>changeBlockSize)_(?P<dim>\d+)_(?P<new>\d+)"
-    r"|(?P<toward>split|exchange)_\*"
-)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -386,31 +378,12 @@ class MultiAxisDist:
 
     def apply(self, shape: Sequence[int], op_name: str, target: MultiAxisDist | None = None) -> Outcome:
         """Replay an operation by its printed name; ``split_*`` and ``exchange_*`` need to be told their ``target``."""
-        match = _OP_NAME.fullmatch(op_name)
-        if match is None:
-            raise ValueError(
-                f"op_name {op_name!r} is no operation; names look like split_0_1_4, allgather_2, exchange_*"
-            )
-        if match["gather"]:
-            return self.allgather(shape, None if match["axis"] == "*" else int(match["axis"]))
-        if match["permute"]:
-            return self.permute(shape, (int(match["i"]), int(match["j"])))
-        if match["change"]:
-            return self.change_block_size(shape, int(match["dim"]), int(match["new"]))
-        if match["toward"]:
-            if target is None:
-                raise ValueError(f"op_name {op_name!r} does not say where it leads; pass target")
-            return self.exchange(shape, target) if match["toward"] == "exchange" else self._split_all(shape, target)
-        how, first, second, block = match["how"], int(match["first"]), int(match["second"]), int(match["block"])
-        if match["op"] == "alltoall":
-            from_minor, to_minor = how in ("minor", "mf"), how in ("minor", "mt")
-            return self.alltoall(shape, first, second, block, from_minor=from_minor, to_minor=to_minor)
-        if how in (None, "minor"):
-            return self.split(shape, first, second, block, minor=how == "minor")
-        raise ValueError(f"op_name {op_name!r}: a split is split_… or split_minor_…")
+        from optim_redist._multi_axis_names import replay
 
-    def _split_all(self, shape: Sequence[int], target: MultiAxisDist) -> Outcome:
-        """From a replicated tensor straight to ``target``, each rank keeping its part."""
+        return replay(self, shape, op_name, target)
+
+    def split_all(self, shape: Sequence[int], target: MultiAxisDist) -> Outcome:
+        """Go from a replicated tensor straight to ``target``, each rank keeping its part."""
         checked = self._check(shape, "split")
         if self.isDistributed() or target.processorMesh != self.processorMesh:
             raise ValueError(
@@ -421,40 +394,6 @@ class MultiAxisDist:
 
     def to_layout(self) -> Layout:
         """The same distribution as a general layout: every split dimension cyclic in its blocks."""
-        from optim_redist.layout import Cyclic, Layout, Mesh
+        from optim_redist._multi_axis_layout import to_layout
 
-        dims = [(axes, Cyclic(block)) if axes else None for axes, block in zip(self.dimsMapping, self.blockSizes)]
-        return Layout(Mesh(self.processorMesh), dims)
-
-
-def from_layout(layout: Layout, shape: Sequence[int] | None = None) -> MultiAxisDist:
-    """The multi-axis distribution with the ownership of ``layout``; ``shape`` is needed for all kinds but ``Cyclic``.
-
-    Raises:
-        NotRepresentableError: if the layout has pending reductions, lists its ranks in another order, or divides a
-            dimension in a way that no block length gives.
-    """
-    from optim_redist.errors import LayoutError, NotRepresentableError
-    from optim_redist.index_sets import same
-    from optim_redist.layout import Cyclic
-
-    if layout.partial or layout.mesh.ranks != tuple(range(layout.mesh.num_ranks)) or not layout.mesh.num_axes:
-        raise NotRepresentableError(f"{layout} on {layout.mesh}: MultiAxisDist has ranks in order and nothing pending")
-    blocks: list[int | None] = []
-    for tensor_dim, split in enumerate(layout.dims):
-        if split is None:
-            blocks.append(None)
-        elif isinstance(split.kind, Cyclic):
-            blocks.append(split.kind.block)
-        elif shape is None:
-            raise LayoutError(f"{layout}: a block length can only be told for a shape; pass shape")
-        else:
-            sizes = layout.axis_sizes(tensor_dim)
-            sets = split.kind.index_sets(shape[tensor_dim], sizes)
-            # the first run is the first block, as far as a block length can say it at all
-            block = max(1, sets[0][0].length if sets[0] else 1)
-            if not all(map(same, sets, Cyclic(block).index_sets(shape[tensor_dim], sizes))):
-                raise NotRepresentableError(f"dimension {tensor_dim} of {layout} is not dealt out in equal blocks")
-            blocks.append(block)
-    mapping = [None if split is None else split.axes for split in layout.dims]
-    return MultiAxisDist(layout.mesh.sizes, mapping, blocks)
+        return to_layout(self)
