@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_utils.testing.contract import OptimizerCase, contract, run_check
 

@@ -1,4 +1,4 @@
-"""Muon parameter groups: options and their checks, published variants, and the step of one group.
+"""Muon parameter groups: options and their checks, published variants, what a step needs of each parameter.
 
 `TritonMuon` and `TritonMuonAdamW` share this. An optimizer's group is the torch dict of hyperparameters; here it is read
 as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
@@ -7,11 +7,12 @@ as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, get_args
 
 import torch
-from optim_utils.param_groups import MatrixView
 from torch import Tensor
 
 from optim_kernels._coefficients import COEFFICIENTS
@@ -19,6 +20,7 @@ from optim_kernels._impl import check_impl
 from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule
+from optim_utils.param_groups import MatrixView
 
 MissingGrad = Literal["skip", "zero", "raise"]
 MasterWeights = Literal["fp32", "split16"]
@@ -109,33 +111,40 @@ def variant_options(name: str) -> dict[str, Any]:
 
 def rule_of(group: Mapping[str, Any]) -> MuonRule:
     """The group's choices that enter the formulas of `reference.muon`."""
-    return MuonRule(
-        nesterov=group["nesterov"],
-        scale=group["adjust_lr_fn"] or "original",
-        row_equilibrate=group["row_equilibrate"],
-        renormalize=group["renormalize"],
-        cautious=group["cautious"],
-        maximize=group["maximize"],
-    )
+    return _rule(*(group[key] for key in _RULE_KEYS))
 
 
 def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     """The group's orthogonalisation."""
-    coefficients = group["ns_coefficients"]
-    return NSConfig(
-        coefficients=coefficients if isinstance(coefficients, str) else _hashable(coefficients),
-        steps=group["ns_steps"],
-        method=group["ns_method"],
-        dtype=group["ns_dtype"],
-        restarts=group["ns_restarts"],
-        norm_scale=group["norm_scale"],
-        eps=group["eps"],
-        eps_mode=group["eps_mode"],
+    return _ns_config(*(_hashable(group[key]) for key in _NS_KEYS))
+
+
+_RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
+_NS_KEYS = ("ns_coefficients", "ns_steps", "ns_method", "ns_dtype", "ns_restarts", "norm_scale", "eps", "eps_mode")
+
+
+@lru_cache(maxsize=256)
+def _rule(
+    nesterov: bool, scale: Any, row_equilibrate: bool, renormalize: bool, cautious: bool, maximize: bool
+) -> MuonRule:
+    return MuonRule(
+        nesterov=nesterov,
+        scale=scale or "original",
+        row_equilibrate=row_equilibrate,
+        renormalize=renormalize,
+        cautious=cautious,
+        maximize=maximize,
     )
 
 
-def _hashable(coefficients: Sequence[Any]) -> Any:
-    return tuple(tuple(row) if isinstance(row, Sequence) else row for row in coefficients)
+@lru_cache(maxsize=256)
+def _ns_config(*values: Any) -> NSConfig:
+    names = ("coefficients", "steps", "method", "dtype", "restarts", "norm_scale", "eps", "eps_mode")
+    return NSConfig(**dict(zip(names, values, strict=True)))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -143,11 +152,11 @@ def check_group(group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not 0.0 <= float(lr):
+    if not float(lr) >= 0.0:
         raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
-    if not 0.0 <= group["momentum"]:
+    if not group["momentum"] >= 0.0:
         raise ValueError(f"momentum should be >= 0 but is: {group['momentum']}")
-    if not 0.0 <= group["weight_decay"]:
+    if not group["weight_decay"] >= 0.0:
         raise ValueError(f"weight decay should be >= 0 but is: {group['weight_decay']}")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw", "keller", "none"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
@@ -242,51 +251,78 @@ def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | 
     return grad
 
 
-def step_group(
+@dataclass(frozen=True, slots=True)
+class MuonEntry:
+    """What one parameter's step needs; DTensors that a rank holds whole are their local tensors here."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    view: MatrixView
+    index: int
+
+
+def entries_of(
     group: Mapping[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
     views: Mapping[Tensor, MatrixView],
     names: Mapping[Tensor, str],
+) -> list[MuonEntry]:
+    """The group's parameters that are updated in this step; state that they lack is created."""
+    entries = []
+    for index, p in enumerate(group["params"]):
+        grad = gradient_of(p, group, names[p])
+        if grad is None:
+            continue
+        init_state(p, views[p], group, state[p])
+        if type(p) is torch.nn.Parameter or type(p) is Tensor:
+            entries.append(MuonEntry(p, grad, state[p], views[p], index))
+        else:
+            local = {key: _local(value, f"{key} of {names[p]}") for key, value in state[p].items()}
+            entries.append(MuonEntry(_local(p, names[p]), _local(grad, names[p]), local, views[p], index))
+    return entries
+
+
+def step_entries(
+    group: Mapping[str, Any],
+    entries: Sequence[MuonEntry],
     *,
     clip_factor: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One Muon step on every parameter of the group that has a gradient."""
-    entries = [(p, grad) for p in group["params"] if (grad := gradient_of(p, group, names[p])) is not None]
+    """One Muon step on ``entries`` by `functional.muon_`."""
     if not entries or (found_inf is not None and bool(found_inf.item())):
         return
-    for p, _ in entries:
-        init_state(p, views[p], group, state[p])
-    if group["stochastic_rounding"]:
-        for p, _ in entries:
-            state[p]["step"] += 1
-    states = [state[p] for p, _ in entries]
-    rule = rule_of(group)
+    rule, states = rule_of(group), [entry.state for entry in entries]
+    random = group["stochastic_rounding"]
+    if random:
+        for state in states:
+            state["step"] += 1
     muon_(
-        [_local(p, names[p]) for p, _ in entries],
-        [_local(grad, names[p]) for p, grad in entries],
-        [_local(s["momentum_buffer"], "momentum_buffer") for s in states],
+        [entry.param for entry in entries],
+        [entry.grad for entry in entries],
+        [state["momentum_buffer"] for state in states],
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
         nesterov=rule.nesterov,
         ns=ns_config_of(group),
         scale=rule.scale,
-        second_moments=[s["second_momentum_buffer"] for s in states] if group["beta2"] is not None else None,
+        second_moments=[state["second_momentum_buffer"] for state in states] if group["beta2"] is not None else None,
         beta2=group["beta2"] or 0.0,
         row_equilibrate=rule.row_equilibrate,
         renormalize=rule.renormalize,
         cautious=rule.cautious,
         maximize=rule.maximize,
-        views=[views[p] for p, _ in entries],
-        masters=[s.get("master", s.get("master_low")) for s in states],
+        views=[entry.view for entry in entries],
+        masters=[state.get("master", state.get("master_low")) for state in states],
         clip_factor=clip_factor,
         grad_scale=grad_scale,
-        stochastic_rounding=group["stochastic_rounding"],
+        stochastic_rounding=random,
         seed=group["seed"],
-        steps=[int(s["step"]) for s in states] if group["stochastic_rounding"] else None,
-        indices=[group["params"].index(p) for p, _ in entries] if group["stochastic_rounding"] else None,
+        steps=[int(state["step"]) for state in states] if random else None,
+        indices=[entry.index for entry in entries] if random else None,
         impl=group["impl"],
     )
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from optim_utils.param_groups import MatrixView
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,13 +22,15 @@ from optim_kernels._muon_groups import (
     MissingGrad,
     check_group,
     check_param,
+    entries_of,
     ns_config_of,
-    step_group,
     variant_options,
     view_of,
 )
+from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._optimizer import StatefulOptimizer, check_capture, run_closure, text_table
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
+from optim_utils.param_groups import MatrixView
 
 __all__ = ["VARIANTS", "TritonMuon"]
 
@@ -39,8 +40,9 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class MuonGroups(StatefulOptimizer, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
-    # Derived from the groups and never saved: how each Muon parameter is read as matrices.
+    # Derived from groups and state, and never saved: how each Muon parameter is read as matrices, and grouped launches.
     _views: dict[Tensor, MatrixView]
+    _planner: MuonPlanner
 
     def _add_views(self, group: dict[str, Any]) -> None:
         """Check a Muon group and its parameters; remember their views."""
@@ -50,6 +52,7 @@ class MuonGroups(StatefulOptimizer, Optimizer):
         for p in group["params"]:
             check_param(p, group, names[p])
         self._views = {**self.__dict__.get("_views", {}), **views}
+        self._planner = MuonPlanner()
 
     def _withdraw_last_group(self) -> None:
         """Undo ``add_param_group`` for a group that turned out to be wrong."""
@@ -57,7 +60,7 @@ class MuonGroups(StatefulOptimizer, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._views = {}
+        self._views, self._planner = {}, MuonPlanner()
         for group in self.param_groups:
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():
@@ -65,7 +68,7 @@ class MuonGroups(StatefulOptimizer, Optimizer):
                 self._add_views(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_views"}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_views", "_planner")}
 
     def _is_muon(self, group: dict[str, Any]) -> bool:
         return True
@@ -216,16 +219,8 @@ class TritonMuon(MuonGroups):
         check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
         names = self._parameter_names()
-        for group in self.param_groups:
-            step_group(
-                group,
-                self.state,
-                self._views,
-                names,
-                clip_factor=clip_factor,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-            )
+        entries = [(group, entries_of(group, self.state, self._views, names)) for group in self.param_groups]
+        self._planner.step(entries, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         return loss
 
     def explain(self) -> str:

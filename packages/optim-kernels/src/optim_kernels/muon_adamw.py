@@ -15,7 +15,8 @@ from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._muon_groups import step_group, variant_options
+from optim_kernels._muon_groups import entries_of, variant_options
+from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._optimizer import check_capture, run_closure, text_table
 from optim_kernels.clip import clip_factor as factor_of
 from optim_kernels.clip import get_total_norm
@@ -59,6 +60,7 @@ class TritonMuonAdamW(MuonGroups):
         check_impl(impl)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
+        self._views, self._planner = {}, MuonPlanner()
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
 
     def _is_muon(self, group: dict[str, Any]) -> bool:
@@ -98,12 +100,12 @@ class TritonMuonAdamW(MuonGroups):
         if clip_factor is None:
             clip_factor = self._clip(grad_scale)
         names = self._parameter_names()
+        scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
+        muon = [group for group in self.param_groups if self._is_muon(group)]
+        self._planner.step([(group, entries_of(group, self.state, self._views, names)) for group in muon], **scaling)
         for group in self.param_groups:
-            options = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
-            if self._is_muon(group):
-                step_group(group, self.state, self._views, names, **options)
-            else:
-                self._step_adamw(group, names, options)
+            if not self._is_muon(group):
+                self._step_adamw(group, names, scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -177,12 +179,12 @@ def _kind_of(group: dict[str, Any]) -> dict[str, str]:
 
 def _check_adamw_group(group: dict[str, Any]) -> None:
     """torch.optim.AdamW's conditions, in its words."""
-    if not 0.0 <= float(group["lr"]):
+    if not float(group["lr"]) >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
-    if not 0.0 <= group["eps"]:
+    if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
     for i, beta in enumerate(group["betas"]):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not 0.0 <= group["weight_decay"]:
+    if not group["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")

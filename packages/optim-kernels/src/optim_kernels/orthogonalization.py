@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -104,7 +105,7 @@ class NSConfig:
         """The triples between restarts of the Gram iteration."""
         assert isinstance(self.restarts, tuple)
         cuts = [0, *(after for after in self.restarts if after < self.steps), self.steps]
-        return tuple(self.triples[start:stop] for start, stop in zip(cuts, cuts[1:]) if start < stop)
+        return tuple(self.triples[start:stop] for start, stop in pairwise(cuts) if start < stop)
 
     def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
         """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
@@ -134,10 +135,16 @@ class NSConfig:
 
 
 class Products(Protocol):
-    """The three products of the iterations, on batches: ``[..., M, K]``. Sums are fp32 at least, rounded once."""
+    """The three products of the iterations, on batches ``[..., M, K]``. Sums are fp32 at least, rounded once.
 
-    def gram(self, x: Tensor, /) -> Tensor:
-        """``x xᵀ``."""
+    An iteration runs on a family: tensors of matrices with one short side M, whose m×m factors are one batch.
+    """
+
+    def batch(self, x: Tensor, /) -> Tensor:
+        """``x`` as the other methods take it, copied only if they must."""
+
+    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+        """``x xᵀ`` of every x of the family, as one batch."""
 
     def symmetric_matmul(
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
@@ -156,8 +163,12 @@ class Products(Protocol):
 class TorchProducts:
     """Plain torch. On the CPU 16-bit operands are multiplied in fp32 and the result is rounded, as tensor cores do."""
 
-    def gram(self, x: Tensor, /) -> Tensor:
-        return self.matmul_add(x, x.mT)
+    def batch(self, x: Tensor, /) -> Tensor:
+        return x
+
+    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+        grams = [self.matmul_add(x, x.mT) for x in xs]
+        return grams[0] if len(grams) == 1 else torch.cat(grams)
 
     def matmul_add(
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
@@ -178,26 +189,37 @@ class TorchProducts:
         return z + a * torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
 
 
-def standard_iteration(x: Tensor, config: NSConfig, products: Products) -> Tensor:
-    """The standard iteration on normalised ``x [..., M, N]``, M ≤ N."""
+def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
+    """The iteration ``config`` chooses for a family of normalised ``x [..., M, N]``, M ≤ N.
+
+    A family has one M and takes one iteration; with several tensors each is a ``[batch, M, N]``.
+    """
+    gram = config.method_for(*xs[0].shape[-2:]) == "gram"
+    return gram_iteration(xs, config, products) if gram else standard_iteration(xs, config, products)
+
+
+def standard_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
+    """X ← aX + (bA + cA²)X, A = XXᵀ, for every triple."""
+    xs = list(xs)
     for step, (a, b, c) in enumerate(config.triples):
-        gram = products.gram(x)
+        gram = products.gram(xs)
         if step == 0 and config.row_factors:
-            x, gram = apply_row_factors(x, gram)
+            xs, gram = apply_row_factors(xs, gram)
         if c == 0.0:  # cubic: S is a multiple of A
-            x = products.matmul_add(gram, x, c=x, alpha=b, beta=a)
+            xs = [products.matmul_add(s, x, c=x, alpha=b, beta=a) for s, x in _split(gram, xs)]
             continue
-        s = products.symmetric_matmul(gram, gram, c=gram, alpha=c, beta=b)
-        x = products.matmul_add(s, x, c=x, beta=a)
-    return x
+        sums = products.symmetric_matmul(gram, gram, c=gram, alpha=c, beta=b)
+        xs = [products.matmul_add(s, x, c=x, beta=a) for s, x in _split(sums, xs)]
+    return xs
 
 
-def gram_iteration(x: Tensor, config: NSConfig, products: Products) -> Tensor:
-    """The Gram iteration with restarts on normalised ``x [..., M, N]``, M ≤ N."""
+def gram_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
+    """The Gram iteration with restarts; see the module's formulas."""
+    xs = list(xs)
     for number, block in enumerate(config.blocks):
-        r = products.gram(x)
+        r = products.gram(xs)
         if number == 0 and config.row_factors:
-            x, r = apply_row_factors(x, r)
+            xs, r = apply_row_factors(xs, r)
         q: Tensor | None = None
         for step, (a, b, c) in enumerate(block, start=1):
             z = products.symmetric_matmul(r, r, c=r, alpha=c, beta=b) if c != 0.0 else b * r
@@ -206,21 +228,23 @@ def gram_iteration(x: Tensor, config: NSConfig, products: Products) -> Tensor:
                 r = products.symmetric_matmul(z, p, c=p, beta=a)
             q = products.add_identity(z, a) if q is None else products.symmetric_matmul(q, z, c=q, beta=a)
         assert q is not None
-        x = products.matmul_add(q, x)
-    return x
+        xs = [products.matmul_add(factor, x) for factor, x in _split(q, xs)]
+    return xs
 
 
-def apply_row_factors(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+def _split(factors: Tensor, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each x of the family with its own part of the batch of m×m factors."""
+    if len(xs) == 1:
+        return [(factors, xs[0])]
+    return list(zip(factors.split([len(x) for x in xs]), xs, strict=True))
+
+
+def apply_row_factors(xs: Sequence[Tensor], gram: Tensor) -> tuple[list[Tensor], Tensor]:
     """``DX`` and ``DAD`` with D = diag(rsqrt(Σ_j |A_ij|)): by Gershgorin ‖DX‖₂ ≤ 1, whatever the norm was."""
     sums = gram.abs().sum(-1, keepdim=True, dtype=torch.float64 if gram.dtype == torch.float64 else torch.float32)
     factors = torch.where(sums > 0, sums.rsqrt(), torch.zeros_like(sums))
-    return (x * factors).to(x.dtype), (gram * factors * factors.mT).to(gram.dtype)
-
-
-def iterate(x: Tensor, config: NSConfig, products: Products) -> Tensor:
-    """The iteration ``config`` chooses, on normalised ``x [..., M, N]`` of its compute dtype, M ≤ N."""
-    gram = config.method_for(*x.shape[-2:]) == "gram"
-    return gram_iteration(x, config, products) if gram else standard_iteration(x, config, products)
+    scaled = [x.copy_(x * d) for d, x in _split(factors, xs)]
+    return scaled, gram.copy_(gram * factors * factors.mT)
 
 
 def normalize(x: Tensor, config: NSConfig) -> tuple[Tensor, Tensor]:
@@ -248,8 +272,8 @@ def newton_schulz(
 
         X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
-    The options are those of `NSConfig`. Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for
-    fp64 input), whatever the forward used. ``out`` (same shape, any dtype and strides) receives the result.
+    The options are those of `NSConfig`. Differentiable; the gradient is that of the standard iteration in fp32 (fp64
+    for fp64 input), whatever the forward used. ``out`` (same shape, any dtype and strides) receives the result.
 
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
@@ -313,7 +337,8 @@ def _forward(x: Tensor, config: NSConfig, products: Products) -> Tensor:
         return _forward(x.mT, config, products).mT
     if x.numel() == 0:
         return x.clone()
-    return iterate(normalize(x, config)[0], config, products).to(x.dtype)
+    start = products.batch(normalize(x, config)[0])
+    return iterate([start], config, products)[0].reshape(x.shape).to(x.dtype)
 
 
 class _NewtonSchulz(torch.autograd.Function):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from optim_utils.param_groups import MatrixView
 from torch import Tensor
 
 from optim_kernels._impl import Impl
@@ -27,6 +26,7 @@ from optim_kernels.reference.muon import (
     updated,
     wide_dtype,
 )
+from optim_utils.param_groups import MatrixView
 
 __all__ = ["apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
 

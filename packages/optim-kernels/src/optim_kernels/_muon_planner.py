@@ -1,0 +1,119 @@
+"""Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
+
+A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes. Plans
+are kept from step to step, and dropped when a tensor that they hold was replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from optim_kernels._impl import has_triton
+from optim_kernels._muon_groups import MuonEntry, ns_config_of, rule_of, step_entries
+from optim_kernels.reference.adamw import gradient_scale
+
+if TYPE_CHECKING:
+    from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
+
+
+@dataclass
+class _Batch:
+    """What one plan updates: tensors, and the groups whose hyperparameters they use."""
+
+    groups: list[Mapping[str, Any]]
+    tensors: list[MuonTensors]
+
+
+class MuonPlanner:
+    """Steps Muon groups; holds the plans."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, MuonPlan] = {}
+
+    def step(
+        self,
+        entries: Sequence[tuple[Mapping[str, Any], list[MuonEntry]]],
+        *,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One step of every group with its entries."""
+        batches: dict[Hashable, _Batch] = {}
+        for group, members in entries:
+            rest = []
+            for entry in members:
+                if why_not_grouped(entry, group) is None:
+                    _add(batches, group, entry)
+                else:
+                    rest.append(entry)
+            step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+        factor = gradient_scale(clip_factor, grad_scale)
+        for key, batch in batches.items():
+            plan = self._plan_for(key, batch)
+            plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
+
+    def _plan_for(self, key: Hashable, batch: _Batch) -> MuonPlan:
+        from optim_kernels.functional.muon_plan import MuonPlan
+
+        plan = self._plans.get(key)
+        if plan is None or plan.address_key() != tuple(t.address_key() for t in batch.tensors):
+            group = batch.groups[0]
+            plan = MuonPlan.build(
+                batch.tensors,
+                rule=rule_of(group),
+                ns=ns_config_of(group),
+                variance=group["beta2"] is not None,
+                num_groups=len(batch.groups),
+            )
+            self._plans[key] = plan
+        plan.refresh([t.grad for t in batch.tensors])
+        return plan
+
+
+def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
+    """What keeps grouped launches from updating a parameter; ``None`` where they do."""
+    if group["impl"] == "torch":
+        return "impl='torch'"
+    if group["impl"] == "auto" and not entry.param.is_cuda:
+        return f"it is on {entry.param.device.type}"
+    if not has_triton():
+        return "triton is not installed"
+    if group["stochastic_rounding"]:
+        return "stochastic rounding is done by torch"
+    from optim_kernels.functional.muon_plan import why_not_plan
+
+    return why_not_plan(_tensors_of(entry, 0), ns_config_of(group))
+
+
+def _add(batches: dict[Hashable, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
+    """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
+    dtypes = (entry.param.dtype, entry.grad.dtype, entry.state["momentum_buffer"].dtype, "master" in entry.state)
+    key = (rule_of(group), ns_config_of(group), group["beta2"] is None, dtypes, entry.param.device)
+    batch = batches.setdefault(key, _Batch([], []))
+    if not batch.groups or batch.groups[-1] is not group:
+        batch.groups.append(group)
+    batch.tensors.append(_tensors_of(entry, len(batch.groups) - 1))
+
+
+def _tensors_of(entry: MuonEntry, group: int) -> MuonTensors:
+    from optim_kernels.functional.muon_plan import MuonTensors
+
+    state = entry.state
+    return MuonTensors(
+        param=entry.param,
+        grad=entry.grad,
+        momentum_buffer=state["momentum_buffer"],
+        second_moment=state.get("second_momentum_buffer"),
+        master=state.get("master", state.get("master_low")),
+        view=entry.view,
+        group=group,
+    )
+
+
+def _hyper_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return group["lr"], group["weight_decay"], group["momentum"], group["beta2"] or 0.0

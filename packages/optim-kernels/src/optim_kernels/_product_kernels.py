@@ -1,0 +1,134 @@
+"""Triton kernels of Newton–Schulz: one symmetric product and one general product, on batches of matrices.
+
+    symmetric_kernel    D = α A Bᵀ + β C     D symmetric: its lower triangle of tiles is computed, and mirrored
+    general_kernel      D = α A B + β C
+
+Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like A Bᵀ or AB.
+Operands arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with zeros and
+drop what is stored there, so no size has to divide a tile. A tile is multiplied in fp32 and rounded once. α and β are
+the product of a launch-time scalar and, optionally, one device scalar a matrix.
+
+Letters: i, j tile row and column; T tiles a side; q a tile's number within its matrix.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._triton import dot, narrow, tl, triton
+
+
+@triton.jit
+def triangle_tile(q, T, GROUP: tl.constexpr):
+    """Tile ``q`` of the lower triangle as (i, j), in panels of GROUP rows that are walked column by column.
+
+    Row-major order would read every column's operand again for each row; in a panel it is read once for GROUP rows.
+    The panel of rows GROUP·I … starts at number P(P + 1)/2 with P = GROUP·I, as rows do in row-major order.
+    """
+    row = ((tl.sqrt(8.0 * q.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # the root is rounded: step to the row with row(row + 1)/2 <= q < (row + 1)(row + 2)/2
+    row = tl.where(row * (row + 1) // 2 > q, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= q, row + 1, row)
+    first = (row // GROUP) * GROUP
+    height = tl.minimum(GROUP, T - first)
+    inside = q - first * (first + 1) // 2
+    in_rectangle = inside < first * height
+    # the panel ends in a triangle of its own, whose column k holds rows k … height − 1
+    rest = inside - first * height
+    column = 0
+    for _ in tl.static_range(GROUP - 1):
+        wrap = rest >= height - column
+        rest = tl.where(wrap, rest - (height - column), rest)
+        column = tl.where(wrap, column + 1, column)
+    i = tl.where(in_rectangle, first + inside % height, first + column + rest)
+    j = tl.where(in_rectangle, inside // height, first + column)
+    return i, j
+
+
+@triton.jit
+def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
+    """Tile ``q`` of a rows × columns grid as (i, j), in panels of GROUP rows that are walked column by column."""
+    panel = q // (GROUP * columns)
+    first = panel * GROUP
+    height = tl.minimum(GROUP, rows - first)
+    inside = q - panel * GROUP * columns
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _scalar(value, pointer, batch, GIVEN: tl.constexpr):
+    """``value``, times the matrix's own factor where one is given."""
+    if GIVEN:
+        return value * tl.load(pointer + batch)
+    return value
+
+
+@triton.jit
+def symmetric_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    alpha_pointer,
+    tiles,
+    T,
+    K,
+    alpha,
+    beta,
+    HAS_C: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    batch = pid // tiles
+    i, j = triangle_tile(pid % tiles, T, GROUP)
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([batch, i * BLOCK, k]).reshape(BLOCK, BLOCK_K)
+        b = b_desc.load([batch, j * BLOCK, k]).reshape(BLOCK, BLOCK_K)
+        acc = dot(a, b.T, acc)
+    acc = acc * _scalar(alpha, alpha_pointer, batch, HAS_ALPHA)
+    if HAS_C:
+        c = c_desc.load([batch, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK)
+        acc += beta * c.to(tl.float32)
+    d = narrow(acc, d_desc.dtype)
+    d_desc.store([batch, i * BLOCK, j * BLOCK], d.reshape(1, BLOCK, BLOCK))
+    if i != j:
+        d_desc.store([batch, j * BLOCK, i * BLOCK], d.T.reshape(1, BLOCK, BLOCK))
+
+
+@triton.jit
+def general_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    alpha_pointer,
+    tiles,
+    rows,
+    columns,
+    K,
+    alpha,
+    beta,
+    HAS_C: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    batch = pid // tiles
+    i, j = rectangle_tile(pid % tiles, rows, columns, GROUP)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([batch, i * BLOCK_M, k]).reshape(BLOCK_M, BLOCK_K)
+        b = b_desc.load([batch, k, j * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = dot(a, b, acc)
+    acc = acc * alpha
+    if HAS_C:
+        c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)
+        acc += beta * c.to(tl.float32)
+    acc = acc * _scalar(1.0, alpha_pointer, batch, HAS_ALPHA)
+    d = narrow(acc, d_desc.dtype)
+    d_desc.store([batch, i * BLOCK_M, j * BLOCK_N], d.reshape(1, BLOCK_M, BLOCK_N))

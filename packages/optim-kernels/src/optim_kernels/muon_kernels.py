@@ -1,0 +1,192 @@
+"""Products of Newton–Schulz on the GPU: what they compute, their checks and their launches.
+
+    gram                alpha x xᵀ             one triangle computed and mirrored
+    symmetric_matmul    alpha a b + beta c     likewise, for symmetric operands that commute
+    matmul_add          alpha a b + beta c     b rectangular
+
+Matrices are ``[..., M, K]``; sums are fp32 and rounded once, to the operands' dtype (fp16, bf16 or fp32; fp32 operands
+are multiplied exactly, without tensor cores). The kernels stand in `_product_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from optim_kernels import _product_kernels as kernels
+from optim_kernels._impl import is_interpreted
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, triangle_tiles
+
+# Rows of tiles that share a column's operand while it is in the L2 cache.
+PANEL = 8
+# The bulk copy engine wants addresses and row strides in multiples of 16 bytes.
+ALIGNMENT = 16
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    factors: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``; ``factors [batch]`` multiplies alpha."""
+    batch, m, k = a.shape
+    if out is None:
+        out = empty_matrices(batch, m, m, a)
+    if out.numel() == 0:
+        return out
+    tile = tile or _tile_for(a, lambda sms: symmetric_tile(m, k, batch, sms))
+    tiles = triangle_tiles(m, tile.rows)
+    descriptor = _descriptors(tile)
+    kernels.symmetric_kernel[(batch * tiles,)](
+        descriptor(a, tile.rows, tile.depth),
+        descriptor(b, tile.rows, tile.depth),
+        descriptor(out if c is None else c, tile.rows, tile.rows),
+        descriptor(out, tile.rows, tile.rows),
+        factors,
+        tiles,
+        cdiv(m, tile.rows),
+        k,
+        alpha,
+        beta,
+        HAS_C=c is not None,
+        HAS_ALPHA=factors is not None,
+        BLOCK=tile.rows,
+        BLOCK_K=tile.depth,
+        GROUP=PANEL,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def general_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    factors: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``(alpha a b + beta c) · factors`` for ``a [batch, M, K]``, ``b [batch, K, N]`` and ``factors [batch]``."""
+    batch, m, k = a.shape
+    n = b.shape[-1]
+    if out is None:
+        out = empty_matrices(batch, m, n, b)
+    if out.numel() == 0:
+        return out
+    tile = tile or _tile_for(a, lambda sms: general_tile(m, n, k, batch, sms))
+    rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    descriptor = _descriptors(tile)
+    kernels.general_kernel[(batch * rows * columns,)](
+        descriptor(a, tile.rows, tile.depth),
+        descriptor(b, tile.depth, tile.columns),
+        descriptor(out if c is None else c, tile.rows, tile.columns),
+        descriptor(out, tile.rows, tile.columns),
+        factors,
+        rows * columns,
+        rows,
+        columns,
+        k,
+        alpha,
+        beta,
+        HAS_C=c is not None,
+        HAS_ALPHA=factors is not None,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP=PANEL,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def empty_matrices(batch: int, rows: int, columns: int, like: Tensor) -> Tensor:
+    """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
+    step = ALIGNMENT // like.element_size()
+    return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """``x [..., M, N]`` as ``[batch, M, N]`` that the copy engine can read: a view where strides allow, else a copy."""
+    flat = x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
+    step = ALIGNMENT // x.element_size()
+    aligned = flat.stride(-1) == 1 and flat.data_ptr() % ALIGNMENT == 0
+    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
+    if aligned and all(flat.stride(dim) % step == 0 and flat.stride(dim) > 0 for dim in (0, 1)):
+        return flat
+    return empty_matrices(*flat.shape, like=x).copy_(flat)
+
+
+def _descriptors(tile: Tile) -> Any:
+    def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+    return descriptor
+
+
+def _tile_for(x: Tensor, choose: Any) -> Tile:
+    if is_interpreted():
+        return INTERPRETED
+    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(x.device.index))
+
+
+@cache
+def _num_sms(device: int | None) -> int:
+    return torch.cuda.get_device_properties(device or 0).multi_processor_count
+
+
+class TritonProducts:
+    """The three products of `orthogonalization`'s iterations, on ``[batch, M, K]``."""
+
+    def batch(self, x: Tensor, /) -> Tensor:
+        return as_batch(x)
+
+    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+        m = xs[0].shape[-2]
+        out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
+        for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
+            symmetric_product(x, x, out=part)
+        return out
+
+    def symmetric_matmul(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return symmetric_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def matmul_add(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return general_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def add_identity(self, z: Tensor, a: float, /) -> Tensor:
+        q = empty_matrices(*z.shape, like=z).copy_(z)
+        q.diagonal(dim1=-2, dim2=-1).add_(a)
+        return q
+
+
+class PingPongProducts(TritonProducts):
+    """Products whose rectangular results alternate between two given buffers of each tensor of a family."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._other = {one.data_ptr(): other for pair in pairs for one, other in (pair, pair[::-1])}
+
+    def matmul_add(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=self._other[b.data_ptr()])
