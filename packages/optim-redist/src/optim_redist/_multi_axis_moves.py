@@ -102,14 +102,19 @@ def block_candidates(sizes: Sequence[int], longest: int, blocks: Iterable[int]) 
 
 
 class MoveSet:
-    """The moves out of a state for one shape, one mesh and one choice of block lengths."""
+    """The moves out of a state for one shape and one mesh.
 
-    def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Iterable[int]) -> None:
+    Args:
+        blocks: for each dimension, block lengths to consider, with their multiples and divisors by sizes of axes.
+    """
+
+    def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Sequence[Iterable[int]]) -> None:
         self.shape = shape
         self.sizes = sizes
-        longest = max(shape, default=1)
-        self.candidates = block_candidates(sizes, longest, blocks)
+        self.candidates = [block_candidates(sizes, length, given) for length, given in zip(shape, blocks)]
         self.equal_axes = [(i, j) for i, j in combinations(range(len(sizes)), 2) if sizes[i] == sizes[j]]
+        self._group_sizes: dict[Axes, int] = {}
+        self._fitting: dict[tuple[int, Axes], tuple[int, ...]] = {}
 
     def moves(self, state: State, wanted: Callable[[State], bool] = lambda state: True) -> list[Move]:
         """Every move whose result is compatible and wanted, one name for each way to get somewhere.
@@ -138,16 +143,29 @@ class MoveSet:
         yield from self._gathers(state, used)
         yield from self._block_changes(state)
 
+    def _group_size(self, axes: Axes) -> int:
+        found = self._group_sizes.get(axes)
+        if found is None:
+            found = self._group_sizes[axes] = axes_size(self.sizes, axes)
+        return found
+
     def _fits(self, tensor_dim: int, axes: Axes, block: int) -> bool:
-        return not axes or split_fits(self.shape[tensor_dim], axes_size(self.sizes, axes), block)
+        return not axes or split_fits(self.shape[tensor_dim], self._group_size(axes), block)
+
+    def _fitting_blocks(self, tensor_dim: int, axes: Axes) -> tuple[int, ...]:
+        """The candidates that leave no process of ``axes`` without an element of the dimension."""
+        found = self._fitting.get((tensor_dim, axes))
+        if found is None:
+            found = tuple(block for block in self.candidates[tensor_dim] if self._fits(tensor_dim, axes, block))
+            self._fitting[tensor_dim, axes] = found
+        return found
 
     def _splits(self, state: State, tensor_dim: int, axis: int) -> Iterator[Move]:
         axes, block = state.mapping[tensor_dim], state.blocks[tensor_dim]
         if not axes:
-            for new in self.candidates:
-                if self._fits(tensor_dim, (axis,), new):
-                    result = replace_dims(state, (tensor_dim, (axis,), new))
-                    yield Move(f"split_{tensor_dim}_{axis}_{new}", "split", result, 0)
+            for new in self._fitting_blocks(tensor_dim, (axis,)):
+                result = replace_dims(state, (tensor_dim, (axis,), new))
+                yield Move(f"split_{tensor_dim}_{axis}_{new}", "split", result, 0)
             return
         if self._fits(tensor_dim, (axis, *axes), block):
             result = replace_dims(state, (tensor_dim, (axis, *axes), block))
@@ -163,7 +181,7 @@ class MoveSet:
             (axes, "alltoall", "alltoall_mt"),
             (axes[-1:], "alltoall_mf", "alltoall_minor"),
         ):
-            n_procs = axes_size(self.sizes, moved)
+            n_procs = self._group_size(moved)
             left = axes[: len(axes) - len(moved)]
             leave = (source, left, block * n_procs)
             # on axes of size 1 alone a block may outgrow its dimension
@@ -172,11 +190,10 @@ class MoveSet:
             there, there_block = state.mapping[target], state.blocks[target]
             if not there:
                 name = front_name if moved == axes else back_name
-                for new in self.candidates:
-                    if self._fits(target, moved, new):
-                        result = replace_dims(state, leave, (target, moved, new))
-                        printed = UNSPLIT if new == block else new
-                        yield Move(f"{name}_{source}_{target}_{printed}", "alltoall", result, n_procs)
+                for new in self._fitting_blocks(target, moved):
+                    result = replace_dims(state, leave, (target, moved, new))
+                    printed = UNSPLIT if new == block else new
+                    yield Move(f"{name}_{source}_{target}_{printed}", "alltoall", result, n_procs)
                 continue
             if self._fits(target, (*moved, *there), there_block):
                 result = replace_dims(state, leave, (target, (*moved, *there), there_block))
@@ -207,8 +224,8 @@ class MoveSet:
     def _block_changes(self, state: State) -> Iterator[Move]:
         for tensor_dim, axes in enumerate(state.mapping):
             block = state.blocks[tensor_dim]
-            for new in self.candidates if axes else ():
-                if new != block and (new % block == 0 or block % new == 0) and self._fits(tensor_dim, axes, new):
+            n_procs = self._group_size(axes)
+            for new in self._fitting_blocks(tensor_dim, axes) if axes else ():
+                if new != block and (new % block == 0 or block % new == 0):
                     result = replace_dims(state, (tensor_dim, axes, new))
-                    n_procs = axes_size(self.sizes, axes)
                     yield Move(f"changeBlockSize_{tensor_dim}_{new}", "alltoall", result, n_procs)

@@ -169,12 +169,14 @@ def cheapest_moves(
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
-    Block lengths are 1, those of both ends, and their multiples and divisors by sizes of mesh axes.
-    Ties go to fewer moves. The target itself is always wanted.
+    Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
+    No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
+    and of the lengths that allow the same steps the shortest leaves no rank with more.
+    The target itself is always wanted.
     """
     if start == target:
         return []
-    move_set = MoveSet(shape, sizes, (*start.blocks, *target.blocks))
+    move_set = MoveSet(shape, sizes, list(zip(start.blocks, target.blocks)))
     estimate = Estimate(shape, sizes, target, price, memory_limit)
     leap = Move("exchange_*", "alltoall", target, prod(sizes))
     target_size = max_local_size(shape, sizes, target)
@@ -182,12 +184,14 @@ def cheapest_moves(
     def admitted(state: State) -> bool:
         return state == target or (max_local_size(shape, sizes, state) <= memory_limit and wanted(state))
 
-    # An entry is (f, moves so far, tie-break: latest first, cost so far, state, trail).
+    # An entry is (f, h, tie-break: latest first, cost so far, moves so far, state, trail): of equal f the one that is
+    # estimated nearest to the target goes first.
     order = count()
-    queue: list[tuple[float, int, int, float, State, Trail]] = [(0.0, 0, 0, 0.0, start, None)]
+    queue: list[tuple[float, float, int, float, int, State, Trail]] = [(0.0, 0.0, 0, 0.0, 0, start, None)]
+    cheapest = inf
     reached: dict[State, list[tuple[float, int]]] = {start: [(0.0, 0)]}
     while queue:
-        _, depth, _, cost, state, trail = heappop(queue)
+        _, _, _, cost, depth, state, trail = heappop(queue)
         if state == target:
             return _moves_of(trail)
         if (cost, depth) not in reached[state] or depth == max_depth:
@@ -199,9 +203,11 @@ def cheapest_moves(
         for move in moves:
             through = cost if move.collective == "split" else cost + price(move.collective, move.n_procs, elements)
             if _improves(reached.setdefault(move.state, []), through, depth + 1, max_depth is not None):
-                bound = through + (0.0 if move.state == target else estimate(move.state.mapping))
-                if bound < inf:
-                    entry = (bound, depth + 1, -next(order), through, move.state, (move, trail))
+                left = 0.0 if move.state == target else estimate(move.state.mapping)
+                if move.state == target:
+                    cheapest = min(cheapest, through)
+                if through + left <= cheapest and left < inf:
+                    entry = (through + left, left, -next(order), through, depth + 1, move.state, (move, trail))
                     heappush(queue, entry)
     return [leap]
 

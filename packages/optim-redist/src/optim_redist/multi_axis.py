@@ -365,7 +365,8 @@ class MultiAxisDist:
         """
         checked = self._check(shape, "neighbours")
         volume = max_local_size(checked, self.processorMesh, self._state)
-        moves = MoveSet(checked, self.processorMesh, (*self.blockSizes, *block_sizes)).moves(self._state)
+        blocks = [(*self.blockSizes, *block_sizes)] * len(checked)
+        moves = MoveSet(checked, self.processorMesh, blocks).moves(self._state)
         return [
             (
                 move.name,
