@@ -29,7 +29,13 @@ def test_contract(case, check):
 CUDA_CASES = [
     OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01}, device="cuda"),
     OptimizerCase("AdamW-fused", torch.optim.AdamW, {"lr": 0.01, "fused": True}, device="cuda"),
-    OptimizerCase("AdamW-capturable", torch.optim.AdamW, {"lr": 0.01, "capturable": True}, device="cuda"),
+    OptimizerCase(
+        "AdamW-capturable",
+        torch.optim.AdamW,
+        {"lr": 0.01, "capturable": True},
+        device="cuda",
+        skip={"copies_and_pickles": "torch's copy forgets that it has warned about steps outside of a graph"},
+    ),
     OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, device="cuda"),
 ]
 

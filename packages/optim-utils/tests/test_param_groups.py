@@ -637,6 +637,45 @@ def test_wrong_views(options, message):
         MatrixView(**options)
 
 
+MODULES = [
+    lambda: nn.Linear(4, 12),
+    lambda: nn.Linear(3, 2, bias=False),
+    lambda: nn.Embedding(5, 4),
+    lambda: nn.LayerNorm((2, 3)),
+    lambda: nn.Conv2d(6, 4, 3, groups=2),
+    lambda: nn.Conv1d(3, 4, 1),
+    lambda: nn.Bilinear(2, 3, 4),
+    lambda: Conv1D(4, 12),
+    lambda: Weights(w13=(2, 6, 4), w2=(2, 4, 3)),
+]
+NAMES = ["qkv", "experts", "embed", "lm_head", "fc", "w13", "block", "out"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES), st.sampled_from(MODULES)), min_size=1),
+    st.lists(st.sampled_from(["muon", "adamw", "frozen", None]), max_size=3),
+    st.data(),
+)
+def test_every_parameter_is_in_one_row_and_every_trained_one_in_one_group(parts, destinations, data):
+    model = nested({f"{i}.{outer}.{inner}": make() for i, (outer, inner, make) in enumerate(parts)})
+    for param in model.parameters():
+        param.requires_grad_(data.draw(st.booleans()))
+    names = [name for name, _ in model.named_parameters()]
+    rules = [Rule(data.draw(st.sampled_from(names)), to=to, options={"lr": 1.0}) for to in destinations]
+    table = route_parameters(model, rules, on_unknown="adamw")
+    assert [route.name for route in table] == names
+    groups = table.param_groups(muon={"lr": 0.1}, adamw={"lr": 0.2})
+    assert all(group["params"] for group in groups)
+    grouped = sorted(name for group in groups for name in group["param_names"])
+    assert grouped == sorted(route.name for route in table if route.kind != "frozen")
+    for route in table:
+        assert (route.view is not None) == (route.kind == "muon")
+        if route.view is not None:
+            assert sum(view.numel() for view in route.view.views(route.param)) == route.param.numel()
+    assert route_parameters(model, rules, on_unknown="adamw").fingerprint() == table.fingerprint()
+
+
 @st.composite
 def views(draw):
     """A view with any combination of its steps, and a tensor that it fits."""
