@@ -91,6 +91,7 @@ class DistOptimizer(Optimizer):
         self._shards: dict[Bucket, list[Shard]] = {}
         self._reducer: Reducer | None = None
         self._reduction: BackwardReduction | None = None
+        self._caches: dict[object, dict[Any, Any]] = {}
         self._counts: Tensor | None = None
         self._factor: Tensor | None = None
         self._presence: tuple[list[bool], Tensor] | None = None
@@ -234,7 +235,7 @@ class DistOptimizer(Optimizer):
         assert self._reducer is not None
         for bucket in self._buckets:
             attach_gradients(bucket, self._shards[bucket], self._reducer.finish(bucket))
-            self._update(bucket.plan.route, self._shards[bucket], context)
+            self._update(bucket.plan.route, self._shards[bucket], context, bucket)
             bucket.gathering = self._communicator.all_gather_(bucket.values)
         self.wait()
 
@@ -242,12 +243,12 @@ class DistOptimizer(Optimizer):
         """Phase 4 of one rank: what has no gradient is left alone."""
         shards = [shard for shard in whole_shards(self._entries) if shard.gradient is not None]
         for route in self._routes:
-            self._update(route, [s for s in shards if self.plan.parameters[s.index].route == route], context)
+            self._update(route, [s for s in shards if self.plan.parameters[s.index].route == route], context, route)
 
-    def _update(self, route: RouteName, shards: Sequence[Shard], context: StepContext) -> None:
+    def _update(self, route: RouteName, shards: Sequence[Shard], context: StepContext, key: object) -> None:
         items = [Item(shard, self.param_groups[shard.group], self._state_of(shard)) for shard in shards]
         if items:
-            self._routes[route].update(items, context)
+            self._routes[route].update(items, context, self._caches.setdefault(key, {}))
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]

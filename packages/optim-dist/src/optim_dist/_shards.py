@@ -75,7 +75,8 @@ class Route(Protocol):
 
     def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]: ...
 
-    def update(self, items: Sequence[Item], context: StepContext) -> None: ...
+    def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
+        """``cache`` is the route's own, kept from step to step for the same items."""
 
 
 def bucket_shards(bucket: Bucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:
@@ -94,7 +95,8 @@ def whole_shards(entries: Sequence[Entry]) -> list[Shard]:
     """One rank: every parameter where it lies, with the gradient it has."""
     shards = []
     for index, entry in enumerate(entries):
-        value, gradient = local(entry.parameter.detach()), entry.parameter.grad
+        # the same tensor object every step where possible, so that what was planned for it still holds
+        value, gradient = local(entry.parameter), entry.parameter.grad
         shard = _shard(entry, index, 0, value.numel(), value)
         if gradient is not None:
             if gradient.layout is not torch.strided:
@@ -113,6 +115,9 @@ def _shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Sh
 
 def attach_gradients(bucket: Bucket, shards: Sequence[Shard], reduced: Tensor) -> None:
     """Let every shard's gradient be its view of the reduced own chunk; nothing to do if it already is."""
+    if shards and shards[0].gradient is not None and bucket.attached == reduced.data_ptr():
+        return
+    bucket.attached = reduced.data_ptr()
     base = bucket.rank * bucket.plan.chunk
     for shard, piece in zip(shards, bucket.plan.pieces(bucket.rank)):
         begin = piece.offset - base

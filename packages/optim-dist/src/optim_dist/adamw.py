@@ -12,7 +12,7 @@ from optim_dist._optimizer import DistOptimizer
 from optim_dist._options import CommonOptions, Options
 from optim_dist._shards import Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
-from optim_kernels.functional import adamw_
+from optim_kernels.functional import AdamWPlan, adamw_
 
 
 class AdamWRoute:
@@ -29,14 +29,14 @@ class AdamWRoute:
             state["max_exp_avg_sq"] = torch.zeros_like(shard.value)
         return state
 
-    def update(self, items: Sequence[Item], context: StepContext) -> None:
+    def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         # amsgrad has a tensor more, so that groups with and without it are two calls
         for amsgrad in (False, True):
             chosen = [item for item in items if bool(item.group.get("amsgrad")) is amsgrad]
             if chosen:
-                self._update(chosen, context, amsgrad)
+                self._update(chosen, context, amsgrad, cache.setdefault(amsgrad, AdamWPlan()))
 
-    def _update(self, items: Sequence[Item], context: StepContext, amsgrad: bool) -> None:
+    def _update(self, items: Sequence[Item], context: StepContext, amsgrad: bool, plan: AdamWPlan) -> None:
         adamw_(
             [item.shard.value for item in items],
             [item.shard.grad for item in items],
@@ -55,6 +55,7 @@ class AdamWRoute:
             indices=[item.shard.listed for item in items],
             starts=[item.shard.start for item in items],
             present=[context.count(item.shard) for item in items],
+            plan=plan,
         )
 
 

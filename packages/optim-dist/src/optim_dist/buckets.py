@@ -66,6 +66,7 @@ class Bucket:
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
     present: list[bool] = field(default_factory=list)
+    attached: int = -1  # address of the sums that shards' gradients are views of
     num_copied: int = 0  # gradients found outside the bucket, since construction
 
     def own(self, flat: Tensor) -> Tensor:

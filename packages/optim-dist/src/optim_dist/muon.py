@@ -32,7 +32,7 @@ class MuonRoute:
         init_state(shard.value, _view(shard), group, state)
         return state
 
-    def update(self, items: Sequence[Item], context: StepContext) -> None:
+    def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         by_group: dict[int, list[Item]] = {}
         for item in items:
             if not is_missing(item, context):
