@@ -24,15 +24,22 @@ def combine_linears(model: nn.Module, predicate: Callable[[str, nn.Linear], bool
 
     Raises:
         ValueError: before anything is replaced, for a layer whose parameters are tied to another module's (joined into
-            a new parameter they would not be any more), or of whose parameters only one requires a gradient.
+            a new parameter they would not be any more), of whose parameters only one requires a gradient, or that has
+            hooks, which would be lost.
     """
+    if type(model) is nn.Linear:
+        raise ValueError(
+            "the model itself is a Linear, which cannot be replaced in place; use CombinedLinear.from_linear"
+        )
     found = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and name}
     chosen = {name: layer for name, layer in found.items() if predicate is None or predicate(name, layer)}
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             owners.setdefault(id(parameter), []).append(parameter_name)
-    for layer in chosen.values():
+    for name, layer in chosen.items():
+        if any(value for attribute, value in vars(layer).items() if attribute.endswith("_hooks")):
+            raise ValueError(f"{name!r} has hooks, which would be lost; remove them or leave it out with the predicate")
         for parameter in layer.parameters():
             if len(names := owners[id(parameter)]) > 1:
                 raise ValueError(f"{' and '.join(names)} are tied; leave them out with the predicate")

@@ -1,0 +1,296 @@
+"""`CombinedLinear` is a Linear in everything but its one parameter, and takes a Linear's place and checkpoints."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from optim_utils import CombinedLinear, combine_linears, join_weight_bias, split_weight_bias, uncombine_linears
+
+BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+ALIGN = pytest.mark.parametrize("align_rows", [False, True], ids=["dense", "aligned"])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+
+
+def pair(bias: bool = True, dtype: torch.dtype = torch.float32, **options: object) -> tuple[nn.Linear, CombinedLinear]:
+    torch.manual_seed(3)
+    linear = nn.Linear(10, 7, bias, dtype=dtype)
+    torch.manual_seed(3)
+    return linear, CombinedLinear(10, 7, bias, dtype=dtype, **options)
+
+
+@BIAS
+@ALIGN
+@DTYPE
+def test_same_values_as_linear_under_the_same_seed(bias, align_rows, dtype):
+    linear, layer = pair(bias, dtype, align_rows=align_rows)
+    assert layer.combined_weight.shape == (7, 11 if bias else 10)
+    assert torch.equal(layer.weight, linear.weight)
+    assert layer.bias is bias
+    assert layer.has_bias is bias
+    assert (layer.in_features, layer.out_features, layer.in_features_with_bias) == (10, 7, 10 + bias)
+    assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["combined_weight"]
+    if bias:
+        assert torch.equal(layer.bias_vector, linear.bias)
+        assert layer.bias_vector.data_ptr() == layer.combined_weight[0, -1].data_ptr()
+    else:
+        assert layer.bias_vector is None
+    # both have drawn as much from the generator
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    nn.Linear(10, 7, bias, dtype=dtype)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@BIAS
+@ALIGN
+@pytest.mark.parametrize("shape", [(10,), (4, 10), (2, 0, 10), (2, 3, 4, 10)], ids=str)
+def test_outputs_and_gradients_of_any_leading_dimensions(bias, align_rows, shape):
+    linear, layer = pair(bias, torch.float64, align_rows=align_rows)
+    x = torch.randn(shape, dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.testing.assert_close(layer(ours), linear(theirs), rtol=1e-14, atol=1e-14)
+    layer(ours).square().sum().backward()
+    linear(theirs).square().sum().backward()
+    weight, bias_gradient = split_weight_bias(layer.combined_weight.grad, bias)
+    torch.testing.assert_close(weight, linear.weight.grad, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+    if bias:
+        torch.testing.assert_close(bias_gradient, linear.bias.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_extra_repr_is_exact():
+    text = CombinedLinear(10, 20).extra_repr()
+    assert text == "self.in_features=10, self.out_features=20, self.in_features_with_bias=11"
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(0, 3), (3, 0)])
+def test_empty_layers(in_features, out_features):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: initializing zero-element tensors is a no-op
+        layer = CombinedLinear(in_features, out_features)
+    assert layer(torch.randn(2, in_features)).shape == (2, out_features)
+
+
+@BIAS
+@ALIGN
+def test_the_row_stride_survives_copies_and_moves(bias, align_rows):
+    _, layer = pair(bias, align_rows=align_rows)
+    stride = layer.combined_weight.stride()
+    assert stride == (12 if align_rows else 10 + bias, 1)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(saved, weights_only=False),
+        copy.deepcopy(layer).double().float(),
+    ]
+    for twin in copies:
+        assert twin.combined_weight.stride() == stride
+        assert torch.equal(twin.combined_weight, layer.combined_weight)
+        assert twin.combined_weight.requires_grad
+    half = copy.deepcopy(layer).bfloat16().combined_weight
+    assert half.stride() == (16 if align_rows else 10 + bias, 1)
+
+
+@ALIGN
+def test_an_optimizer_trains_it_as_it_trains_a_linear(align_rows):
+    linear, layer = pair(align_rows=align_rows)
+    x = torch.randn(5, 10)
+    for model in (linear, layer):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(layer.combined_weight, join_weight_bias(linear.weight, linear.bias))
+
+
+@BIAS
+@ALIGN
+def test_meta_script_and_fullgraph_compile(bias, align_rows):
+    _, layer = pair(bias, align_rows=align_rows)
+    x = torch.randn(3, 10)
+    assert CombinedLinear(10, 7, bias, device="meta", align_rows=align_rows)(x.to("meta")).shape == (3, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert torch.equal(torch.jit.script(layer)(x), layer(x))
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+def test_wrong_format_is_refused():
+    with pytest.raises(ValueError, match="checkpoint_format='flat'"):
+        CombinedLinear(1, 1, checkpoint_format="flat")
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+@BIAS
+def test_loads_a_linear_and_is_loaded_by_one(bias):
+    linear, _ = pair(bias)
+    layer = CombinedLinear(10, 7, bias, checkpoint_format="linear", align_rows=True)
+    assert layer.load_state_dict(linear.state_dict()) == ([], [])
+    assert torch.equal(layer.combined_weight, join_weight_bias(linear.weight, linear.bias))
+    state = layer.state_dict()
+    assert list(state) == list(linear.state_dict())
+    assert state["weight"].data_ptr() == layer.combined_weight.data_ptr()
+    other = nn.Linear(10, 7, bias)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, linear.weight)
+
+
+def nested(**options: object) -> nn.Module:
+    return nn.ModuleDict({"block": nn.ModuleDict({"proj": CombinedLinear(3, 2, **options)})})
+
+
+@pytest.mark.parametrize(
+    ("state", "texts"),
+    [
+        ({"weight": torch.ones(2, 3)}, ['Missing key(s) in state_dict: "block.proj.bias"']),
+        ({"bias": torch.ones(2)}, ['Missing key(s) in state_dict: "block.proj.weight"']),
+        ({}, ['Missing key(s) in state_dict: "block.proj.combined_weight"']),
+        ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, ["size mismatch for block.proj.weight"]),
+        ({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, ["size mismatch for block.proj.bias"]),
+        (
+            {"combined_weight": torch.ones(2, 4), "weight": torch.ones(2, 3)},
+            ["block.proj.combined_weight and block.proj.weight are two forms"],
+        ),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2), "extra": torch.ones(1)},
+            ['Unexpected key(s) in state_dict: "block.proj.extra"'],
+        ),
+    ],
+    ids=["no bias", "no weight", "nothing", "weight shape", "bias shape", "both forms", "extra"],
+)
+def test_what_is_wrong_is_named_in_full(state, texts):
+    model = nested()
+    state = {f"block.proj.{name}": value for name, value in state.items()}
+    keys = set(state)
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    for text in texts:
+        assert text in str(error.value)
+    assert set(state) == keys
+
+
+def test_a_part_is_loaded_without_strict():
+    model = nested()
+    before = model["block"]["proj"].weight.detach().clone()
+    missing, unexpected = model.load_state_dict({"block.proj.bias": torch.full((2,), 9.0)}, strict=False)
+    assert (missing, unexpected) == (["block.proj.weight"], [])
+    assert torch.equal(model["block"]["proj"].weight, before)
+    assert torch.equal(model["block"]["proj"].bias_vector, torch.full((2,), 9.0))
+
+
+def test_a_bias_for_a_layer_without_one_is_unexpected():
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "block.proj.bias"'):
+        nested(bias=False).load_state_dict({"block.proj.weight": torch.ones(2, 3), "block.proj.bias": torch.ones(2)})
+
+
+# ------------------------------------------------------------------ conversions
+
+
+@BIAS
+@DTYPE
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_from_and_to_linear_are_exact(bias, dtype, requires_grad):
+    linear, _ = pair(bias, dtype)
+    linear.requires_grad_(requires_grad).train(not requires_grad)
+    state = torch.get_rng_state()
+    layer = CombinedLinear.from_linear(linear, align_rows=True)
+    back = layer.to_linear()
+    assert torch.equal(torch.get_rng_state(), state)
+    for converted in (layer, back):
+        assert converted.training is linear.training
+        assert all(p.requires_grad is requires_grad and p.dtype == dtype for p in converted.parameters())
+    assert layer.combined_weight.is_leaf
+    assert layer.combined_weight.data_ptr() != linear.weight.data_ptr()
+    assert torch.equal(back.weight, linear.weight)
+    assert (back.bias is None) if linear.bias is None else torch.equal(back.bias, linear.bias)
+    assert back.weight.is_contiguous()
+
+
+def test_mixed_requires_grad_is_refused():
+    linear = nn.Linear(2, 2)
+    linear.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="True for the weight and False for the bias"):
+        CombinedLinear.from_linear(linear)
+    model = nn.Sequential(nn.Linear(2, 2), linear)
+    with pytest.raises(ValueError) as error:
+        combine_linears(model)
+    assert error.value.__notes__ == ["the layer is '1'"]
+    assert type(model[0]) is nn.Linear
+
+
+class Special(nn.Linear):
+    pass
+
+
+def test_combine_and_uncombine_a_model():
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(inner, nn.Tanh(), Special(4, 4)), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    expected = model(x)
+    names = combine_linears(model, lambda name, layer: name != "2")
+    assert names == ["0", "1.0"]
+    assert [type(model[0]), type(model[1][2]), type(model[2])] == [CombinedLinear, Special, nn.Linear]
+    torch.testing.assert_close(model(x), expected, rtol=1e-14, atol=1e-14)
+    assert uncombine_linears(model) == names
+    assert torch.equal(model(x), expected)
+
+
+def test_one_layer_at_two_places_stays_one_layer():
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    assert combine_linears(model) == ["0", "2"]
+    assert model[0] is model[2]
+    assert isinstance(model[0], CombinedLinear)
+
+
+def test_tied_weights_are_refused_by_name():
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "up": nn.Linear(4, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["wte"].weight
+    with pytest.raises(ValueError, match=r"wte\.weight and head\.weight are tied"):
+        combine_linears(model)
+    assert type(model["up"]) is nn.Linear
+    assert combine_linears(model, lambda name, _: name != "head") == ["up"]
+
+
+def test_hooks_are_not_lost_in_silence():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="'0' has hooks"):
+        combine_linears(model)
+
+
+def test_a_model_that_is_itself_a_linear_is_refused():
+    with pytest.raises(ValueError, match="from_linear"):
+        combine_linears(nn.Linear(2, 2))
+
+
+# ------------------------------------------------------------------ pairs
+
+
+def test_join_and_split():
+    w, b = torch.randn(4, 3), torch.randn(4)
+    joined = join_weight_bias(w, b)
+    weight, bias = split_weight_bias(joined, True)
+    assert torch.equal(weight, w)
+    assert torch.equal(bias, b)
+    assert weight.data_ptr() == joined.data_ptr()
+    assert join_weight_bias(w, None) is w
+    assert split_weight_bias(w, False) == (w, None)
+    for wrong in ((w, torch.zeros(3)), (b, b), (w, torch.zeros(4, 1))):
+        with pytest.raises(ValueError, match=r"weight \(out, in\)"):
+            join_weight_bias(*wrong)
+    for wrong in (b, torch.zeros(4, 0)):
+        with pytest.raises(ValueError, match="expected a matrix"):
+            split_weight_bias(wrong, True)
