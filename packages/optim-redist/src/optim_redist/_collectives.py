@@ -1,4 +1,4 @@
-"""The only place that calls ``torch.distributed``: exchanges, groups, and the comparison of plans.
+"""The only place that calls ``torch.distributed``: who takes part in an exchange, the exchange, and comparing plans.
 
 Names differ between versions of torch; what is deprecated in one is chosen here by what the installed one has.
 """
@@ -6,7 +6,10 @@ Names differ between versions of torch; what is deprecated in one is chosen here
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,37 +31,196 @@ def my_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
-def group_of(ranks: Sequence[int], group: ProcessGroup | None = None) -> ProcessGroup:
-    """A group whose members include ``ranks``: the given one, the world if it fits, else one made once for them.
-
-    A group made here is made by its members alone, so every rank of ``ranks`` has to call and no other.
-    """
-    if not is_initialized():
-        raise UnsupportedError(
-            f"ranks {list(ranks)} have to exchange data; call torch.distributed.init_process_group first"
-        )
-    if group is not None:
-        missing = set(ranks) - set(dist.get_process_group_ranks(group))
-        if missing:
-            raise UnsupportedError(f"the group lacks ranks {sorted(missing)} of the layouts; give one that has them")
-        return group
-    world = dist.group.WORLD
-    assert world is not None
-    key = tuple(sorted(ranks))
-    if key and key[-1] >= dist.get_world_size():
-        raise UnsupportedError(f"the layouts name rank {key[-1]}, the world has {dist.get_world_size()} ranks")
-    if len(key) == dist.get_world_size():
-        return world
-    known = _groups.get(key)
-    if known is None or known[0] is not world:
-        made = dist.new_group(list(key), use_local_synchronization=True)
-        _groups[key] = known = (world, made)
-    return known[1]
-
-
 def world() -> object:
     """The default process group, None without one: programs compiled for one are void for the next."""
     return dist.group.WORLD if is_initialized() else None
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that exchange with each other, and the group they use.
+
+    Attributes:
+        group: its members may be more than the team; only the team calls.
+        members: global ranks of the team, in group order.
+    """
+
+    group: ProcessGroup
+    members: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], group: ProcessGroup | None = None) -> Team:
+        """The team of all members of a given group, else of exactly these ranks.
+
+        A team smaller than the world gets a group of its own, which its members alone make. NCCL cannot do that once
+        the world is bound to devices (splitting its communicator takes every rank); the team then sends and receives
+        pair by pair on the world's communicator.
+        """
+        needed = tuple(sorted(ranks))
+        if not is_initialized():
+            raise UnsupportedError(
+                f"ranks {list(needed)} have to exchange data; call torch.distributed.init_process_group first"
+            )
+        if group is not None:
+            members = tuple(dist.get_process_group_ranks(group))
+            if not set(needed) <= set(members):
+                missing = sorted(set(needed) - set(members))
+                raise UnsupportedError(f"the group lacks ranks {missing} of the layouts; give one that has them")
+            return cls(group, members)
+        everyone = dist.group.WORLD
+        assert everyone is not None, "the default group is initialised"
+        if needed and needed[-1] >= dist.get_world_size():
+            raise UnsupportedError(f"the layouts name rank {needed[-1]}, the world has {dist.get_world_size()} ranks")
+        if len(needed) == dist.get_world_size() or getattr(everyone, "bound_device_id", None) is not None:
+            return cls(everyone, needed)
+        known = _groups.get(needed)
+        if known is None or known[0] is not everyone:
+            made = dist.new_group(list(needed), use_local_synchronization=True)
+            _groups[needed] = known = (everyone, made)
+        return cls(known[1], needed)
+
+    @cached_property
+    def is_nccl(self) -> bool:
+        """Whether exchanges run on CUDA streams."""
+        return "nccl" in dist.get_backend(self.group)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether every message may have a buffer of its own; gloo wants them all in one."""
+        return self.is_nccl or not self.is_whole or self.members != tuple(sorted(self.members))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the team is its whole group, so that collectives can be used."""
+        return len(self.members) == dist.get_world_size(self.group)
+
+    def exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Mapping[int, int],
+        sent_sizes: Mapping[int, int],
+        *,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        """One all-to-all of flat byte buffers; sizes by global rank, buffers in the order of members."""
+        if not self.is_whole:
+            incoming, outgoing = (
+                dict(zip(sizes, buffer.split(list(sizes.values()))))
+                for sizes, buffer in ((_in_order(received_sizes, self), received), (_in_order(sent_sizes, self), sent))
+            )
+            return self.exchange_lists(incoming, outgoing, async_op=async_op)
+        return dist.all_to_all_single(
+            received,
+            sent,
+            [received_sizes.get(rank, 0) for rank in self.members],
+            [sent_sizes.get(rank, 0) for rank in self.members],
+            group=self.group,
+            async_op=async_op,
+        )
+
+    def exchange_lists(
+        self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor], *, async_op: bool = False
+    ) -> Waitable | None:
+        """The same with one buffer a peer, anywhere in memory; peers that are not named exchange nothing."""
+        if self.is_whole and self.is_nccl:
+            some = next(iter([*incoming.values(), *outgoing.values()]), None)
+            if some is None:
+                some = torch.empty(0, dtype=torch.uint8, device=device_of(self))
+            nothing = some.new_empty(0).view(torch.uint8)
+            return dist.all_to_all(
+                [incoming[rank].view(torch.uint8) if rank in incoming else nothing for rank in self.members],
+                [outgoing[rank].view(torch.uint8) if rank in outgoing else nothing for rank in self.members],
+                group=self.group,
+                async_op=async_op,
+            )
+        ends = [dist.P2POp(dist.isend, buffer, peer, self.group) for peer, buffer in sorted(outgoing.items())]
+        ends += [dist.P2POp(dist.irecv, buffer, peer, self.group) for peer, buffer in sorted(incoming.items())]
+        works = dist.batch_isend_irecv(ends) if ends else []
+        if async_op:
+            return _Works(works)
+        for work in works:
+            work.wait()
+        return None
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Waitable | None:
+        """Combine the members' tensors in place, asynchronously."""
+        return dist.all_reduce(tensor, _reduce_op(op), group=self.group, async_op=True)
+
+    def reduce_scatter(self, target: Tensor, parts: Tensor, op: str) -> Waitable | None:
+        """Combine the members' flat buffers; every member gets its part of the result, asynchronously."""
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return scatter(target.view(-1), parts, op=_reduce_op(op), group=self.group, async_op=True)
+
+    def compare(self, text: str) -> None:
+        """Raise on every member unless all of them bring the same text.
+
+        Digests travel first; texts only if they differ, so that the error can say where.
+
+        Raises:
+            PlanMismatchError: names the first rank that differs and the first difference.
+        """
+        digests = self._all_gather(hashlib.sha256(text.encode()).digest(), [32] * len(self.members))
+        if all(digest == digests[0] for digest in digests):
+            return
+        encoded = text.encode()
+        lengths = self._all_gather(len(encoded).to_bytes(8, "little"), [8] * len(self.members))
+        texts = self._all_gather(encoded, [int.from_bytes(length, "little") for length in lengths])
+        other = next(k for k, digest in enumerate(digests) if digest != digests[0])
+        raise PlanMismatchError(
+            f"rank {self.members[other]} holds another plan than rank {self.members[0]}: "
+            f"{_first_difference(texts[0].decode(), texts[other].decode())}; "
+            "every rank has to call with the same shape, dtype, layouts and options, in the same order"
+        )
+
+    def _all_gather(self, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Every member's bytes, of sizes that all members know."""
+        device = device_of(self)
+        me = self.members.index(dist.get_rank())
+        sent = torch.frombuffer(bytearray(mine) * (len(self.members) - 1) or bytearray(1), dtype=torch.uint8).to(device)
+        peers = [k for k in range(len(self.members)) if k != me]
+        received = torch.empty(sum(sizes[k] for k in peers), dtype=torch.uint8, device=device)
+        self.exchange(
+            received,
+            sent[: len(mine) * len(peers)],
+            {self.members[k]: sizes[k] for k in peers},
+            {self.members[k]: len(mine) for k in peers},
+        )
+        parts = received.cpu().split([sizes[k] for k in peers])
+        found = {k: bytes(part.tolist()) for k, part in zip(peers, parts)}
+        return [mine if k == me else found[k] for k in range(len(self.members))]
+
+
+def _reduce_op(op: str) -> Any:
+    return {
+        "sum": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "product": dist.ReduceOp.PRODUCT,
+    }[op]
+
+
+class Waitable(Protocol):
+    """What an asynchronous exchange returns."""
+
+    def wait(self) -> Any:
+        """Return when its buffers may be used."""
+
+
+class _Works:
+    """Several works waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+
+def _in_order(sizes: Mapping[int, int], team: Team) -> dict[int, int]:
+    return {rank: sizes[rank] for rank in team.members if rank in sizes}
 
 
 def members(group: ProcessGroup) -> list[int]:
@@ -66,54 +228,12 @@ def members(group: ProcessGroup) -> list[int]:
     return list(dist.get_process_group_ranks(group))
 
 
-def device_of(group: ProcessGroup | None) -> torch.device:
-    """Where the group's tensors live: the current CUDA device for NCCL, else the CPU."""
-    if group is not None and is_nccl(group):
+def device_of(where: Team | ProcessGroup | None) -> torch.device:
+    """Where the tensors of a team or group live: the current CUDA device for NCCL, else the CPU."""
+    group = where.group if isinstance(where, Team) else where
+    if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def is_nccl(group: ProcessGroup) -> bool:
-    """Whether the group's collectives run on CUDA streams."""
-    return "nccl" in dist.get_backend(group)
-
-
-def exchange(
-    received: Tensor,
-    sent: Tensor,
-    received_sizes: list[int],
-    sent_sizes: list[int],
-    group: ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> Work | None:
-    """One all-to-all of flat byte buffers with uneven sizes, in group order."""
-    return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=async_op)
-
-
-def compare_texts(text: str, group: ProcessGroup) -> None:
-    """Raise on every member unless all of them bring the same text.
-
-    Digests travel first; texts only if they differ, so that the error can say where.
-
-    Raises:
-        PlanMismatchError: names the first rank that differs and the first difference.
-    """
-    device = device_of(group)
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
-    num_ranks = dist.get_world_size(group)
-    digests = [torch.empty_like(digest) for _ in range(num_ranks)]
-    dist.all_gather(digests, digest, group=group)
-    if all(torch.equal(other, digest) for other in digests):
-        return
-    texts: list[str] = [""] * num_ranks
-    dist.all_gather_object(texts, text, group=group)
-    ranks = members(group)
-    other = next(k for k in range(num_ranks) if texts[k] != texts[0])
-    raise PlanMismatchError(
-        f"rank {ranks[other]} holds another plan than rank {ranks[0]}: {_first_difference(texts[0], texts[other])}; "
-        "every rank has to call with the same shape, dtype, layouts and options, in the same order"
-    )
 
 
 def _first_difference(a: str, b: str) -> str:

@@ -10,12 +10,11 @@ The same code packs and unpacks for a process group and for a simulation of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -107,22 +106,80 @@ class Message:
         return self._bound[strides]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """One phase for tensors of given strides: every view it needs.
+Which = Literal["src", "dst"]
 
-    Attributes:
-        sent, received: the part of a tensor that already is the buffer, None if a buffer has to be packed or unpacked.
-        packs: (tensor read, its view, the buffer's view).
-        unpacks: (the buffer's view, the target's view).
-        stays: (the source's view, the target's view).
+
+class Copies:
+    """Strided copies from tensors into one target, as wide as their alignment allows.
+
+    Copying 16 bytes at a time, whatever the element type, keeps strided copies at the speed of the memory. That is
+    possible where rows, strides and offsets are whole multiples of 16 bytes.
     """
 
-    sent: _View | None
-    received: _View | None
-    packs: list[tuple[Literal["src", "dst"], _View, _View]]
-    unpacks: list[tuple[_View, _View]]
-    stays: list[tuple[_View, _View]]
+    def __init__(self, pairs: list[tuple[Which, _View, _View]], itemsize: int, rows: Sequence[_Rows]) -> None:
+        self.pairs = pairs
+        self.lane = _WIDE // itemsize
+        self.wide: list[tuple[Which, _View, _View]] | None = None
+        if pairs and self.lane > 1 and all(_is_wide(*row, self.lane) for row in rows):
+            found = [(which, _widened(a, self.lane), _widened(b, self.lane)) for which, a, b in pairs]
+            if all(a is not None and b is not None for _, a, b in found):
+                self.wide = found  # type: ignore[assignment]
+
+    def run(self, sources: Mapping[Which, Tensor | None], target: Tensor | None) -> None:
+        """Make the copies; the tensors are given as bits."""
+        if not self.pairs:
+            return
+        assert target is not None, "copies have a target"
+        used = {which: cast(Tensor, sources[which]) for which in {which for which, _, _ in self.pairs}}
+        pairs = self.pairs
+        if self.wide is not None and all(_is_aligned(tensor) for tensor in (*used.values(), target)):
+            pairs = self.wide
+            used = {which: tensor.view(torch.complex128) for which, tensor in used.items()}
+            target = target.view(torch.complex128)
+        copy_views([view_of(target, view) for _, _, view in pairs], [view_of(used[w], view) for w, view, _ in pairs])
+
+
+_WIDE = 16  # bytes
+_Rows = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
+
+
+def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...], lane: int) -> bool:
+    """Whether a tensor of this shape and strides can be seen as one of elements ``lane`` times as wide."""
+    if not shape:
+        return False
+    return shape[-1] % lane == 0 and strides[-1] == 1 and all(stride % lane == 0 for stride in strides[:-1])
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % _WIDE == 0 and tensor.storage_offset() * tensor.element_size() % _WIDE == 0
+
+
+def _widened(view: _View, lane: int) -> _View | None:
+    sizes, strides, offset = view
+    if not sizes or strides[-1] != 1 or sizes[-1] % lane or offset % lane or any(s % lane for s in strides[:-1]):
+        return None
+    return (*sizes[:-1], sizes[-1] // lane), (*(s // lane for s in strides[:-1]), 1), offset // lane
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One phase for tensors of given shapes and strides: every buffer and view it needs.
+
+    Attributes:
+        sends, receives: for every buffer that goes to the exchange, the tensor whose memory it is (None: one of the
+            phase's own) and its flat view there.
+        packs, num_packed: copies into the phase's own buffer for sending, and its elements.
+        unpacks, num_unpacked: copies out of its buffer for receiving, and its elements.
+        stays: copies from source to target.
+    """
+
+    sends: list[tuple[Which | None, _View]]
+    receives: list[tuple[Which | None, _View]]
+    packs: Copies
+    num_packed: int
+    unpacks: Copies
+    num_unpacked: int
+    stays: Copies
 
 
 @dataclass
@@ -134,55 +191,69 @@ class RankPhase:
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(-1))
     stays_to: Message = field(default_factory=lambda: Message(-1))
-    _bound: dict[tuple[tuple[int, ...], tuple[int, ...]], Bound] = field(default_factory=dict)
+    _bound: dict[tuple[_Rows, _Rows, bool, bool], Bound] = field(default_factory=dict)
 
-    @cached_property
-    def num_sent(self) -> int:
-        return sum(message.num_elements for message in self.sends)
+    def bind(self, src: _Rows, dst: _Rows, itemsize: int, *, separate: bool, in_place: bool) -> Bound:
+        """The phase's buffers and views for a source and a target of these shapes and strides.
 
-    @cached_property
-    def num_received(self) -> int:
-        return sum(message.num_elements for message in self.receives)
+        With ``separate`` every message may have a buffer of its own, so that each one that lies in a piece of memory
+        travels from there and to there; else all of them share one. ``in_place`` allows receiving in the target.
+        """
+        known = self._bound.get((src, dst, separate, in_place))
+        if known is None:
+            known = self._bound[src, dst, separate, in_place] = self._bind(src, dst, itemsize, separate, in_place)
+        return known
 
-    def bind(self, src: tuple[int, ...], dst: tuple[int, ...]) -> Bound:
-        """The phase's views in a source and a target of these strides."""
-        known = self._bound.get((src, dst))
-        if known is not None:
-            return known
-        strides = {"src": src, "dst": dst}
-        packs = [
-            (read, message.views(strides[read])[k], slot)
-            for message, slots in zip(self.sends, _slots(self.sends))
-            for k, (read, slot) in enumerate(zip(message.read, slots))
+    def _bind(self, src: _Rows, dst: _Rows, itemsize: int, separate: bool, in_place: bool) -> Bound:
+        strides: dict[Which, tuple[int, ...]] = {"src": src[1], "dst": dst[1]}
+        outgoing = [
+            [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
         ]
-        unpacks = [
-            (slot, view)
-            for message, slots in zip(self.receives, _slots(self.receives))
-            for slot, view in zip(slots, message.views(dst))
-        ]
-        from_source = all(read == "src" for read, _, _ in packs)
-        made = Bound(
-            sent=_dense_span([view for _, view, _ in packs]) if from_source else None,
-            received=_dense_span([view for _, view in unpacks]),
-            packs=packs,
-            unpacks=unpacks,
-            stays=list(zip(self.stays_from.views(src), self.stays_to.views(dst))),
+        incoming: list[list[tuple[Which, _View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
+        sends, packed, num_packed = _buffers(outgoing, separate, True)
+        receives, unpacked, num_unpacked = _buffers(incoming, separate, in_place)
+        flat = ((_WIDE,), (1,))
+        return Bound(
+            sends=sends,
+            receives=receives,
+            packs=Copies(packed, itemsize, [flat, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packed})]),
+            num_packed=num_packed,
+            # from the buffer, which takes the place of the source, to the target
+            unpacks=Copies([("src", slot, view) for _, view, slot in unpacked], itemsize, [flat, dst]),
+            num_unpacked=num_unpacked,
+            stays=Copies(
+                [("src", a, b) for a, b in zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))],
+                itemsize,
+                [src, dst],
+            ),
         )
-        self._bound[src, dst] = made
-        return made
 
 
-def _slots(messages: Sequence[Message]) -> list[list[_View]]:
-    """For every message the views of its pieces in the flat buffer of all of them."""
-    found, place = [], 0
-    for message in messages:
-        slots = []
-        for piece in message.pieces:
-            sizes = _view_of(piece, [0] * len(piece))[0]
-            slots.append((sizes, _dense_strides(sizes), place))
-            place += prod(sizes)
-        found.append(slots)
-    return found
+def _buffers(
+    messages: Sequence[Sequence[tuple[Which, _View]]], separate: bool, in_place: bool
+) -> tuple[list[tuple[Which | None, _View]], list[tuple[Which, _View, _View]], int]:
+    """The exchange's buffers for these messages; copies (tensor, view there, slot) into or out of our own; its size.
+
+    Groups of messages that already are one piece of memory stay where they are. ``separate`` makes every message a
+    group, else all of them are one.
+    """
+    groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
+    buffers: list[tuple[Which | None, _View]] = []
+    copies: list[tuple[Which, _View, _View]] = []
+    place = 0
+    for parts in groups:
+        span = (
+            _dense_span([view for _, view in parts]) if in_place and len({which for which, _ in parts}) == 1 else None
+        )
+        if span is not None:
+            buffers.append((parts[0][0], span))
+            continue
+        start = place
+        for which, view in parts:
+            copies.append((which, view, (view[0], _dense_strides(view[0]), place)))
+            place += prod(view[0])
+        buffers.append((None, ((place - start,), (1,), start)))
+    return buffers, copies, place
 
 
 def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -82,14 +82,16 @@ class Reduction:
                 phase.stays_from.contributions, here, phase.stays_to.views(strides)
             ):
                 parts.append((contribution, src.as_strided(sizes, steps, src.storage_offset() + offset), view))
-        total = torch.zeros(dst.shape, dtype=self.accumulate, device=dst.device)
+        # what this phase does not reduce a later one brings
+        total = torch.empty(dst.shape, dtype=self.accumulate, device=dst.device)
         combine = _COMBINE[self.op]
         for contribution, value, (sizes, steps, offset) in sorted(parts, key=lambda part: part[0]):
             region = total.as_strided(sizes, steps, offset)
             if contribution == 0:
                 region.copy_(value)
             else:
-                combine(region, value.to(self.accumulate), out=region)
+                # 8-bit floats take part in no promotion
+                combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
         dst.copy_(total.div_(self.scale) if self.scale != 1 else total)
 
 

@@ -94,7 +94,7 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     tensors = {rank: given.get(rank) for rank in ranks}
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
     for rank in ranks:
-        Program(plan, rank, None, ranks)._check(tensors[rank], None)
+        Program(plan, rank, None)._check(tensors[rank], None)
     dtype = getattr(torch, plan.dtype)
     for problem, phases in plan.phases:
         stages = {rank: StageProgram(problem, phases, rank, dtype) for rank in ranks}
@@ -120,12 +120,12 @@ def _simulate_phase(
     wire = {
         (rank, message.peer): slot.clone()
         for rank, stage in stages.items()
-        for message, slot in slots(stage.phases[k].sends, buffers[rank][0])
+        for message, slot in slots(stage.phases[k].sends, buffers[rank][0][0])
     }
     for rank, stage in stages.items():
-        for message, slot in slots(stage.phases[k].receives, buffers[rank][1]):
+        for message, slot in slots(stage.phases[k].receives, buffers[rank][1][0]):
             slot.copy_(wire.pop((message.peer, rank)))
         stage.local(k, tensors[rank], targets[rank])
     assert not wire, "every message has a receiver"
     for rank, stage in stages.items():
-        stage.finish(k, buffers[rank][1], tensors[rank], targets[rank])
+        stage.finish(k, buffers[rank][2], tensors[rank], targets[rank])

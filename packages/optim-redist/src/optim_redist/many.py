@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
+from optim_redist._collectives import Team, Waitable
 from optim_redist._rank_program import Message
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
@@ -67,19 +68,21 @@ class _Round:
 
 def _lay_out(
     messages: Sequence[tuple[int, Sequence[Message]]], members: Sequence[int], width: list[int]
-) -> tuple[list[_Segment], list[int]]:
+) -> tuple[list[_Segment], dict[int, int]]:
     by_peer: dict[int, list[tuple[int, Message]]] = {member: [] for member in members}
     for item, found in messages:
         for message in found:
             by_peer[message.peer].append((item, message))
-    segments, splits, offset = [], [], 0
+    segments: list[_Segment] = []
+    splits: dict[int, int] = {}
+    offset = 0
     for member in members:
         start = offset
         for item, message in by_peer[member]:
             num_bytes = message.num_elements * width[item]
             segments.append(_Segment(item, message, offset, num_bytes))
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        splits.append(offset - start)
+        splits[member] = offset - start
     return segments, splits
 
 
@@ -89,12 +92,12 @@ class ManyProgram:
     def __init__(self, plans: Sequence[Plan], bucket_bytes: int, group: ProcessGroup | None) -> None:
         self.plans = list(plans)
         self.rank = _collectives.my_rank()
-        self.group: ProcessGroup | None = None
-        members: list[int] = []
+        self.team: Team | None = None
+        members: tuple[int, ...] = ()
         if any(made.communicates for made in plans):
             ranks = {rank for made in plans for layout in (made.src, made.dst) for rank in layout.mesh.ranks}
-            self.group = _collectives.group_of(sorted(ranks), group)
-            members = _collectives.members(self.group)
+            self.team = Team.of(ranks, group)
+            members = self.team.members
         self.stages: list[StageProgram] = []
         for made in plans:
             ((problem, phases),) = made.phases
@@ -106,11 +109,13 @@ class ManyProgram:
             bucket = [(number, self.stages[number]) for number in numbers]
             depth = max(len(stage.phases) for _, stage in bucket)
             self.rounds.append([_Round(bucket, k, members, width) for k in range(depth)])
-        self._compared = self.group is None
+        self._compared = self.team is None
 
-    def run(self, tensors: list[Tensor | None], async_op: bool) -> Generator[Work | None, None, list[Tensor | None]]:
+    def run(
+        self, tensors: list[Tensor | None], async_op: bool
+    ) -> Generator[Waitable | None, None, list[Tensor | None]]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
-        device = next((t.device for t in tensors if t is not None), _collectives.device_of(self.group))
+        device = next((t.device for t in tensors if t is not None), _collectives.device_of(self.team))
         self._compare()
         targets: list[Tensor | None] = [None] * len(tensors)
         for numbers, rounds in zip(self.buckets, self.rounds):
@@ -118,17 +123,17 @@ class ManyProgram:
                 targets[number] = self.stages[number].allocate(device)
             communicates = any(self.plans[number].communicates for number in numbers)
             for k, exchange in enumerate(rounds):
-                sent = torch.empty(sum(exchange.send_splits), dtype=torch.uint8, device=device)
-                received = torch.empty(sum(exchange.receive_splits), dtype=torch.uint8, device=device)
+                sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
+                received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
                 for segment in exchange.sends:
                     number = segment.item
                     slot = _slot(sent, segment, self.stages[number].bits)
                     self.stages[number].pack_message(segment.message, slot, tensors[number], targets[number])
                 work = None
                 if communicates:
-                    assert self.group is not None, "plans that communicate were given a group"
-                    work = _collectives.exchange(
-                        received, sent, exchange.receive_splits, exchange.send_splits, self.group, async_op=async_op
+                    assert self.team is not None, "plans that communicate have a team"
+                    work = self.team.exchange(
+                        received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
                     )
                 taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
                 for number in taking_part:
@@ -146,9 +151,9 @@ class ManyProgram:
 
     def _compare(self) -> None:
         if not self._compared:
-            assert self.group is not None
+            assert self.team is not None, "plans that communicate have a team"
             text = "\n".join(json.dumps(made.to_json(), sort_keys=True, indent=0) for made in self.plans)
-            _collectives.compare_texts(text, self.group)
+            self.team.compare(text)
             self._compared = True
 
 
@@ -216,7 +221,7 @@ def redistribute_many(
             )
     order = list(items) if isinstance(items, Mapping) else None
 
-    def run() -> Generator[Work | None, None, Any]:
+    def run() -> Generator[Waitable | None, None, Any]:
         targets = yield from program.run([item.tensor for item in chosen], async_op)
         if order is None:
             return targets

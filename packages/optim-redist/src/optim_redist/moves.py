@@ -8,7 +8,7 @@ plan's table, and a candidate is a whole plan before the choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -129,6 +129,7 @@ class Request:
     memory_limit: int | None = None
     donate: bool = False
     budget: int = 0
+    deterministic: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -145,9 +146,7 @@ class Request:
 
     def between(self, src: Layout, dst: Layout) -> Request:
         """The same request for a part of the way."""
-        return Request(
-            Problem(self.problem.shape, src, dst), self.dtype, self.model, self.memory_limit, self.donate, self.budget
-        )
+        return replace(self, problem=Problem(self.problem.shape, src, dst))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Plan:
         volume_ratio: volume of the busiest rank over ``bounds.lb``; 1 if nothing has to move.
         memory_limit: the limit it respects, in bytes.
         donate: whether the source may be overwritten.
+        deterministic: whether reductions run in rank order everywhere.
         alternatives: the candidates that lost.
     """
 
@@ -79,6 +80,7 @@ class Plan:
     volume_ratio: float
     memory_limit: int | None
     donate: bool
+    deterministic: bool
     alternatives: tuple[Alternative, ...]
 
     @property
@@ -134,6 +136,7 @@ class Plan:
             "planner": self.planner,
             "memory_limit": self.memory_limit,
             "donate": self.donate,
+            "deterministic": self.deterministic,
             "stages": [stage.to_json() for stage in self.stages],
             "steps": [asdict(step) for step in self.steps],
             "bounds": asdict(self.bounds),
@@ -183,6 +186,7 @@ def plan(
     memory_limit: int | None = None,
     donate: bool = False,
     relabel: bool = False,
+    deterministic: bool = False,
     planners: Sequence[str] | None = None,
     budget: int = 0,
 ) -> Plan:
@@ -196,6 +200,7 @@ def plan(
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
         relabel: the target's ranks may be renamed so that most data stays; ``Plan.dst`` tells the new names.
+        deterministic: reduce in rank order, whatever the library could do faster.
         planners: names of the planners to ask; all by default.
         budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
@@ -207,7 +212,7 @@ def plan(
         model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    key = (tuple(shape), name, src, dst, model, memory_limit, donate, relabel, asked, budget)
+    key = (tuple(shape), name, src, dst, model, memory_limit, donate, relabel, deterministic, asked, budget)
     known = _cache.get(key)
     if known is not None:
         _cache.move_to_end(key)
@@ -215,7 +220,7 @@ def plan(
     problem = Problem(shape, src, dst)
     if relabel:
         problem = Problem(shape, src, relabelled(problem))
-    made = _plan(Request(problem, name, model, memory_limit, donate, budget), asked)
+    made = _plan(Request(problem, name, model, memory_limit, donate, budget, deterministic), asked)
     _cache[key] = made
     if len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
@@ -248,6 +253,7 @@ def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
         volume_ratio=volume / limits.lb if limits.lb else 1.0,
         memory_limit=request.memory_limit,
         donate=request.donate,
+        deterministic=request.deterministic,
         alternatives=(
             *(Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen),
             *(Alternative(*other) for other in hopeless),

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
-from optim_redist._rank_program import Bound, Message, as_bits, bits_type, copy_views, rank_phases, view_of
+from optim_redist._collectives import Team, Waitable
+from optim_redist._native import NativeReduction
+from optim_redist._rank_program import Bound, Message, RankPhase, Which, as_bits, bits_type, rank_phases, view_of
 from optim_redist._reduction import Reduction, fill_identity
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
@@ -67,48 +69,37 @@ class StageProgram:
         """An uninitialised target."""
         return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
 
-    def begin(self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Pack phase k: the buffer to send, and one to receive into."""
-        phase = self.phases[k]
-        bound = self._bind(k, src, dst)
-        if bound.sent is not None:
-            assert src is not None, "a span of the source has a source"
-            sent = view_of(as_bits(src), bound.sent)
-        else:
-            sent = torch.empty(phase.num_sent, dtype=self.bits, device=device)
-            if bound.packs:
-                tensors = {"src": _bits(src), "dst": _bits(dst)}
-                copy_views(
-                    [view_of(sent, slot) for _, _, slot in bound.packs],
-                    [view_of(cast(Tensor, tensors[read]), view) for read, view, _ in bound.packs],
-                )
-        if bound.received is not None and not self._reduces(k):
-            assert dst is not None, "receivers have a target"
-            return sent, view_of(as_bits(dst), bound.received)
-        return sent, torch.empty(phase.num_received, dtype=self.bits, device=device)
+    def begin(
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, separate: bool = False
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Pack phase k: the buffers to send, those to receive into, and the phase's own buffer behind the latter."""
+        bound = self._bind(k, src, dst, separate)
+        tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
+        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
+        bound.packs.run(tensors, packed)
+        unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
+        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.sends]
+        receives = [
+            view_of(unpacked if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.receives
+        ]
+        return sends, receives, unpacked
 
-    def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
+    def local(self, k: int, src: Tensor | None, dst: Tensor | None, *, separate: bool = False) -> None:
         """What phase k copies within the rank; reductions do this when they finish."""
-        stays = self._bind(k, src, dst).stays
-        if stays and not self._reduces(k):
-            assert src is not None, "what stays has a source"
-            assert dst is not None, "what stays has a target"
-            here, there = as_bits(src), as_bits(dst)
-            copy_views([view_of(there, view) for _, view in stays], [view_of(here, view) for view, _ in stays])
+        if self.phases[k].stays_from.pieces and not self._reduces(k):
+            here: dict[Which, Tensor | None] = {"src": _bits(src)}
+            self._bind(k, src, dst, separate).stays.run(here, _bits(dst))
 
-    def finish(self, k: int, received: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+    def finish(
+        self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None, *, separate: bool = False
+    ) -> None:
         """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
             if dst is not None:
-                self.combine(slots(self.phases[k].receives, received), src, dst)
+                self.combine(slots(self.phases[k].receives, unpacked), src, dst)
         else:
-            bound = self._bind(k, src, dst)
-            if bound.received is None and bound.unpacks:
-                target = as_bits(cast(Tensor, dst))
-                copy_views(
-                    [view_of(target, view) for _, view in bound.unpacks],
-                    [view_of(received, slot) for slot, _ in bound.unpacks],
-                )
+            # the buffer takes the place of the source
+            self._bind(k, src, dst, separate).unpacks.run({"src": unpacked}, _bits(dst))
         self.end(k, dst)
 
     def combine(self, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
@@ -154,8 +145,10 @@ class StageProgram:
                     place += size
         self.end(k, dst)
 
-    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None) -> Bound:
-        return self.phases[k].bind(() if src is None else src.stride(), () if dst is None else dst.stride())
+    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None, separate: bool) -> Bound:
+        return self.phases[k].bind(
+            _rows(src), _rows(dst), self.dtype.itemsize, separate=separate, in_place=not self._reduces(k)
+        )
 
     def _reduces(self, k: int) -> bool:
         return self.reduction is not None and k == 0
@@ -168,6 +161,10 @@ def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Te
         found.append((message, buffer[place : place + message.num_elements]))
         place += message.num_elements
     return found
+
+
+def _rows(tensor: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
 
 
 def _bits(tensor: Tensor | None) -> Tensor | None:
@@ -184,11 +181,11 @@ class Handle:
     Waiting twice is harmless. A handle that is dropped without waiting waits then, and warns.
     """
 
-    def __init__(self, steps: Generator[Work | None, None, Any]) -> None:
-        # the generator owns the source, the buffers and the target
-        self._steps: Generator[Work | None, None, Any] | None = steps
+    def __init__(self, steps: Generator[Waitable | None, None, Any]) -> None:
         self._result: Any = None
         self._work = next(steps, None)
+        # the generator owns the source, the buffers and the target
+        self._steps: Generator[Waitable | None, None, Any] | None = steps
 
     def wait(self) -> Any:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
@@ -216,25 +213,23 @@ class Handle:
 class Program:
     """One rank's compiled plan; call it with the local source to get the local target."""
 
-    def __init__(self, plan: Plan, rank: int, group: ProcessGroup | None, members: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, rank: int, team: Team | None) -> None:
         self.plan = plan
         self.rank = rank
-        self.group = group
+        self.team = team
         self.dtype = getattr(torch, plan.dtype)
         self.stages = [StageProgram(problem, phases, rank, self.dtype) for problem, phases in plan.phases]
-        self._place = {member: k for k, member in enumerate(members)}
-        self._splits = [
-            [(self._sizes(phase.sends), self._sizes(phase.receives)) for phase in stage.phases] for stage in self.stages
-        ]
+        # one buffer a message where the backend can, one for all messages where it cannot
+        self._separate = team is not None and team.takes_lists
+        self._native = [self._native_reduction(problem) for problem, _ in plan.phases]
         self._compared = not plan.communicates
         # a plan without communication that keeps all of a rank's tensor, or one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
 
-    def _sizes(self, messages: Sequence[Message]) -> list[int]:
-        sizes = [0] * len(self._place)
-        for message in messages:
-            sizes[self._place[message.peer]] = message.num_elements * self.plan.itemsize
-        return sizes
+    def _native_reduction(self, problem: Problem) -> NativeReduction | None:
+        if self.team is None or self.plan.deterministic or problem.num_contributions == 1:
+            return None
+        return NativeReduction.of(problem, self.team, self.dtype, self.rank)
 
     @property
     def graph_safe(self) -> bool:
@@ -242,7 +237,7 @@ class Program:
 
         Everything a call does is then device work: copies, and collectives of NCCL.
         """
-        return self._compared and (self.group is None or _collectives.is_nccl(self.group))
+        return self._compared and (self.team is None or self.team.is_nccl)
 
     def __call__(
         self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False, *, copy: bool = True
@@ -258,56 +253,68 @@ class Program:
                 return x
             if not copy:
                 return x[self._kept]
-        device = x.device if x is not None else out.device if out is not None else _collectives.device_of(self.group)
+        device = x.device if x is not None else out.device if out is not None else _collectives.device_of(self.team)
         self._compare()
         if async_op:
-            return Handle(self._run(x, out, device, True))
-        steps = self._run(x, out, device, False)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                return stop.value
+            return Handle(self._run(x, out, device))
+        return Handle(self._run(x, out, device)).wait()
 
     def _run(
-        self, x: Tensor | None, out: Tensor | None, device: torch.device, async_op: bool
-    ) -> Generator[Work | None, None, Tensor | None]:
+        self, x: Tensor | None, out: Tensor | None, device: torch.device
+    ) -> Generator[Waitable | None, None, Tensor | None]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
             target = out if last and out is not None else stage.allocate(device)
-            for k, _ in enumerate(stage.phases):
-                sent, received = stage.begin(k, x, target, device)
-                work = None
-                if self.plan.communicates:
-                    work = self._exchange(received, sent, number, k, async_op)
-                stage.local(k, x, target)
+            native = self._native[number]
+            if native is not None:
+                yield from self._run_native(native, x, target)
+                x = target
+                continue
+            for k, phase in enumerate(stage.phases):
+                sends, receives, unpacked = stage.begin(k, x, target, device, separate=self._separate)
+                work = self._exchange(phase, sends, receives) if self.plan.communicates else None
+                stage.local(k, x, target, separate=self._separate)
                 yield work
-                stage.finish(k, received, x, target)
+                stage.finish(k, unpacked, x, target, separate=self._separate)
             x = target
         return x
 
-    def _exchange(self, received: Tensor, sent: Tensor, number: int, k: int, async_op: bool) -> Work | None:
-        assert self.group is not None
-        sent_sizes, received_sizes = self._splits[number][k]
+    def _run_native(
+        self, native: NativeReduction, x: Tensor | None, target: Tensor | None
+    ) -> Generator[Waitable | None, None, None]:
+        assert self.team is not None, "native reductions have a team"
+        assert x is not None, "every rank contributes"
+        assert target is not None, "every rank has a part of the result"
+        dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        work, buffer = native.start(x, dense, self.team)
+        yield work
+        native.finish(dense)
+        if dense is not target:
+            target.copy_(dense)
+        # only now may the buffer go
+        del buffer
+
+    def _exchange(self, phase: RankPhase, sends: list[Tensor], receives: list[Tensor]) -> Waitable | None:
+        assert self.team is not None, "plans that communicate have a team"
         try:
-            return _collectives.exchange(
-                received.view(torch.uint8),
-                sent.view(torch.uint8),
-                received_sizes,
-                sent_sizes,
-                self.group,
-                async_op=async_op,
-            )
+            if self._separate:
+                outgoing = {message.peer: buffer for message, buffer in zip(phase.sends, sends)}
+                incoming = {message.peer: buffer for message, buffer in zip(phase.receives, receives)}
+                return self.team.exchange_lists(incoming, outgoing, async_op=True)
+            sizes = [
+                {message.peer: message.num_elements * self.plan.itemsize for message in messages}
+                for messages in (phase.receives, phase.sends)
+            ]
+            return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=True)
         except RuntimeError as error:
-            step = self.stages[number].phases[k].name
-            error.add_note(f"in step {step!r} of plan {self.plan.hash[:12]} on rank {self.rank}")
+            error.add_note(f"in step {phase.name!r} of plan {self.plan.hash[:12]} on rank {self.rank}")
             raise
 
     def _compare(self) -> None:
         if not self._compared:
-            assert self.group is not None
-            _collectives.compare_texts(json.dumps(self.plan.to_json(), sort_keys=True, indent=0), self.group)
+            assert self.team is not None, "plans that communicate have a team"
+            self.team.compare(json.dumps(self.plan.to_json(), sort_keys=True, indent=0))
             self._compared = True
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:
@@ -333,10 +340,8 @@ def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
     """
     rank = _collectives.my_rank()
     if not plan.communicates:
-        return Program(plan, rank, group, ())
-    ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
-    found = _collectives.group_of(ranks, group)
-    members = _collectives.members(found)
-    if rank not in members:
-        raise UnsupportedError(f"rank {rank} is in neither layout nor group; only ranks {members} take part")
-    return Program(plan, rank, found, members)
+        return Program(plan, rank, None)
+    team = Team.of({*plan.src.mesh.ranks, *plan.dst.mesh.ranks}, group)
+    if rank not in team.members:
+        raise UnsupportedError(f"rank {rank} is in neither layout nor group; only ranks {team.members} take part")
+    return Program(plan, rank, team)
