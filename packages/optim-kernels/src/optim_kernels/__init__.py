@@ -5,6 +5,7 @@ Triton cannot. Importing this package imports no Triton.
 """
 
 from optim_kernels import functional, reference
+from optim_kernels.adamw import TritonAdamW
 from optim_kernels.clip import (
     clip_factor,
     clip_grad_norm_,
@@ -18,6 +19,7 @@ from optim_kernels.muon_adamw import TritonMuonAdamW
 from optim_kernels.orthogonalization import COEFFICIENTS, NSConfig, newton_schulz
 
 __all__ = [
+    "TritonAdamW",
     "COEFFICIENTS",
     "NSConfig",
     "TritonMuon",

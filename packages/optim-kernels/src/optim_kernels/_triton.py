@@ -17,15 +17,74 @@ import triton.language as tl
 
 from optim_kernels._impl import is_interpreted
 
-__all__ = ["INTERPRETED", "TRITON_DTYPES", "div_rn", "dot", "narrow", "sqrt_rn", "tl", "triton", "tuned"]
+__all__ = ["INTERPRETED", "TRITON_DTYPES", "Launch", "div_rn", "dot", "narrow", "sqrt_rn", "tl", "triton", "tuned"]
 
 INTERPRETED = tl.constexpr(is_interpreted())
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Correctly rounded in fp32, where `/` and `tl.sqrt` are approximations good to 2 ulp.
-div_rn = tl.div_rn
-sqrt_rn = tl.sqrt_rn
+
+@triton.jit
+def div_rn(x, y):
+    """``x / y`` correctly rounded in fp32, where ``/`` is an approximation good to 2 ulp."""
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def sqrt_rn(x):
+    """The square root correctly rounded in fp32, where ``tl.sqrt`` is an approximation."""
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def rcp_approx(x):
+    """``1 / x`` in one instruction, good to 1 ulp; subnormal numbers count as zero."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def rsqrt_approx(x):
+    """``1 / sqrt(x)`` in one instruction, good to 2 ulp; subnormal numbers count as zero."""
+    if INTERPRETED:
+        y = 1.0 / tl.sqrt(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def arrive(counter):
+    """Add one to ``counter``; its earlier value, in the program's first thread only. All threads have come this far.
+
+    ``tl.atomic_add`` hands the value to every thread at once, so all wait for the round trip to L2; here the first
+    thread waits, and not before the value is used.
+    """
+    tl.debug_barrier()
+    if INTERPRETED:
+        earlier = tl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        earlier = tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            mov.u32 $0, 0;
+            setp.eq.u32 first, thread, 0;
+            @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+            }""",
+            "=&r,l",
+            [counter.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return earlier
 
 
 @triton.jit
@@ -54,3 +113,28 @@ def tuned(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:
         return triton.autotune(configs=list(configs), key=list(key))
     first = configs[0].kwargs
     return triton.heuristics({name: lambda _, value=value: value for name, value in first.items()})
+
+
+class Launch:
+    """A kernel with its grid and compile-time arguments, launched again and again.
+
+    Triton binds and specialises arguments on every launch, which costs tens of microseconds; here only the first launch
+    does, later ones hand addresses to the compiled kernel. So arguments keep their types from launch to launch, and
+    tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``.
+    """
+
+    def __init__(self, kernel: Any, grid: int, constants: Sequence[Any], **options: Any) -> None:
+        self._kernel = kernel
+        self._grid = (grid, 1, 1)
+        self._constants = tuple(constants)
+        self._options = options
+        self._compiled: Any = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] = ()) -> None:
+        """Launch on the current stream with the kernel's tensors, then its numbers, in the order of its signature."""
+        if self._compiled is not None:
+            self._compiled[self._grid](*[tensor.data_ptr() for tensor in tensors], *numbers, *self._constants)
+            return
+        compiled = self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
+        if not INTERPRETED.value:
+            self._compiled = compiled

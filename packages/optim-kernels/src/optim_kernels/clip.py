@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
+from optim_kernels._gradient_norm import GradientNorms
 
 __all__ = [
     "clip_factor",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 Tensors = Tensor | Iterable[Tensor]
+
+_NORMS = GradientNorms()
 
 
 @torch.no_grad()
@@ -67,11 +70,13 @@ def get_total_norm(
     Raises:
         RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.
     """
-    tensors = _as_list(tensors)
+    tensors, norm_type = _as_list(tensors), float(norm_type)
     if foreach:
         norm = torch.nn.utils.get_total_norm(tensors, norm_type, False, True)
+    elif foreach is None and tensors:
+        norm = _NORMS.norm(tensors, norm_type)
     else:
-        norm = reference.total_norm(tensors, float(norm_type))
+        norm = reference.total_norm(tensors, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of {len(tensors)} gradients is {norm.item()}, so they cannot be "
@@ -86,10 +91,17 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place."""
     gradients = _gradients(_as_list(parameters))
-    if gradients:
-        factor = clip_factor(total_norm, max_norm)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
+    if not gradients:
+        return
+    factor = clip_factor(total_norm, max_norm)
+    if foreach is None and _NORMS.scale_(gradients, factor):
+        return
+    if foreach:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    for gradient in () if foreach else gradients:
+        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient.copy_(wide * factor.to(device=gradient.device))
 
 
 @torch.no_grad()
@@ -101,7 +113,13 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
 @torch.no_grad()
 def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
     """Σ g² over all tensors: 0-d fp64, the local part for a caller that adds it up over ranks."""
-    total = reference.sum_of_squares(_as_list(tensors))
+    tensors = _as_list(tensors)
+    totals = _NORMS.totals(tensors, 2.0)
+    total = (
+        sum((part.to(totals[0].device) for part in totals[1:]), totals[0])
+        if totals
+        else reference.sum_of_squares(tensors)
+    )
     return total if out is None else out.copy_(total)
 
 

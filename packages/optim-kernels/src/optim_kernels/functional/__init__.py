@@ -1,6 +1,7 @@
 """The updates as functions over lists of tensors, which may be views into flat buffers: what distributed code calls."""
 
 from optim_kernels.functional.adamw import adamw_
+from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.functional.muon import apply_muon_update_, muon_, muon_update, new_second_moment
 
-__all__ = ["adamw_", "apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
+__all__ = ["AdamWPlan", "adamw_", "apply_muon_update_", "muon_", "muon_update", "new_second_moment"]

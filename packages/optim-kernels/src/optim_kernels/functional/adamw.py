@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
-from optim_kernels.reference.adamw import Betas, Scalar
+from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels.functional.adamw_plan import AdamWPlan
+from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
 
 
 @torch.no_grad()
@@ -34,6 +36,8 @@ def adamw_(
     indices: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
     present: Sequence[Tensor | None] | None = None,
+    plan: AdamWPlan | None = None,
+    impl: Impl = "auto",
 ) -> None:
     """One AdamW step on every tensor, in place (formula: ``optim_kernels.reference.adamw``).
 
@@ -43,33 +47,63 @@ def adamw_(
     Args:
         grads: of any floating dtype; one with a dimension more than its parameter is a stack of slices (one a rank,
             say), summed in order in fp32 before anything else.
-        steps: 0-d tensors that count the steps taken so far, one a tensor or shared; each is advanced once.
+        steps: 0-d tensors that count the steps taken so far, one a tensor or shared; each is advanced once. The
+            kernels want them in fp32 on the parameters' device.
         masters: per tensor ``None``, its fp32 master, or the int16 low half that completes a bf16 parameter.
         grad_scale: what gradients are divided by; found_inf: if nonzero, nothing is changed, step counts included.
         clip_factor: what gradients are multiplied with.
         stochastic_rounding: whether bf16 parameters and moments are rounded at random, by the packed stream of
             ``optim_utils.rounding`` with key ``(seed, indices[i])`` from element ``starts[i]`` on.
         present: per tensor ``None`` or a 0-d tensor; 0 leaves tensor, state and step count alone.
+        plan: an ``AdamWPlan()`` of the caller's, which keeps what stays the same from call to call. It is worth having
+            wherever the same tensor objects come again; without one every call builds its tables anew.
+        impl: ``"auto"`` takes the kernels for tensors on CUDA, ``"torch"`` the reference, ``"triton"`` the kernels or
+            an error.
     """
-    reference.adamw_(
+    if not params:
+        return
+    check_impl(impl)
+    if not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
+        if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
+            raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
+        reference.adamw_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps=steps,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_exp_avg_sqs=max_exp_avg_sqs,
+            masters=masters,
+            maximize=maximize,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            clip_factor=clip_factor,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            indices=indices,
+            starts=starts,
+            present=present,
+        )
+        return
+    plan = AdamWPlan() if plan is None else plan
+    plan.prepare(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
         steps=steps,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
         max_exp_avg_sqs=max_exp_avg_sqs,
         masters=masters,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_factor=clip_factor,
+        groups=range(len(params)),
         stochastic_rounding=stochastic_rounding,
         seed=seed,
         indices=indices,
         starts=starts,
         present=present,
     )
+    scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+    plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)

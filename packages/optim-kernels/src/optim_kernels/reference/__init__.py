@@ -3,9 +3,19 @@
 No formula of this package is written anywhere else, except in the kernels.
 """
 
-from optim_kernels.reference.adamw import adamw_, adamw_update
-from optim_kernels.reference.clip import clip_factor, sum_of_squares, total_norm
+from optim_kernels.reference.adamw import adamw_, adamw_update, gradient_scale
+from optim_kernels.reference.clip import clip_factor, is_kernel_norm, sum_of_squares, total_norm
 from optim_kernels.reference.muon import muon_
 from optim_kernels.reference.newton_schulz import newton_schulz
 
-__all__ = ["adamw_", "adamw_update", "clip_factor", "muon_", "newton_schulz", "sum_of_squares", "total_norm"]
+__all__ = [
+    "adamw_",
+    "adamw_update",
+    "clip_factor",
+    "gradient_scale",
+    "is_kernel_norm",
+    "muon_",
+    "newton_schulz",
+    "sum_of_squares",
+    "total_norm",
+]

@@ -1,0 +1,131 @@
+"""How ``TritonAdamW`` stores what it knows of a parameter: dtypes, master weights, and states from other optimizers.
+
+    state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
+    None              the parameter's dtype, as torch
+    one dtype, or a pair (first, second)
+    master_weights    beside the parameter
+    "fp32"            master: its fp32 value, of which the parameter is the rounding
+    "split16"         master_low: the int16 that the bf16 parameter lacks to be an fp32 number (optim_utils.rounding)
+
+States are loaded from torch's AdamW or from any of these formats into any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from optim_utils.rounding import join_master, split_master
+
+StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | None
+MasterWeights = Literal["fp32", "split16"] | None
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: Any) -> None:
+    """Raise unless ``param`` can be stored that way."""
+    pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+    if len(pair) != 2 or not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair):
+        raise ValueError(f"state_dtype must be None, a floating dtype or a pair of such, got {state_dtype!r}")
+    if master_weights not in (None, "fp32", "split16"):
+        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {master_weights!r}")
+    allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights)
+    if allowed is not None and param.dtype not in allowed:
+        raise ValueError(
+            f"master_weights={master_weights!r} is for {' or '.join(map(str, allowed))} parameters, but {name} is "
+            f"{param.dtype}; put it in a group with master_weights=None"
+        )
+
+
+def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the first and the second moment of ``param``."""
+    if state_dtype is None:
+        return param.dtype, param.dtype
+    return state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+
+
+def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype | None]:
+    """The dtypes of a parameter, its gradient and its state, as they are or, before its first step, will be."""
+    first, second = moment_dtypes(param, group["state_dtype"])
+    master = {None: None, "fp32": torch.float32, "split16": torch.int16}[group["master_weights"]]
+    return {
+        "param": param.dtype,
+        "grad": param.dtype if param.grad is None else param.grad.dtype,
+        "exp_avg": state["exp_avg"].dtype if state else first,
+        "exp_avg_sq": state["exp_avg_sq"].dtype if state else second,
+        "master": master,
+    }
+
+
+def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -> float:
+    """Bytes that a step moves for one element: everything read and written once, the gradient only read."""
+    sizes = {key: 0 if dtype is None else dtype.itemsize for key, dtype in dtypes.items()}
+    # beside an fp32 master the parameter is only written
+    param = sizes["param"] * (1 if dtypes["master"] == torch.float32 else 2)
+    moments = sizes["exp_avg"] + sizes["exp_avg_sq"] * (2 if amsgrad else 1)
+    return param + sizes["grad"] + 2 * moments + 2 * sizes["master"]
+
+
+def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device) -> dict[str, Any]:
+    """The state of a parameter that has not been stepped."""
+    first, second = moment_dtypes(param, group["state_dtype"])
+    state: dict[str, Any] = {
+        "step": torch.zeros((), dtype=torch.float32, device=step_device),
+        "exp_avg": torch.zeros_like(param, dtype=first, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=second, memory_format=torch.preserve_format),
+    }
+    if group["amsgrad"]:
+        state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=second, memory_format=torch.preserve_format)
+    return state | _new_master(param, group["master_weights"])
+
+
+def placed_state(
+    param: Tensor, group: dict[str, Any], saved: dict[str, Any], *, step_device: torch.device
+) -> dict[str, Any]:
+    """A loaded state, of torch's AdamW or of ours in any format, in the format of this group."""
+    dtypes = dict(zip(_MOMENTS, (*moment_dtypes(param, group["state_dtype"]), None)))
+    dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]
+    state: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == "step":
+            state[key] = torch.as_tensor(value, dtype=torch.float32).reshape(()).to(step_device, copy=True)
+        elif key in dtypes:
+            state[key] = value.to(device=param.device, dtype=dtypes[key])
+        elif key not in ("master", "master_low"):
+            state[key] = value
+    if group["amsgrad"] and "max_exp_avg_sq" not in state:
+        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+    return state | _placed_master(param, group["master_weights"], saved)
+
+
+def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
+    return {"step": state["step"].to("cpu", copy=True)} | {
+        key: state[key].to(param.dtype) for key in _MOMENTS if key in state
+    }
+
+
+def _new_master(param: Tensor, master_weights: MasterWeights) -> dict[str, Tensor]:
+    value = param.detach()
+    if master_weights == "fp32":
+        return {"master": value.to(torch.float32, memory_format=torch.preserve_format)}
+    if master_weights == "split16":
+        return {"master_low": torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)}
+    return {}
+
+
+def _placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """The master in this group's format: converted from the saved one, or made from the parameter."""
+    if master_weights is None or not {"master", "master_low"} & saved.keys():
+        return _new_master(param, master_weights)
+    own = {"fp32": "master", "split16": "master_low"}[master_weights]
+    if own in saved:
+        dtype = torch.float32 if own == "master" else torch.int16
+        return {own: saved[own].to(device=param.device, dtype=dtype)}
+    if own == "master":
+        return {own: join_master(param.detach(), saved["master_low"].to(param.device))}
+    return {own: split_master(saved["master"].to(param.device))[1]}

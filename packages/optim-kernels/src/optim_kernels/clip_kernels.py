@@ -1,0 +1,146 @@
+"""The norm of many gradients in one launch, and their scaling in another that does nothing when nothing is to do.
+
+    total  = Σ |g|^p, p = 1 or 2, or max |g| for p = inf;  norm = total^(1/p)
+    factor = min(1, max_norm / (norm + 1e-6))
+    g     <- factor · g
+
+Squares are added in fp32 in runs of at most 32 within a thread and in fp64 beyond, so that values up to 1e18 neither
+overflow nor lose digits. Each program writes one fp64 partial; the last one to finish adds them in the order of the
+programs, so the result is the same bits in every run. The maximum is taken over the bit patterns of |g|, which order
+like the values with NaN above infinity.
+
+A tensor's row in the table is ``address, numel, first_full, first_masked`` (``multi_tensor.TensorChunks``).
+"""
+
+from __future__ import annotations
+
+from optim_kernels._triton import div_rn, narrow, tl, triton
+
+ROW_SIZE = 4
+_ROW_SIZE = tl.constexpr(ROW_SIZE)
+
+INF_NORM = 0
+_INF_NORM = tl.constexpr(INF_NORM)
+
+# Tiles that a thread adds up in fp32: with 8 elements of a tile in a thread, 32 squares.
+_RUN = tl.constexpr(4)
+
+
+@triton.jit
+def _tile_magnitudes(pointer, lanes, end, dtype: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr):
+    """|g|, g² or the bit pattern of |g| for one tile, as the norm wants it."""
+    if MASKED:
+        x = tl.load(pointer + lanes, mask=lanes < end, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(pointer + lanes).to(tl.float32)
+    if NORM == 2:
+        x = x * x
+    elif NORM == 1:
+        x = tl.abs(x)
+    else:
+        x = tl.abs(x).to(tl.int32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _chunk_total(
+    pointer,
+    end,
+    dtype: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The totals of ``_RUN`` tiles, one number for every ``VECTOR`` neighbouring lanes."""
+    lanes = tl.arange(0, TILE)
+    run = _tile_magnitudes(pointer, lanes, end, dtype, NORM, MASKED)
+    for i in tl.static_range(1, _RUN):
+        more = _tile_magnitudes(pointer, lanes + i * TILE, end, dtype, NORM, MASKED)
+        run = tl.maximum(run, more) if NORM == _INF_NORM else run + more
+    run = tl.reshape(run, [TILE // VECTOR, VECTOR])
+    return tl.max(run, axis=1) if NORM == _INF_NORM else tl.sum(run, axis=1).to(tl.float64)
+
+
+@triton.jit
+def _combined(a, b, NORM: tl.constexpr):
+    return tl.maximum(a, b) if NORM == _INF_NORM else a + b
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_full"])
+def norm_kernel(
+    owners,
+    rows,
+    partials,
+    counter,
+    total,
+    result,
+    num_chunks,
+    num_full,
+    max_norm,
+    dtype: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """Write the fp64 ``total`` and ``result = [norm, factor]`` of all chunks; ``PARTIALS`` >= number of programs."""
+    CHUNK: tl.constexpr = _RUN * TILE
+    accumulator = tl.zeros([TILE // VECTOR], dtype=tl.int32 if NORM == _INF_NORM else tl.float64)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
+        pointer = tl.load(row).to(tl.pointer_type(dtype))
+        if chunk < num_full:
+            offset = (chunk - tl.load(row + 2)) * CHUNK
+            pointer = tl.multiple_of(pointer, 16) + offset
+            found = _chunk_total(pointer, CHUNK, dtype, NORM, TILE, VECTOR, False)
+        else:
+            offset = (chunk - tl.load(row + 3)) * CHUNK
+            found = _chunk_total(pointer + offset, tl.load(row + 1) - offset, dtype, NORM, TILE, VECTOR, True)
+        accumulator = _combined(accumulator, found, NORM)
+    if NORM == _INF_NORM:
+        partial = tl.max(accumulator, axis=0).to(tl.float32, bitcast=True).to(tl.float64)
+    else:
+        partial = tl.sum(accumulator, axis=0)
+    tl.store(partials + tl.program_id(0), partial)
+    # release the partial, and acquire everyone's in the last program
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counter, 0)
+        programs = tl.arange(0, PARTIALS)
+        # past L1, which may hold partials of an earlier launch
+        found = tl.load(partials + programs, mask=programs < tl.num_programs(0), other=0.0, cache_modifier=".cg")
+        if NORM == _INF_NORM:
+            # patterns of non-negative fp64 numbers order like the numbers, NaN last
+            norm = tl.max(found.to(tl.int64, bitcast=True), axis=0).to(tl.float64, bitcast=True)
+            tl.store(total, norm)
+        else:
+            norm = tl.sum(found, axis=0)
+            tl.store(total, norm)
+            if NORM == 2:
+                norm = tl.sqrt(norm)
+        norm = norm.to(tl.float32)
+        factor = div_rn(norm * 0.0 + 1.0, norm + 1e-6) * max_norm
+        tl.store(result, norm)
+        tl.store(result + 1, tl.where(factor > 1.0, 1.0, factor))
+
+
+@triton.jit(do_not_specialize=["factor", "num_chunks", "num_full"])
+def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr, TILE: tl.constexpr):
+    """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten."""
+    scale = tl.load(factor)
+    if scale >= 1.0:
+        return
+    CHUNK: tl.constexpr = _RUN * TILE
+    lanes = tl.arange(0, CHUNK)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
+        pointer = tl.load(row).to(tl.pointer_type(dtype))
+        if chunk < num_full:
+            pointer = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * CHUNK
+            x = tl.load(pointer + lanes).to(tl.float32)
+            tl.store(pointer + lanes, narrow(x * scale, dtype))
+        else:
+            offset = (chunk - tl.load(row + 3)) * CHUNK
+            mask = lanes < tl.load(row + 1) - offset
+            x = tl.load(pointer + offset + lanes, mask=mask).to(tl.float32)
+            tl.store(pointer + offset + lanes, narrow(x * scale, dtype), mask=mask)

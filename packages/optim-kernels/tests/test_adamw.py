@@ -1,0 +1,274 @@
+"""TritonAdamW keeps torch's contract and agrees with torch.optim.AdamW and the reference, whatever the options."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_kernels import TritonAdamW
+from optim_kernels.functional import adamw_
+from optim_utils.rounding import join_master
+from optim_utils.testing.contract import OptimizerCase, contract, run_check
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernels(params: Any, lr: float | Tensor = 1e-3, **options: Any) -> TritonAdamW:
+    """TritonAdamW that has to use its kernels, interpreted on a CPU."""
+    return TritonAdamW(params, lr, impl="triton", **options)
+
+
+CASES = [
+    OptimizerCase("TritonAdamW", TritonAdamW, {"lr": 0.01}),
+    OptimizerCase("TritonAdamW, kernels", kernels, {"lr": 0.01}),
+    OptimizerCase("TritonAdamW, amsgrad", TritonAdamW, {"lr": 0.01, "amsgrad": True}),
+    OptimizerCase("TritonAdamW, fp32 moments", TritonAdamW, {"lr": 0.01, "state_dtype": torch.float32}),
+]
+
+
+@pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
+def test_contract(case: OptimizerCase, check: str) -> None:
+    run_check(case, check)
+
+
+def train(
+    optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], num_steps: int, *, max_norm: float | None = None
+) -> None:
+    """Steps on the gradient of Σ (p − target)², with targets that change from step to step."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for p in params:
+            target = torch.randn(p.shape, generator=generator).to(p)
+            p.grad = (2 * (p - target)).detach()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        optimizer.step()
+
+
+def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7, 5), (11,), (), (2, 3, 4), (300, 17)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in shapes]
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.0}, {"betas": (0.0, 0.99)}, {"eps": 1e-3}],
+    ids=str,
+)
+def test_trajectory_is_torchs(impl: Any, options: dict[str, Any]) -> None:
+    ours, theirs = make_params(), make_params()
+    lr = 1e-4 if options.get("maximize") else 1e-2
+    train(TritonAdamW(ours, lr=lr, impl=impl, **options), ours, 10)
+    train(torch.optim.AdamW(theirs, lr=lr, foreach=False, **options), theirs, 10)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_max_norm_is_clipping_before_the_step(impl: Any) -> None:
+    ours, theirs = make_params(), make_params()
+    optimizer = TritonAdamW(ours, lr=1e-2, max_norm=1.5, impl=impl)
+    train(optimizer, ours, 5)
+    train(torch.optim.AdamW(theirs, lr=1e-2), theirs, 5, max_norm=1.5)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in ours if p.grad is not None]))
+    assert optimizer.grad_norm is not None
+    torch.testing.assert_close(optimizer.grad_norm, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_clip_factor_scales_gradients_and_leaves_them(impl: Any) -> None:
+    ours, theirs = make_params(), make_params()
+    optimizer, reference = TritonAdamW(ours, impl=impl), TritonAdamW(theirs, impl=impl)
+    for p, q in zip(ours, theirs):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad * 0.25
+    before = [p.grad.clone() for p in ours if p.grad is not None]
+    optimizer.step(clip_factor=torch.tensor(0.25, device=DEVICE))
+    reference.step()
+    for p, q, grad in zip(ours, theirs, before):
+        assert torch.equal(p, q)
+        assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split16"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_masters_train_as_in_fp32_to_the_bit(master: Any, impl: Any) -> None:
+    half = make_params(torch.bfloat16)
+    full = [torch.nn.Parameter(p.detach().float()) for p in half]
+    ours = TritonAdamW(half, lr=1e-2, state_dtype=torch.float32, master_weights=master, impl=impl)
+    first, second = ([torch.zeros_like(p) for p in full] for _ in range(2))
+    steps = torch.zeros((), device=DEVICE)
+    for step in range(4):
+        for p in half:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(p)
+        ours.step()
+        grads = [p.grad.float() for p in half if p.grad is not None]
+        options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "impl": impl}
+        adamw_(full, grads, first, second, steps=steps, **options)
+    for p, q in zip(half, full):
+        state = ours.state[p]
+        kept = state["master"] if master == "fp32" else join_master(p.detach(), state["master_low"])
+        assert torch.equal(kept, q)
+
+
+def test_stochastic_rounding_takes_small_steps_on_average() -> None:
+    size = 4096 * 4
+    p = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=DEVICE))
+    optimizer = TritonAdamW([p], lr=1e-4, weight_decay=0.0, stochastic_rounding=True, seed=3)
+    for _ in range(20):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    # every step is 1e-4, an ulp below 1 is 2**-8: to nearest, p would still be 1
+    drift = 1 - p.detach().double().mean().item()
+    deviation = (2**-8 * 20 * 1e-4 / size) ** 0.5
+    assert abs(drift - 20e-4) < 5 * deviation
+
+
+def test_both_paths_round_at_random_alike() -> None:
+    ours, theirs = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    train(TritonAdamW(ours, lr=1e-2, stochastic_rounding=True, seed=5, impl="triton"), ours, 3)
+    train(TritonAdamW(theirs, lr=1e-2, stochastic_rounding=True, seed=5, impl="torch"), theirs, 3)
+    different = sum(int((p != q).sum()) for p, q in zip(ours, theirs))
+    assert different <= 0.001 * sum(p.numel() for p in ours)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_found_inf_writes_nothing_and_counts_nothing(impl: Any) -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl=impl)
+    train(optimizer, params, 1)
+    before = [p.detach().clone() for p in params]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.grad_scale = torch.tensor(4.0, device=DEVICE)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(1.0, device=DEVICE)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before))
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    optimizer.found_inf = torch.tensor(0.0, device=DEVICE)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+def test_late_gradient_has_its_own_step_count() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    for p in params[:-1]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    params[-1].grad = torch.ones_like(params[-1])
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2, 2, 1]
+
+
+def test_gradient_of_another_layout_is_copied_and_reported() -> None:
+    p = torch.nn.Parameter(torch.randn(6, 4, device=DEVICE))
+    q = torch.nn.Parameter(p.detach().clone())
+    p.grad = torch.randn(4, 6, device=DEVICE).t()
+    q.grad = p.grad.contiguous()
+    ours, other = TritonAdamW([p], impl="triton"), TritonAdamW([q], impl="triton")
+    ours.step()
+    other.step()
+    assert torch.equal(p, q)
+    assert "1 gradients are copied" in ours.explain()
+    assert "copied" not in other.explain()
+
+
+def test_channels_last_and_replaced_state_are_followed() -> None:
+    weight = torch.randn(4, 3, 5, 5, device=DEVICE).to(memory_format=torch.channels_last)
+    p, q = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())
+    ours, theirs = TritonAdamW([p], impl="triton"), torch.optim.AdamW([q])
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        ours.state[p]["exp_avg"] = ours.state[p]["exp_avg"].clone()
+        p.data = p.data.clone()
+    torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+def test_fallback_is_visible(caplog: pytest.LogCaptureFixture) -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = TritonAdamW([p])
+    p.grad = torch.ones_like(p)
+    with caplog.at_level(logging.INFO, logger="optim_kernels"):
+        optimizer.step()
+        optimizer.step()
+    assert len(caplog.records) == 1
+    assert "torch" in optimizer.explain()
+    assert "cpu" in optimizer.explain()
+
+
+def test_differentiable_goes_through_the_step() -> None:
+    p = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    leaf = p.clone()
+    optimizer = TritonAdamW([torch.nn.Parameter(torch.zeros(1))], differentiable=True)
+    optimizer.param_groups[0]["params"] = [leaf]
+    optimizer._forget()
+    leaf.grad = torch.ones_like(leaf)
+    optimizer.step()
+    leaf.sum().backward()
+    assert p.grad is not None
+    torch.testing.assert_close(p.grad, torch.full_like(p, 1 - 1e-3 * 1e-2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"lr": -1.0}, ValueError, "learning rate"),
+        ({"betas": (1.0, 0.9)}, ValueError, "beta"),
+        ({"eps": -1.0}, ValueError, "epsilon"),
+        ({"fused": True, "foreach": True}, RuntimeError, "foreach"),
+        ({"fused": True, "differentiable": True}, RuntimeError, "differentiable"),
+        ({"impl": "cuda"}, ValueError, "impl"),
+        ({"state_dtype": "int4"}, ValueError, "state_dtype"),
+        ({"master_weights": "fp32"}, ValueError, "master_weights"),
+        ({"master_weights": "bf16"}, ValueError, "master_weights"),
+        ({"max_norm": 0.0}, ValueError, "max_norm"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        TritonAdamW([torch.nn.Parameter(torch.zeros(3))], **options)
+
+
+def test_wrong_inputs_are_refused_by_name() -> None:
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"layer\.weight.*float64"):
+        TritonAdamW([("layer.weight", q)], impl="triton")
+    with pytest.raises(ValueError, match="max_norm"):
+        TritonAdamW([{"params": [p], "max_norm": 1.0}, {"params": [q], "max_norm": 2.0}])
+    sparse = torch.nn.Parameter(torch.zeros(3, 2))
+    sparse.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=True)
+    with pytest.raises(RuntimeError, match=r"table.*sparse"):
+        TritonAdamW([("table", sparse)]).step()
+    optimizer = TritonAdamW([p], max_norm=1.0)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="clip_factor"):
+        optimizer.step(clip_factor=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="max_norm"):
+        optimizer.add_param_group({"params": [q], "max_norm": 3.0})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_extreme_gradients_end_as_in_torch(impl: Any) -> None:
+    values = torch.tensor([0.0, 1e-30, 1e-20, 1e10, 1e20, 1e25, float("inf"), float("nan"), -1e20])
+    p, q = torch.nn.Parameter(torch.ones(9, device=DEVICE)), torch.nn.Parameter(torch.ones(9, device=DEVICE))
+    ours, theirs = TritonAdamW([p], impl=impl), torch.optim.AdamW([q], foreach=False)
+    for _ in range(2):
+        p.grad, q.grad = values.to(DEVICE), values.to(DEVICE)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, equal_nan=True)
