@@ -218,3 +218,102 @@ def _distributed_locals(rank: int, world_size: int) -> list[str]:
 
 def test_against_distribute_tensor_on_ranks():
     assert run_ranks(_distributed_locals, 6) == [[]] * 6
+
+
+# -- redistribute, beside DTensor's own
+
+
+def _compare_with_dtensor(rank: int, world_size: int) -> list[str]:
+    """On every rank: values and gradients of moves on 2×2 with uneven shards; returns what differs."""
+    import logging
+    import warnings
+
+    from optim_redist import redistribute
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    device_mesh = init_device_mesh("cpu", (2, 2))
+    wrong = []
+    options = [Replicate(), Shard(0), Shard(1)]
+    shape = (7, 5)
+    full, weight = torch.randn(shape), torch.randn(shape)
+    pairs = list(product(product(options, options), repeat=2))
+    for src, dst in pairs[::3]:
+        results = []
+        for call in (lambda t, p: redistribute(t, None, p), lambda t, p: t.redistribute(placements=p)):
+            tensor = distribute_tensor(full, device_mesh, src, src_data_rank=None).requires_grad_()
+            moved = call(tensor, dst)
+            assert moved.placements == dst
+            (moved * distribute_tensor(weight, device_mesh, dst, src_data_rank=None)).sum().backward()
+            results.append((moved.to_local().detach(), tensor.grad.to_local(), tensor.grad.placements))
+        ours, theirs = results
+        if not torch.equal(ours[0], theirs[0]) or not torch.equal(ours[1], theirs[1]) or ours[2] != theirs[2]:
+            wrong.append(f"{src} -> {dst}")
+    return wrong
+
+
+def _other_features(rank: int, world_size: int) -> list[str]:
+    """Contributions, dtypes, orders, handles, and meshes of other ranks; returns what went wrong."""
+    from optim_redist import redistribute
+
+    wrong = []
+
+    def check(name: str, holds: bool) -> None:
+        if not holds:
+            wrong.append(name)
+
+    device_mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.full((4, 4), float(rank), requires_grad=True)
+    partial = DTensor.from_local(local, device_mesh, [Partial(), Partial()])
+    total = redistribute(partial, None, [Shard(0), Replicate()])
+    check("sum", torch.equal(total.to_local(), torch.full((2, 4), 6.0)))
+    total.to_local().sum().backward()
+    check("gradient of a contribution", local.grad is not None and torch.equal(local.grad, torch.ones(4, 4)))
+
+    full = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    tensor = distribute_tensor(full, device_mesh, [Shard(0), Shard(1)], src_data_rank=None).requires_grad_()
+    half = redistribute(tensor, None, [Shard(1), Shard(0)], forward_dtype=torch.bfloat16, backward_dtype=torch.bfloat16)
+    check("forward dtype", half.dtype == half.to_local().dtype == torch.bfloat16)
+    half.to_local().float().sum().backward()
+    check("gradient dtype", tensor.grad.dtype == torch.float32)
+
+    plain = tensor.detach()
+    handle = redistribute(plain, None, [Replicate(), Replicate()], async_op=True)
+    check("handle", torch.equal(handle.wait().to_local(), full))
+    try:
+        redistribute(tensor, None, [Replicate(), Replicate()], async_op=True)
+        check("async under autograd is refused", False)
+    except UnsupportedError:
+        pass
+
+    ordered = redistribute(plain, None, [Shard(0), Shard(0)], shard_order={0: (1, 0)})
+    place = 2 * (rank % 2) + rank // 2
+    check("order", torch.equal(ordered.to_local(), full[2 * place : 2 * place + 2]))
+    check("order read back", Layout.from_dtensor(ordered) == Layout(Mesh((2, 2)), [((1, 0), Chunk()), None]))
+    check("order and back", torch.equal(redistribute(ordered, None, [Replicate(), Replicate()]).to_local(), full))
+
+    first = init_device_mesh("cpu", (4,))
+    pair = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 3])
+    onto_pair = redistribute(plain, pair, [Shard(0)])
+    if rank in (1, 3):
+        check("other ranks", torch.equal(onto_pair.to_local(), full[:4] if rank == 1 else full[4:]))
+    back = redistribute(onto_pair, first, [Shard(1)])
+    check("back from other ranks", torch.equal(back.to_local(), full[:, 2 * rank : 2 * rank + 2]))
+    return wrong
+
+
+@pytest.mark.slow
+def test_redistribute_is_dtensors_in_value_and_gradient():
+    assert run_ranks(_compare_with_dtensor, 4) == [[]] * 4
+
+
+def test_redistribute_beyond_dtensor():
+    assert run_ranks(_other_features, 4) == [[]] * 4
+
+
+def test_redistribute_needs_placements():
+    from optim_redist import redistribute
+
+    with pytest.raises(UnsupportedError, match="placements"):
+        redistribute(None)

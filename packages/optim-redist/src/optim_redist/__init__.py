@@ -32,6 +32,7 @@ _MODULE_OF = {
     "program": ["Handle", "Program", "compile"],
     "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
     "multi_axis": ["MultiAxisDist"],
+    "redistribution": ["redistribute"],
     "redistributors": ["MemoryConstrainedRedist", "NaiveGathererRedist", "OptimalRedist", "Redistributor"],
 }
 _HOME = {name: module for module, names in _MODULE_OF.items() for name in names}

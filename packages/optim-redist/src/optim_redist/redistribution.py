@@ -1,0 +1,160 @@
+"""``redistribute``: what ``DTensor.redistribute`` does, by our plans, also between device meshes.
+
+Forward goes from the tensor's layout to the wanted one. Backward goes from the gradient's layout to the tensor's, with
+DTensor's rule for pending reductions: where the tensor held contributions its gradient is replicated, since every
+contribution has the gradient of their sum. Gradients of gradients work the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import tensor as dtensor_package
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from optim_redist.dtensor import from_dtensor, from_placements
+from optim_redist.errors import UnsupportedError
+from optim_redist.execute import redistribute_local
+from optim_redist.layout import Layout
+from optim_redist.placements import ShardOrder, as_shard_order
+from optim_redist.program import Handle
+
+
+class _Place(NamedTuple):
+    """Where a DTensor lives, and the dtype in which it travels there."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    order: tuple[tuple[int, tuple[int, ...]], ...]
+    dtype: torch.dtype | None
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        return _layout(self.mesh, self.placements, tuple(shape), self.order)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...],
+) -> Layout:
+    return from_placements(mesh, placements, shape, order)
+
+
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,
+    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    memory_limit: int | None = None,
+) -> Any:
+    """The tensor in other placements, on its own device mesh or another; differentiable.
+
+    Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there.
+
+    Args:
+        dtensor: any placements, masked partials excepted.
+        device_mesh: the target's mesh; by default the tensor's own.
+        placements: one for each axis of the target's mesh.
+        async_op: return a ``Handle`` whose ``wait()`` gives the DTensor; only without autograd.
+        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
+        forward_dtype: dtype of the exchange and of the result.
+        backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
+        memory_limit: bytes that no rank may exceed, as for ``plan``.
+    """
+    if placements is None:
+        raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
+    mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
+    order = tuple((dim, tuple(axes)) for dim, axes in (as_shard_order(shard_order) or {}).items())
+    place = _Place(mesh, tuple(_normalized(p, dtensor.ndim) for p in placements), order, forward_dtype)
+    if async_op:
+        if torch.is_grad_enabled() and dtensor.requires_grad:
+            raise UnsupportedError("async_op=True has no gradient; call under torch.no_grad() or without async_op")
+        return _move(dtensor, place, memory_limit, async_op=True)
+    return _Redistribute.apply(dtensor, place, backward_dtype, memory_limit)
+
+
+def _normalized(placement: Placement, num_dims: int) -> Placement:
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + num_dims)
+    return placement
+
+
+class _Redistribute(torch.autograd.Function):
+    """Forward and backward are the same move with the roles of the two places exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtensor: DTensor, place: _Place, backward_dtype: torch.dtype | None, memory_limit: int | None
+    ) -> DTensor:
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in dtensor.placements)
+        order = tuple((as_shard_order(_order_of(dtensor)) or {}).items())
+        ctx.back = _Place(dtensor.device_mesh, placements, order, backward_dtype)
+        ctx.dtype, ctx.memory_limit = dtensor.dtype, memory_limit
+        return _move(dtensor, place, memory_limit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, None, None, None]:
+        gradient = _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit)
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _order_of(dtensor: DTensor) -> Any:
+    """torch's order of axes of a DTensor, None where its version has none or split factors say it."""
+    if any(type(placement).__name__ == "_StridedShard" for placement in dtensor.placements):
+        return None
+    return getattr(getattr(dtensor, "_spec", None), "shard_order", None)
+
+
+def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False) -> Any:
+    source = from_dtensor(dtensor)
+    shape, local = tuple(dtensor.shape), dtensor._local_tensor.detach()
+    if place.dtype is not None and place.dtype != local.dtype:
+        local = local.to(place.dtype)
+    inside = dtensor.device_mesh.get_coordinate() is not None
+    moved = redistribute_local(
+        local if inside else None,
+        shape,
+        source,
+        place.layout(shape),
+        dtype=local.dtype,
+        async_op=async_op,
+        memory_limit=memory_limit,
+    )
+    if async_op:
+        return Handle(_when_arrived(moved, dtensor, place, local))
+    return _wrapped(moved, dtensor, place, local)
+
+
+def _when_arrived(handle: Handle, dtensor: DTensor, place: _Place, local: Tensor) -> Generator[None, None, DTensor]:
+    yield None
+    return _wrapped(handle.wait(), dtensor, place, local)
+
+
+def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor) -> DTensor:
+    """The rank's part as a DTensor; a part that did not move keeps the strides it had."""
+    shape = dtensor.shape
+    stride = dtensor.stride() if moved is local else tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+    part = moved if moved is not None else local.new_empty(0)
+    if not place.order:
+        return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
+    # only the private specification of newer versions takes an order of axes
+    specification = dtensor_package._dtensor_spec
+    if not hasattr(specification, "ShardOrderEntry"):
+        raise UnsupportedError(f"torch {torch.__version__} has no order of axes; use _StridedShard placements")
+    entries = tuple(specification.ShardOrderEntry(dim, axes) for dim, axes in sorted(place.order))
+    meta = specification.TensorMeta(shape, stride, part.dtype)
+    spec = specification.DTensorSpec(place.mesh, place.placements, tensor_meta=meta, shard_order=entries)
+    return DTensor(part, spec, requires_grad=False)
