@@ -9,11 +9,11 @@
                   V <- β2 V + (1 − β2)q;  s = rsqrt(max(V, 1e-10));  line factor ρ s ‖O‖/max(‖O s‖, 1e-10)
     update        p <- p − lr (λp + scale · O · factor), or its cautious form
 
-A launch covers the matrices of all parameters. Matrices are stored as `outer` lines of `inner` adjacent elements (rows of
-columns, or the reverse for transposed storage) and cut into 64×64 tiles; X always has its short side first, so tiles of a
-storage that is longer in `outer` are transposed on the way. A matrix is a row of an int64 table (`Field`), and a tile is a
-row (matrix, first outer, first inner) of an int32 map. Addresses in tables carry no alignment, so the launcher vouches for
-it (ALIGNED): 16 bytes for every address and stride.
+A launch covers the matrices of all parameters. Matrices are stored as `outer` lines of `inner` adjacent elements (rows
+of columns, or the reverse for transposed storage) and cut into 64×64 tiles; X always has its short side first, so tiles
+of a storage that is longer in `outer` are transposed on the way. A matrix is a row of an int64 table, a tile a row (matrix,
+first outer, first inner) of an int32 map. Tables tell the compiler nothing, and without a promise it loads element by
+element; ALIGNED promises addresses in multiples of 16 bytes, and strides and sizes in multiples of 8 elements.
 
 Sums of squares are formed relative to a tile's largest power of two and added in fp64, so entries of 1e±30 neither
 vanish nor overflow; every order of addition is fixed. U is formed from the stored B, in the one pass as in the other.
@@ -63,24 +63,32 @@ _TILE = tl.constexpr(TILE)
 def _tile_of(tile_map):
     """The matrix of this program's tile, and the tile's first outer and inner index."""
     entry = tile_map + tl.program_id(0).to(tl.int64) * 3
-    return tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+    first_outer = tl.multiple_of(tl.load(entry + 1), _TILE)
+    first_inner = tl.multiple_of(tl.load(entry + 2), _TILE)
+    return tl.load(entry).to(tl.int64), first_outer, first_inner
 
 
 @triton.jit
-def _offsets(
-    record, stride_field: tl.constexpr, first_outer, first_inner, ALIGNED: tl.constexpr, ELEMENTS: tl.constexpr
-):
+def _sizes(record, ALIGNED: tl.constexpr):
+    """The matrix's outer and inner size; aligned ones are multiples of 8."""
+    outer, inner = tl.load(record + _OUTER), tl.load(record + _INNER)
+    if ALIGNED:
+        outer = tl.multiple_of(outer, 8)
+        inner = tl.multiple_of(inner, 8)
+    return outer, inner
+
+
+@triton.jit
+def _offsets(record, stride_field: tl.constexpr, first_outer, first_inner, ALIGNED: tl.constexpr):
     """Element offsets of a tile in a stored tensor, and the mask of what exists; [TILE, TILE]."""
     stride = tl.load(record + stride_field)
     if ALIGNED:
-        stride = tl.multiple_of(stride, ELEMENTS)
+        stride = tl.multiple_of(stride, 8)
+    outer_size, inner_size = _sizes(record, ALIGNED)
     outer = first_outer + tl.arange(0, _TILE)
     inner = first_inner + tl.arange(0, _TILE)
-    mask = (outer < tl.load(record + _OUTER))[:, None] & (inner < tl.load(record + _INNER))[None, :]
-    start = first_outer.to(tl.int64) * stride + first_inner
-    if ALIGNED:
-        start = tl.multiple_of(start, ELEMENTS)
-    return start + tl.arange(0, _TILE)[:, None] * stride + tl.arange(0, _TILE)[None, :], mask
+    mask = (outer < outer_size)[:, None] & (inner < inner_size)[None, :]
+    return outer.to(tl.int64)[:, None] * stride + inner[None, :], mask
 
 
 @triton.jit
@@ -95,23 +103,21 @@ def _pointer(record, field: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.const
 @triton.jit
 def _x_offsets(record, first_outer, first_inner, ALIGNED: tl.constexpr):
     """Offsets and mask of a tile in X, [TILE, TILE] with X's short side first, and whether the tile is transposed."""
-    outer_size, inner_size = tl.load(record + _OUTER), tl.load(record + _INNER)
+    outer_size, inner_size = _sizes(record, ALIGNED)
     transposed = outer_size > inner_size
-    first_row = tl.where(transposed, first_inner, first_outer)
-    first_column = tl.where(transposed, first_outer, first_inner)
+    row = tl.where(transposed, first_inner, first_outer) + tl.arange(0, _TILE)
+    column = tl.where(transposed, first_outer, first_inner) + tl.arange(0, _TILE)
     stride = tl.multiple_of(tl.load(record + _X_STRIDE), 8)
-    row = first_row + tl.arange(0, _TILE)
-    column = first_column + tl.arange(0, _TILE)
-    rows, columns = tl.minimum(outer_size, inner_size), tl.maximum(outer_size, inner_size)
+    rows = tl.where(transposed, inner_size, outer_size)
+    columns = tl.where(transposed, outer_size, inner_size)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    start = tl.multiple_of(first_row.to(tl.int64) * stride + first_column, 8)
-    return start + tl.arange(0, _TILE)[:, None] * stride + tl.arange(0, _TILE)[None, :], mask, transposed
+    return row.to(tl.int64)[:, None] * stride + column[None, :], mask, transposed
 
 
 @triton.jit
-def _load_x(record, first_outer, first_inner, dtype: tl.constexpr):
+def _load_x(record, first_outer, first_inner, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """A tile of X in fp32, in the storage's order."""
-    offsets, mask, transposed = _x_offsets(record, first_outer, first_inner, True)
+    offsets, mask, transposed = _x_offsets(record, first_outer, first_inner, ALIGNED)
     x = tl.load(_pointer(record, _X, dtype, True) + offsets, mask=mask, other=0.0)
     if transposed:
         x = tl.trans(x)
@@ -147,9 +153,7 @@ def _direction(g, b, momentum, NESTEROV: tl.constexpr):
 def _gradient(
     record, first_outer, first_inner, control, G_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    offsets, mask = _offsets(
-        record, _G_STRIDE, first_outer, first_inner, ALIGNED, 16 // (G_DTYPE.primitive_bitwidth // 8)
-    )
+    offsets, mask = _offsets(record, _G_STRIDE, first_outer, first_inner, ALIGNED)
     g = tl.load(_pointer(record, _G, G_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     g = g * tl.load(control)
     if MAXIMIZE:
@@ -175,9 +179,7 @@ def momentum_kernel(
     record = table + matrix * _NUM_FIELDS
     momentum = tl.load(hyper + tl.load(record + _GROUP) * _NUM_HYPER + _MOMENTUM)
     g = _gradient(record, first_outer, first_inner, control, G_DTYPE, MAXIMIZE, ALIGNED)
-    offsets, mask = _offsets(
-        record, _B_STRIDE, first_outer, first_inner, ALIGNED, 16 // (B_DTYPE.primitive_bitwidth // 8)
-    )
+    offsets, mask = _offsets(record, _B_STRIDE, first_outer, first_inner, ALIGNED)
     pointers = _pointer(record, _B, B_DTYPE, ALIGNED) + offsets
     b = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     stored = narrow(momentum * b + (1.0 - momentum) * g, B_DTYPE)
@@ -189,18 +191,18 @@ def momentum_kernel(
 
 
 @triton.jit
-def squares_kernel(table, tile_map, sums, X_DTYPE: tl.constexpr):
+def squares_kernel(table, tile_map, sums, X_DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The tile's sums of O² by V's lines: rows of a matrix with r ≥ c, else columns."""
     matrix, first_outer, first_inner = _tile_of(tile_map)
     record = table + matrix * _NUM_FIELDS
-    o = _load_x(record, first_outer, first_inner, X_DTYPE)
+    o = _load_x(record, first_outer, first_inner, X_DTYPE, ALIGNED)
     out = sums + tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
     tl.store(out, _line_sums(o, _lines_are_inner(record, False)))
 
 
 @triton.jit
 def _lines_are_inner(record, BY_ROWS: tl.constexpr):
-    """Whether lines run over the inner index: the matrix's rows (BY_ROWS), or V's lines, its longer side (ties: rows)."""
+    """Whether the inner index numbers the lines: the matrix's rows (BY_ROWS), or its longer side (ties: rows)."""
     rows_are_inner = tl.load(record + _ROWS_ARE_INNER) != 0
     if BY_ROWS:
         return rows_are_inner
@@ -307,16 +309,14 @@ def normalize_kernel(
     matrix, first_outer, first_inner = _tile_of(tile_map)
     record = table + matrix * _NUM_FIELDS
     momentum = tl.load(hyper + tl.load(record + _GROUP) * _NUM_HYPER + _MOMENTUM)
-    offsets, mask = _offsets(
-        record, _B_STRIDE, first_outer, first_inner, ALIGNED, 16 // (B_DTYPE.primitive_bitwidth // 8)
-    )
+    offsets, mask = _offsets(record, _B_STRIDE, first_outer, first_inner, ALIGNED)
     b = tl.load(_pointer(record, _B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     u = b
     if NESTEROV:
         g = _gradient(record, first_outer, first_inner, control, G_DTYPE, MAXIMIZE, ALIGNED)
         u = _direction(g, b, momentum, NESTEROV)
     x = narrow(u * _factor_tile(record, factors, first_outer, first_inner, True), X_DTYPE)
-    x_offsets, x_mask, transposed = _x_offsets(record, first_outer, first_inner, True)
+    x_offsets, x_mask, transposed = _x_offsets(record, first_outer, first_inner, ALIGNED)
     pointers = _pointer(record, _X, X_DTYPE, True) + x_offsets
     if transposed:
         x = tl.trans(x)
@@ -399,11 +399,10 @@ def update_kernel(
     record = table + matrix * _NUM_FIELDS
     row = hyper + tl.load(record + _GROUP) * _NUM_HYPER
     lr, weight_decay = tl.load(row + _LR), tl.load(row + _WEIGHT_DECAY)
-    o = _load_x(record, first_outer, first_inner, X_DTYPE)
+    o = _load_x(record, first_outer, first_inner, X_DTYPE, ALIGNED)
     if HAS_FACTORS:
         o = o * _factor_tile(record, factors, first_outer, first_inner, False)
-    size: tl.constexpr = P_DTYPE.primitive_bitwidth // 8
-    offsets, mask = _offsets(record, _P_STRIDE, first_outer, first_inner, ALIGNED, 16 // size)
+    offsets, mask = _offsets(record, _P_STRIDE, first_outer, first_inner, ALIGNED)
     pointers = _pointer(record, _P, P_DTYPE, ALIGNED) + offsets
     if HAS_MASTER:
         masters = _pointer(record, _MASTER, tl.float32, ALIGNED) + offsets

@@ -1,14 +1,17 @@
 """Triton kernels of Newton–Schulz: one symmetric product and one general product, on batches of matrices.
 
-    symmetric_kernel    D = α A Bᵀ + β C     D symmetric: its lower triangle of tiles is computed, and mirrored
+    symmetric_kernel    D = α A Bᵀ + β C,  Q = D + ω I      D symmetric: one triangle of tiles is computed, and mirrored
     general_kernel      D = α A B + β C
 
-Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like A Bᵀ or AB.
-Operands arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with zeros and
-drop what is stored there, so no size has to divide a tile. A tile is multiplied in fp32 and rounded once. α and β are
-the product of a launch-time scalar and, optionally, one device scalar a matrix.
+Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like the
+product. Operands arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with
+zeros and drop what is stored there, so no size has to divide a tile. Sums are fp32 and rounded once.
 
-Letters: i, j tile row and column; T tiles a side; q a tile's number within its matrix.
+D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
+a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
+symmetric by itself, the tensor cores add in one order; of A Bᵀ a diagonal tile keeps its lower half.
+
+Letters: i, j tile row and column; T square blocks a side; q a tile's number within its matrix.
 """
 
 from __future__ import annotations
@@ -54,47 +57,61 @@ def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _scalar(value, pointer, batch, GIVEN: tl.constexpr):
-    """``value``, times the matrix's own factor where one is given."""
-    if GIVEN:
-        return value * tl.load(pointer + batch)
-    return value
-
-
-@triton.jit
 def symmetric_kernel(
     a_desc,
     b_desc,
     c_desc,
     d_desc,
-    alpha_pointer,
+    mirror_desc,
+    q_desc,
+    q_mirror_desc,
     tiles,
     T,
     K,
     alpha,
     beta,
+    omega,
     HAS_C: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    SAME: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    # the triangle is made of BLOCK_N × BLOCK_N blocks, each of one or two tiles
+    PARTS: tl.constexpr = BLOCK_N // BLOCK_M
     pid = tl.program_id(0)
     batch = pid // tiles
-    i, j = triangle_tile(pid % tiles, T, GROUP)
-    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    q = pid % tiles
+    block_i, block_j = triangle_tile(q // PARTS, T, GROUP)
+    row = block_i * BLOCK_N + (q % PARTS) * BLOCK_M
+    column = block_j * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = a_desc.load([batch, i * BLOCK, k]).reshape(BLOCK, BLOCK_K)
-        b = b_desc.load([batch, j * BLOCK, k]).reshape(BLOCK, BLOCK_K)
+        a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+        b = b_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
         acc = dot(a, b.T, acc)
-    acc = acc * _scalar(alpha, alpha_pointer, batch, HAS_ALPHA)
+    acc = acc * alpha
     if HAS_C:
-        c = c_desc.load([batch, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK)
+        c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
         acc += beta * c.to(tl.float32)
     d = narrow(acc, d_desc.dtype)
-    d_desc.store([batch, i * BLOCK, j * BLOCK], d.reshape(1, BLOCK, BLOCK))
-    if i != j:
-        d_desc.store([batch, j * BLOCK, i * BLOCK], d.T.reshape(1, BLOCK, BLOCK))
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if block_i != block_j:
+        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+        mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+        if HAS_Q:
+            q_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+            q_mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+    else:
+        if not SAME:
+            tl.static_assert(BLOCK_M == BLOCK_N)
+            d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
+        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+        if HAS_Q:
+            shifted = tl.where(rows[:, None] == columns[None, :], d.to(tl.float32) + omega, d.to(tl.float32))
+            q_desc.store([batch, row, column], narrow(shifted, d_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 
 @triton.jit
@@ -103,7 +120,6 @@ def general_kernel(
     b_desc,
     c_desc,
     d_desc,
-    alpha_pointer,
     tiles,
     rows,
     columns,
@@ -111,7 +127,6 @@ def general_kernel(
     alpha,
     beta,
     HAS_C: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,6 +144,5 @@ def general_kernel(
     if HAS_C:
         c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)
         acc += beta * c.to(tl.float32)
-    acc = acc * _scalar(1.0, alpha_pointer, batch, HAS_ALPHA)
     d = narrow(acc, d_desc.dtype)
     d_desc.store([batch, i * BLOCK_M, j * BLOCK_N], d.reshape(1, BLOCK_M, BLOCK_N))

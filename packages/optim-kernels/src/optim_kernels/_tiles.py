@@ -1,12 +1,18 @@
 """Which tile a product takes: a function of its shape and the chip, without run-time tuning.
 
-A product of many tiles runs in rounds of as many as the chip holds at once; a last round that is nearly empty costs as
-much as a full one. Small tiles waste less of it and run slower otherwise. The choice is the tile with the smallest
-predicted time, rounds × time of one tile.
+A product of many tiles runs in rounds of as many as the chip holds at once, and a last round that is nearly empty costs
+as much as a full one. Small tiles waste less of it, large ones run faster. The choice is the tile with the least
+predicted time
+
+    launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
+
+with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
+they only rank tiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,29 +27,61 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+class Cost(NamedTuple):
+    """The time that a tile takes of its multiprocessor: microseconds a 1024 of K, at its end, and once a launch."""
+
+    slope: float
+    end: float
+    launch: float
+
+
+# Interpreted kernels cost about a millisecond a step whatever the tile, and their tests are small.
+INTERPRETED = Tile(32, 32, 32, 4, 2)
+# fp32 operands are multiplied without tensor cores.
+FULL_PRECISION = Tile(64, 64, 32, 4, 2)
+
+SYMMETRIC: Sequence[tuple[Tile, Cost]] = (
+    (Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)),
+    (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
+)
+# Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
+SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 3), Cost(9.8, 4.0, 1.0))
+GENERAL: Sequence[tuple[Tile, Cost]] = (
+    (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
+    (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
+    (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0)),
+)
+
+
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)
 
 
-def triangle_tiles(m: int, block: int) -> int:
-    """Tiles of the lower triangle of an m×m matrix, diagonal included."""
-    side = cdiv(m, block)
-    return side * (side + 1) // 2
-
-
-# Interpreted kernels cost about a millisecond a step whatever the tile, and their tests are small.
-INTERPRETED = Tile(32, 32, 32, 4, 2)
-FULL_PRECISION = Tile(64, 64, 32, 4, 2)
+def symmetric_tiles(m: int, tile: Tile) -> int:
+    """Tiles that compute one triangle of an m×m matrix, diagonal included."""
+    side = cdiv(m, tile.columns)
+    return side * (side + 1) // 2 * (tile.columns // tile.rows)
 
 
 @lru_cache(maxsize=4096)
-def symmetric_tile(m: int, k: int, batch: int, num_sms: int) -> Tile:
-    """The tile of a symmetric m×m product over k, for 16-bit operands."""
-    return Tile(128, 128, 64, 4, 3)
+def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool) -> Tile:
+    """The tile of a symmetric m×m product over k; ``same``: of a matrix with its own transpose."""
+    candidates = [*SYMMETRIC, SYMMETRIC_WIDE] if same else SYMMETRIC
+    return min(candidates, key=lambda each: _time(each[1], batch * symmetric_tiles(m, each[0]), k, num_sms))[0]
 
 
 @lru_cache(maxsize=4096)
 def general_tile(m: int, n: int, k: int, batch: int, num_sms: int) -> Tile:
-    """The tile of a general m×n product over k, for 16-bit operands."""
-    return Tile(128, 256, 64, 8, 3)
+    """The tile of a general m×n product over k."""
+
+    def time(each: tuple[Tile, Cost]) -> float:
+        tile, cost = each
+        return _time(cost, batch * cdiv(m, tile.rows) * cdiv(n, tile.columns), k, num_sms)
+
+    return min(GENERAL, key=time)[0]
+
+
+def _time(cost: Cost, tiles: int, k: int, num_sms: int) -> float:
+    """Predicted microseconds of a launch."""
+    return cost.launch + cdiv(tiles, num_sms) * (cost.slope * k / 1024 + cost.end)

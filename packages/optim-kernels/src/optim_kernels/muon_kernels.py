@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optim_kernels import _product_kernels as kernels
 from optim_kernels._impl import is_interpreted
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, triangle_tiles
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, symmetric_tiles
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -36,33 +36,42 @@ def symmetric_product(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    factors: Tensor | None = None,
     out: Tensor | None = None,
+    shifted: tuple[Tensor, float] | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``; ``factors [batch]`` multiplies alpha."""
+    """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
+
+    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q.
+    """
     batch, m, k = a.shape
     if out is None:
-        out = empty_matrices(batch, m, m, a)
+        out = empty_matrices(batch, m, m, like=a)
     if out.numel() == 0:
         return out
-    tile = tile or _tile_for(a, lambda sms: symmetric_tile(m, k, batch, sms))
-    tiles = triangle_tiles(m, tile.rows)
-    descriptor = _descriptors(tile)
+    same = a is b
+    tile = tile or _tile_for(a, lambda sms: symmetric_tile(m, k, batch, sms, same))
+    q, omega = (out, 0.0) if shifted is None else shifted
+    tiles = symmetric_tiles(m, tile)
     kernels.symmetric_kernel[(batch * tiles,)](
-        descriptor(a, tile.rows, tile.depth),
-        descriptor(b, tile.rows, tile.depth),
-        descriptor(out if c is None else c, tile.rows, tile.rows),
-        descriptor(out, tile.rows, tile.rows),
-        factors,
+        _descriptor(a, tile.rows, tile.depth),
+        _descriptor(b, tile.columns, tile.depth),
+        _descriptor(out if c is None else c, tile.rows, tile.columns),
+        _descriptor(out, tile.rows, tile.columns),
+        _descriptor(out, tile.columns, tile.rows),
+        _descriptor(q, tile.rows, tile.columns),
+        _descriptor(q, tile.columns, tile.rows),
         tiles,
-        cdiv(m, tile.rows),
+        cdiv(m, tile.columns),
         k,
         alpha,
         beta,
+        omega,
         HAS_C=c is not None,
-        HAS_ALPHA=factors is not None,
-        BLOCK=tile.rows,
+        HAS_Q=shifted is not None,
+        SAME=same,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         GROUP=PANEL,
         num_warps=tile.num_warps,
@@ -78,26 +87,23 @@ def general_product(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    factors: Tensor | None = None,
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``(alpha a b + beta c) · factors`` for ``a [batch, M, K]``, ``b [batch, K, N]`` and ``factors [batch]``."""
+    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``."""
     batch, m, k = a.shape
     n = b.shape[-1]
     if out is None:
-        out = empty_matrices(batch, m, n, b)
+        out = empty_matrices(batch, m, n, like=b)
     if out.numel() == 0:
         return out
     tile = tile or _tile_for(a, lambda sms: general_tile(m, n, k, batch, sms))
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
-    descriptor = _descriptors(tile)
     kernels.general_kernel[(batch * rows * columns,)](
-        descriptor(a, tile.rows, tile.depth),
-        descriptor(b, tile.depth, tile.columns),
-        descriptor(out if c is None else c, tile.rows, tile.columns),
-        descriptor(out, tile.rows, tile.columns),
-        factors,
+        _descriptor(a, tile.rows, tile.depth),
+        _descriptor(b, tile.depth, tile.columns),
+        _descriptor(out if c is None else c, tile.rows, tile.columns),
+        _descriptor(out, tile.rows, tile.columns),
         rows * columns,
         rows,
         columns,
@@ -105,7 +111,6 @@ def general_product(
         alpha,
         beta,
         HAS_C=c is not None,
-        HAS_ALPHA=factors is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -116,7 +121,7 @@ def general_product(
     return out
 
 
-def empty_matrices(batch: int, rows: int, columns: int, like: Tensor) -> Tensor:
+def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
     """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
     step = ALIGNMENT // like.element_size()
     return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
@@ -130,14 +135,12 @@ def as_batch(x: Tensor) -> Tensor:
     # a dimension of one element has a stride that says nothing, yet the copy engine checks it
     if aligned and all(flat.stride(dim) % step == 0 and flat.stride(dim) > 0 for dim in (0, 1)):
         return flat
-    return empty_matrices(*flat.shape, like=x).copy_(flat)
+    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
 
 
-def _descriptors(tile: Tile) -> Any:
-    def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
-
-    return descriptor
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
 
 
 def _tile_for(x: Tensor, choose: Any) -> Tile:
@@ -174,10 +177,11 @@ class TritonProducts:
     ) -> Tensor:
         return general_product(a, b, c=c, alpha=alpha, beta=beta)
 
-    def add_identity(self, z: Tensor, a: float, /) -> Tensor:
-        q = empty_matrices(*z.shape, like=z).copy_(z)
-        q.diagonal(dim1=-2, dim2=-1).add_(a)
-        return q
+    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+        if a is None:
+            return symmetric_product(r, r, c=r, alpha=c, beta=b), None
+        q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
+        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a)), q
 
 
 class PingPongProducts(TritonProducts):

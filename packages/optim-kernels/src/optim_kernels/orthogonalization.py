@@ -156,8 +156,8 @@ class Products(Protocol):
     ) -> Tensor:
         """``alpha a b + beta c`` for symmetric ``a`` and rectangular ``b``."""
 
-    def add_identity(self, z: Tensor, a: float, /) -> Tensor:
-        """``z + a I``."""
+    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+        """``z = b r + c r²`` for symmetric ``r``, and ``z + a I`` where ``a`` is given."""
 
 
 class TorchProducts:
@@ -185,8 +185,9 @@ class TorchProducts:
 
     symmetric_matmul = matmul_add
 
-    def add_identity(self, z: Tensor, a: float, /) -> Tensor:
-        return z + a * torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+        z = self.symmetric_matmul(r, r, c=r, alpha=c, beta=b)
+        return z, None if a is None else z + a * torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
 
 
 def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
@@ -208,8 +209,8 @@ def standard_iteration(xs: Sequence[Tensor], config: NSConfig, products: Product
         if c == 0.0:  # cubic: S is a multiple of A
             xs = [products.matmul_add(s, x, c=x, alpha=b, beta=a) for s, x in _split(gram, xs)]
             continue
-        sums = products.symmetric_matmul(gram, gram, c=gram, alpha=c, beta=b)
-        xs = [products.matmul_add(s, x, c=x, beta=a) for s, x in _split(sums, xs)]
+        factors, _ = products.quadratic(gram, b, c)
+        xs = [products.matmul_add(s, x, c=x, beta=a) for s, x in _split(factors, xs)]
     return xs
 
 
@@ -222,11 +223,11 @@ def gram_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -
             xs, r = apply_row_factors(xs, r)
         q: Tensor | None = None
         for step, (a, b, c) in enumerate(block, start=1):
-            z = products.symmetric_matmul(r, r, c=r, alpha=c, beta=b) if c != 0.0 else b * r
+            z, shifted = products.quadratic(r, b, c, a if q is None else None)
             if step < len(block):
                 p = products.symmetric_matmul(r, z, c=r, beta=a)
                 r = products.symmetric_matmul(z, p, c=p, beta=a)
-            q = products.add_identity(z, a) if q is None else products.symmetric_matmul(q, z, c=q, beta=a)
+            q = shifted if q is None else products.symmetric_matmul(q, z, c=q, beta=a)
         assert q is not None
         xs = [products.matmul_add(factor, x) for factor, x in _split(q, xs)]
     return xs

@@ -359,7 +359,9 @@ class MuonPlan:
         has_factors = self._variance or rule.renormalize
         tiles = (len(self._tile_map),)
         if has_factors:
-            step_kernels.squares_kernel[tiles](self._table_after, self._tile_map, self._sums, X_DTYPE=x_dtype)
+            step_kernels.squares_kernel[tiles](
+                self._table_after, self._tile_map, self._sums, X_DTYPE=x_dtype, ALIGNED=self._aligned
+            )
             self._add_lines(self._table_after, by_rows=False)
             step_kernels.variance_kernel[(len(self._matrices),)](
                 self._table_after,
@@ -425,16 +427,11 @@ def _address(tensor: Tensor, offset: int) -> int:
 
 
 def _is_aligned(row: list[int], tensors: MuonTensors) -> bool:
-    """Whether every address of the matrix, and every line's, is a multiple of 16 bytes."""
-    stored = [
-        (step_kernels.P, tensors.param),
-        (step_kernels.G, tensors.grad),
-        (step_kernels.B, tensors.momentum_buffer),
-    ]
-    if tensors.master is not None:
-        stored.append((step_kernels.MASTER, tensors.master))
-    stride = row[step_kernels.P_STRIDE]
-    return all(row[field] % 16 == 0 and stride * tensor.element_size() % 16 == 0 for field, tensor in stored)
+    """Whether the matrix keeps the promise of ALIGNED (`_muon_step_kernels`)."""
+    addresses = [row[step_kernels.P], row[step_kernels.G], row[step_kernels.B]]
+    addresses += [] if tensors.master is None else [row[step_kernels.MASTER]]
+    sizes = (row[step_kernels.P_STRIDE], row[step_kernels.OUTER], row[step_kernels.INNER])
+    return all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
 
 
 def _on_device(value: float | Tensor) -> bool:
