@@ -1,0 +1,383 @@
+"""One distributed optimizer step, reduce + update + gather and no model compute, beside torch's own ways to do it.
+
+    torchrun --nproc-per-node 4 -m benchmarks.dist_benchmark --models d20 d32 --json dist.json
+    torchrun --nproc-per-node 2 -m benchmarks.dist_benchmark --models tiny        # gloo: a smoke test
+
+Ceilings are measured first, and floors follow from them. W ranks, f = (W-1)/W, N elements of g (p) bytes:
+
+    wire  = f N g / reduce-scatter rate + f N p / all-gather rate
+    local = 7 N p / (W copy rate)  for AdamW: gradient, two states and parameter read, three of them written
+    floor = max(wire, local)       Muon: without Newton-Schulz, which only the machine's product rate bounds
+
+Gradients are ready, different on every rank. Ours starts with them in its buckets, where backward accumulates into
+them ("in place"), or outside ("copied in"); peers driven by hooks get them from an empty backward. The first step of
+every row is compared with ours in exact mode before its time counts. A figure is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.model_lists import Shape, gpt2, nanochat, num_elements
+from benchmarks.report import Report
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+
+MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "tiny": lambda: gpt2(2, 32, vocabulary=96, context=32),
+    "gpt2": lambda: gpt2(12, 768, vocabulary=50304),
+    "d20": lambda: nanochat(20, 1280)[: 2 + 6 * 20],
+    "d32": lambda: nanochat(32, 2048),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "variant": "torch"}
+
+
+class _Give(torch.autograd.Function):
+    """A scalar whose gradients are given: a backward pass without compute."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class Bag(nn.Module):
+    """Parameters without a model; ``forward`` gives a loss whose gradients are those it was given."""
+
+    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator(device=device).manual_seed(0)
+        for number, shape in enumerate(shapes):
+            value = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+            self.register_parameter(f"w{number}", nn.Parameter(value))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        loss: Tensor = _Give.apply(gradients, *self.parameters())
+        return loss
+
+
+@dataclass
+class Job:
+    """What every row of one table starts from."""
+
+    shapes: list[Shape]
+    dtype: torch.dtype
+    mode: str
+    device: torch.device
+    gradients: list[Tensor]
+
+    def bag(self) -> Bag:
+        return Bag(self.shapes, self.dtype, self.device)
+
+    def is_matrix(self, number: int) -> bool:
+        return self.mode == "muon" and number >= 2 and len(self.shapes[number]) == 2
+
+
+@dataclass
+class Row:
+    """A prepared way to take a step: ``before`` is not timed."""
+
+    parameters: Callable[[], list[Tensor]]
+    step: Callable[[], Any]
+    before: Callable[[], Any] = lambda: None
+    close: Callable[[], Any] = lambda: None
+    bytes_sent: Callable[[], int] | None = None
+
+
+def ours(job: Job, *, reducer: str, in_place: bool) -> Row:
+    bag = job.bag()
+    parameters = list(bag.parameters())
+    optimizer: Any
+    if job.mode == "adamw":
+        optimizer = TritonDistAdamW(parameters, **ADAMW, reducer=reducer)
+    else:
+        matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
+        others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
+        groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
+        optimizer = TritonDistMuonAdamW(groups, model=bag, reducer=reducer)
+
+    @torch.no_grad()
+    def before() -> None:
+        for parameter, gradient in zip(parameters, job.gradients):
+            if parameter.grad is None or not in_place:
+                parameter.grad = gradient.clone() if in_place else gradient
+            else:
+                parameter.grad.copy_(gradient)
+
+    def values() -> list[Tensor]:
+        return [parameter.detach() for parameter in parameters]
+
+    return Row(values, optimizer.step, before, optimizer.close, lambda: optimizer.communicator.bytes_sent)
+
+
+def _torch_optimizer(job: Job, parameters: list[Any]) -> list[torch.optim.Optimizer]:
+    fused = job.device.type == "cuda"
+    matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
+    others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **ADAMW, fused=fused)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=MUON["lr"], weight_decay=MUON["weight_decay"]))
+    return optimizers
+
+
+def ddp(job: Job, *, zero: bool = False) -> Row:
+    """All-reduce by DDP's hooks, then every rank updates everything, or (``zero``) its share."""
+    wrapped = DistributedDataParallel(job.bag(), gradient_as_bucket_view=True, bucket_cap_mb=256)
+    parameters = list(wrapped.module.parameters())
+    if zero:
+        fused = job.device.type == "cuda"
+        optimizers = [
+            ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW, fused=fused)
+        ]
+    else:
+        optimizers = _torch_optimizer(job, parameters)
+
+    def before() -> None:
+        wrapped.zero_grad(set_to_none=False)
+
+    def step() -> None:
+        wrapped(job.gradients).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return Row(lambda: [parameter.detach() for parameter in parameters], step, before)
+
+
+def fsdp2(job: Job) -> Row:
+    """FSDP2 with gradients reduced and parameters gathered by its hooks, one group, fused AdamW on the shards."""
+    mesh = dist.init_device_mesh(job.device.type, (dist.get_world_size(),))
+    bag = fully_shard(job.bag(), mesh=mesh, reshard_after_forward=False)
+    optimizers = _torch_optimizer(job, list(bag.parameters()))
+
+    def step() -> None:
+        bag(job.gradients).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def values() -> list[Tensor]:
+        return [parameter.full_tensor().detach() for parameter in bag.parameters()]
+
+    return Row(values, step, lambda: bag.zero_grad(set_to_none=True))
+
+
+ROWS: dict[str, Callable[[Job], Row]] = {
+    "ours exact, in place": lambda job: ours(job, reducer="exact", in_place=True),
+    "ours rs, in place": lambda job: ours(job, reducer="rs", in_place=True),
+    "ours rs, copied in": lambda job: ours(job, reducer="rs", in_place=False),
+    "DDP + torch": ddp,
+    "DDP + ZeroRedundancyOptimizer": lambda job: ddp(job, zero=True),
+    "FSDP2 + torch": fsdp2,
+}
+
+
+def rows_for(mode: str, wanted: str) -> list[str]:
+    """The first row is what the others are checked against."""
+    names = [name for name in ROWS if wanted in ("all", "ours") or not name.startswith("ours")]
+    names = [name for name in names if wanted != "ours" or name.startswith("ours")]
+    if mode == "muon":
+        # ZeRO's and FSDP2's shards are no matrices
+        names = [name for name in names if "Zero" not in name and "FSDP2" not in name]
+    return ["ours exact, in place", *[name for name in names if name != "ours exact, in place"]]
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """GB/s of reduce-scatter and all-gather (bus), of a copy (read and written), and TFLOP/s of a bf16 product."""
+    cuda, world_size = device.type == "cuda", dist.get_world_size()
+    numel = (2**29 if cuda else 2**18) // (128 * world_size) * 128 * world_size
+    flat = torch.ones(numel, dtype=torch.bfloat16, device=device)
+    other = torch.empty_like(flat)
+    communicator = TritonDistAdamW([nn.Parameter(torch.zeros(1, device=device))]).communicator
+    wire = numel * 2 * (world_size - 1) / world_size
+    found = {
+        "reduce_scatter": wire / timed(lambda: communicator.reduce_scatter_(flat).wait(), device, 8)[0] / 1e6,
+        "all_gather": wire / timed(lambda: communicator.all_gather_(flat).wait(), device, 8)[0] / 1e6,
+        "copy": 2 * numel * 2 / timed(lambda: other.copy_(flat), device, 8)[0] / 1e6,
+    }
+    size = 8192 if cuda else 128
+    square = torch.randn(size, size, device=device).to(torch.bfloat16 if cuda else torch.float32)
+    found["product"] = 2 * size**3 / timed(lambda: square @ square, device, 8)[0] / 1e9
+    return found
+
+
+def timed(
+    step: Callable[[], Any],
+    device: torch.device,
+    iterations: int,
+    before: Callable[[], Any] = lambda: None,
+    warmup: int = 3,
+) -> tuple[float, float, float]:
+    """Median and least milliseconds of the slowest rank, and the host's own."""
+    slowest, host = [], []
+    for iteration in range(warmup + iterations):
+        before()
+        _synchronize(device)
+        dist.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        issued = time.perf_counter()
+        _synchronize(device)
+        passed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(passed, op=dist.ReduceOp.MAX)
+        if iteration >= warmup:
+            slowest.append(1e3 * passed.item())
+            host.append(1e3 * (issued - start))
+    return statistics.median(slowest), min(slowest), statistics.median(host)
+
+
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference over the largest value, over a sample of parameters."""
+    errors = [
+        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
+        for a, b in zip(found, expected)
+    ]
+    return max(errors)
+
+
+def measure(job: Job, name: str, options: argparse.Namespace) -> Iterator[Any]:
+    """First the parameters after one step, then the row."""
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row = ROWS[name](job)
+    row.before()
+    row.step()
+    _synchronize(job.device)
+    sample = sorted({0, 1, 2, len(job.shapes) // 2, len(job.shapes) - 1})
+    values = row.parameters()
+    after_one = [values[number].to(torch.float32, copy=True).cpu() for number in sample]
+    del values
+    yield after_one
+    sent = row.bytes_sent() if row.bytes_sent else 0
+    median, least, host = timed(row.step, job.device, options.iterations, row.before, options.warmup)
+    wire_bytes = None
+    if row.bytes_sent:
+        wire_bytes = (row.bytes_sent() - sent) / (options.iterations + options.warmup)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None
+    row.close()
+    yield {"ms": median, "least": least, "host_ms": host, "wire_GB": wire_bytes and wire_bytes / 1e9, "peak_GiB": peak}
+
+
+def table(
+    job: Job, model: str, dtype: str, options: argparse.Namespace, limits: dict[str, float], report: Report
+) -> None:
+    world_size, count, itemsize = dist.get_world_size(), num_elements(job.shapes), job.dtype.itemsize
+    f = (world_size - 1) / world_size
+    wire = f * count * itemsize * (1 / limits["reduce_scatter"] + 1 / limits["all_gather"]) / 1e6
+    local = 7 * count * itemsize / world_size / limits["copy"] / 1e6
+    floor = max(wire, local)
+    reference: list[Tensor] | None = None
+    for name in rows_for(job.mode, options.rows):
+        if _agreed(time.monotonic() > options.deadline, job.device):
+            report.add(mode=job.mode, model=model, dtype=dtype, what=name, note="left out: out of time")
+            continue
+        steps = measure(job, name, options)
+        first = next(steps)
+        reference = first if reference is None else reference
+        error = largest_error(first, reference)
+        limit = (2**-6 if job.dtype == torch.bfloat16 else 1e-3) if job.mode == "adamw" else 5e-2
+        if _agreed(error > limit, job.device):
+            report.add(mode=job.mode, model=model, dtype=dtype, what=name, note=f"wrong by {error:.2g}, not timed")
+        else:
+            figures = next(steps)
+            if name == "ours exact, in place" and options.rows == "peers":
+                continue
+            ratio = {"floor_ms": floor, "over_floor": figures["ms"] / floor, "error": error}
+            report.add(mode=job.mode, model=model, dtype=dtype, what=name, **figures, **ratio)
+        steps.close()
+        del steps
+        gc.collect()
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["tiny"], choices=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument("--modes", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
+    parser.add_argument("--rows", default="all", choices=["all", "ours", "peers"])
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
+    parser.add_argument("--json", help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    options.deadline = time.monotonic() + options.budget
+    device = _start()
+    if dist.get_world_size() < 2:
+        raise SystemExit("a distributed step needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.dist_benchmark")
+    limits = ceilings(device)
+    report = Report(
+        f"One optimizer step on {dist.get_world_size()} ranks; measured ceilings: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in limits.items())
+        + " (GB/s, TFLOP/s)"
+    )
+    for mode in options.modes:
+        for model in options.models:
+            for dtype in options.dtypes:
+                shapes = MODELS[model]()
+                generator = torch.Generator(device=device).manual_seed(1 + dist.get_rank())
+                gradients = [
+                    torch.empty(shape, dtype=DTYPES[dtype], device=device).normal_(0.0, 1e-3, generator=generator)
+                    for shape in shapes
+                ]
+                job = Job(shapes, DTYPES[dtype], mode, device, gradients)
+                table(job, model, dtype, options, limits, report)
+                if dist.get_rank() == 0:
+                    print(f"done: {mode} {model} {dtype}", flush=True)
+    if dist.get_rank() == 0:
+        report.show()
+        if options.json:
+            report.save_json(options.json)
+    return report
+
+
+def _start() -> torch.device:
+    """The process group of torchrun's ranks: NCCL with a device each where there are GPUs, else gloo."""
+    cuda = torch.cuda.is_available()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=300)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timeout)
+    return device
+
+
+def _agreed(flag: bool, device: torch.device) -> bool:
+    """Whether any rank says so."""
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,22 @@
+"""The distributed benchmark runs on two gloo ranks, every row agrees with exact mode, and ours sends what it must."""
+
+import pytest
+
+from benchmarks.dist_benchmark import main
+from optim_utils.testing import run_ranks
+
+
+def run(rank, world_size, mode):
+    report = main(["--models", "tiny", "--modes", mode, "--dtypes", "fp32", "--iterations", "2", "--warmup", "1"])
+    return report.rows
+
+
+def test_every_row_is_right_before_it_is_timed():
+    for mode, most in (("adamw", 6), ("muon", 4)):
+        rows = run_ranks(run, 2, mode)[0]
+        assert len(rows) == most
+        assert not [row for row in rows if "ms" not in row]
+        sent = [row["wire_GB"] for row in rows if row["what"].startswith("ours")]
+        # 2 f P of the 2-layer model in fp32, padding included
+        assert sent == pytest.approx([sent[0]] * 3)
+        assert 1.0e-4 < sent[0] < 1.25e-4
