@@ -102,8 +102,8 @@ class OptimalRedist(Redistributor):
     """A cheapest sequence of the operations of ``MultiAxisDist``, found by exact best-first search.
 
     The search minimises latency, bandwidth and computation as weighted; it supposes that the model never charges less
-    for more elements. Block lengths considered are 1, those of both ends, and their multiples and divisors by sizes of
-    mesh axes. ``exchange_*`` straight to the target is always a candidate, so there is always a plan.
+    for more elements. Block lengths considered for a dimension are 1, those of its two ends, and their multiples and
+    divisors by sizes of mesh axes. ``exchange_*`` straight to the target is always a candidate, so there is always a plan.
 
     Args:
         memory_limit: elements that no rank may exceed at an intermediate distribution.
