@@ -74,16 +74,25 @@ def by_position(loaded: object) -> dict[Any, Any] | None:
 def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
     """The loaded counterpart of a dict with the keys ``live``, of which an int also matches its string.
 
-    If both forms are there the string wins: ``torch.distributed.checkpoint`` puts a loaded number under the string,
-    beside the old one under the int.
+    If both forms are there they are merged and the string wins: ``torch.distributed.checkpoint`` fills tensors where
+    they are, under the int, but puts the numbers that it loads under the string.
     """
     if not isinstance(loaded, Mapping):
         return None
     keys = set(live)
     renamed = {str(key): key for key in keys if type(key) is int and str(key) not in keys}
     entries = {key: value for key, value in loaded.items() if key not in renamed}
-    entries.update((renamed[key], value) for key, value in loaded.items() if key in renamed)
+    for name, key in renamed.items():
+        if name in loaded:
+            entries[key] = _merged(entries[key], loaded[name]) if key in entries else loaded[name]
     return entries
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """``new``, and where both are dicts also what only ``old`` has."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{key: _merged(old[key], value) if key in old else value for key, value in new.items()}}
 
 
 def rebuild(live: Any, items: list[Any]) -> Any:

@@ -1,0 +1,345 @@
+"""Optimizers whose state holds objects, through every way in which a checkpoint is saved and loaded."""
+
+import copy
+import io
+import itertools
+import tempfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from optim_utils import OptimizerModule, StateLoadError, attach_state_dict_hooks, extract_state_dict_content
+from optim_utils.low_bit import INT8, MOMENT8, LowBitTensor, quantize
+from optim_utils.testing import run_ranks
+
+
+# without a process group, torch.distributed.checkpoint says that it saves in one process: that is what is meant
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Preconditioner(OptimizerModule):
+    """Nested, lists, int keys, scalars, another dtype than the parameter's, and things that hold nothing."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.shape = tuple(param.shape)
+        self.factors = [torch.zeros(size) for size in param.shape]
+        self.by_number = {0: torch.zeros(2), 7: [1, 2.5]}
+        self.codes = torch.zeros(3, dtype=torch.uint8)
+        self.step_count = 0
+        self.nothing = None
+        self.empty: list[int] = []
+
+    def update(self) -> None:
+        self.step_count += 1
+        self.factors[0].add_(1 / 3)  # not representable in bf16
+        self.by_number[0] -= 1
+        self.by_number[7][0] += 1
+        self.codes += 5
+
+
+class Sgd(torch.optim.Optimizer):
+    """SGD with every kind of state; it makes a parameter's state at its first gradient."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for param in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["scale"] = torch.tensor(0.0)
+                state["average"] = torch.zeros_like(param, dtype=torch.float32)
+                state["low"] = quantize(torch.zeros(param.shape), MOMENT8)
+                state["preconditioner"] = Preconditioner(param)
+                state["blocks"] = [Preconditioner(param), Preconditioner(param)]
+            state["step"] += 1
+            state["scale"] += 1 / 3
+            state["average"] += param.grad.float() / 3
+            state["low"].copy_(quantize(state["average"] ** 2, MOMENT8))
+            state["preconditioner"].update()
+            state["blocks"][1].update()
+            for group in self.param_groups:
+                param.sub_(param.grad * group["lr"] + 0.01)  # moves even at learning rate 0
+
+
+def trained(steps: int) -> tuple[nn.Module, Sgd]:
+    """A bf16 model whose second layer never gets a gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).bfloat16()
+    optimizer = Sgd(model.parameters())
+    attach_state_dict_hooks(optimizer)
+    for step in range(steps):
+        torch.manual_seed(step)
+        model[0](torch.randn(2, 4).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(optimizer: Sgd) -> list[dict[str, object]]:
+    return [dict(optimizer.state.get(param, {})) for group in optimizer.param_groups for param in group["params"]]
+
+
+def assert_same(a: object, b: object) -> None:
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, LowBitTensor):
+        assert_same((a.codes, a.scale), (b.codes, b.scale))
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), (a, b)
+    elif isinstance(a, OptimizerModule):
+        assert_same(a.__dict__, b.__dict__)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert_same(list(a.values()), list(b.values()))
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+STEPS = pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+
+
+def test_without_hooks_torch_breaks_it():
+    # the reason for the hooks; if torch mends this one day, they can become simpler
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param])
+    state = {"codes": torch.zeros(2, dtype=torch.uint8), "name": "adam"}
+    optimizer.load_state_dict({"state": {0: {"q": state}}, "param_groups": optimizer.state_dict()["param_groups"]})
+    loaded = optimizer.state[param]["q"]
+    assert loaded["codes"].dtype == torch.bfloat16
+    assert loaded["name"] != "adam"
+
+
+@STEPS
+def test_torch_save_and_weights_only_load(steps):
+    model, optimizer = trained(3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    fresh_model, fresh = trained(steps)
+    weights = copy.deepcopy(fresh_model.state_dict())
+    objects = [state.get("preconditioner") for state in state_of(fresh)]
+    fresh.load_state_dict(saved)
+    assert_same(state_of(fresh), state_of(optimizer))
+    assert_same(fresh_model.state_dict(), weights)
+    assert all(param.grad is None for param in fresh_model.parameters())
+    if steps:
+        assert [state.get("preconditioner") for state in state_of(fresh)] == objects
+    # both go on alike
+    fresh_model.load_state_dict(model.state_dict())
+    for module, its in ((model, optimizer), (fresh_model, fresh)):
+        module(torch.ones(2, 4).bfloat16()).float().sum().backward()
+        its.step()
+    assert_same(state_of(fresh), state_of(optimizer))
+    assert_same(fresh_model.state_dict(), model.state_dict())
+
+
+@STEPS
+@FLAT
+def test_get_and_set_optimizer_state_dict(steps, flat):
+    model, optimizer = trained(3)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    assert ("state.0.weight.preconditioner.factors.0" in saved) == flat
+    fresh_model, fresh = trained(steps)
+    set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
+def test_a_deep_copy_of_the_state_loads_too():
+    _, optimizer = trained(2)
+    _, fresh = trained(0)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
+def test_the_caller_keeps_its_state_dict():
+    _, optimizer = trained(2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(saved)
+    _, fresh = trained(0)
+    fresh.load_state_dict(saved)
+    assert_same(saved, before)
+
+
+def test_a_broken_checkpoint_changes_nothing():
+    _, optimizer = trained(2)
+    _, other = trained(3)
+    before = copy.deepcopy(state_of(optimizer))
+    broken = copy.deepcopy(other.state_dict())
+    broken["state"][1]["blocks"][1]["factors"][0] = torch.zeros(99)
+    with pytest.raises(StateLoadError) as error:
+        optimizer.load_state_dict(broken)
+    assert [issue.path for issue in error.value.report.problems] == ['[1, "blocks", 1, "factors", 0]']
+    assert_same(state_of(optimizer), before)
+    broken = copy.deepcopy(other.state_dict())
+    del broken["state"][0]["preconditioner"]
+    with pytest.raises(StateLoadError, match="missing"):
+        optimizer.load_state_dict(broken)
+    assert_same(state_of(optimizer), before)
+    broken = copy.deepcopy(other.state_dict())
+    broken["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(broken)
+    assert_same(state_of(optimizer), before)
+    optimizer.load_state_dict(other.state_dict())
+    assert_same(state_of(optimizer), state_of(other))
+
+
+def test_strict_can_be_turned_off():
+    model = nn.Linear(2, 2)
+    optimizer = Sgd(model.parameters())
+    attach_state_dict_hooks(optimizer, strict=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["preconditioner"]["step_count"]
+    saved["state"][0]["preconditioner"]["codes"].fill_(77)
+    optimizer.load_state_dict(saved)
+    preconditioner = optimizer.state[model.weight]["preconditioner"]
+    assert preconditioner.step_count == 1
+    assert preconditioner.codes[0] == 77
+
+
+def test_plain_optimizers_keep_their_dtypes_and_strings():
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    attach_state_dict_hooks(optimizer)
+    state = {
+        "name": "adam",
+        "moments": [torch.ones(2), {"codes": torch.ones(2, dtype=torch.uint8)}],
+        "scalar": torch.tensor(1 / 3),
+        "low": extract_state_dict_content(WithLowBit())["low"],
+    }
+    saved = {"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]}
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state[param]
+    assert loaded["name"] == "adam"
+    assert_same(loaded["moments"], state["moments"])
+    assert_same(loaded["scalar"], state["scalar"])
+    assert isinstance(loaded["low"], LowBitTensor)
+
+
+class WithLowBit(OptimizerModule):
+    def __init__(self) -> None:
+        self.low = quantize(torch.randn(8), INT8)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"amsgrad": True}, {"capturable": False, "foreach": True}], ids=str
+)
+def test_adamw_goes_on_bitwise(options):
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Linear(3, 3))
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), **options))
+        attach_state_dict_hooks(optimizers[-1])
+    x = torch.randn(4, 3)
+
+    def step(number: int) -> None:
+        optimizers[number].zero_grad()
+        models[number](x).square().sum().backward()
+        optimizers[number].step()
+
+    step(0)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    models[1].load_state_dict(models[0].state_dict())
+    for number in (0, 1):
+        step(number)
+    assert_same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_hooks_are_attached_once_and_can_be_removed():
+    optimizer = Sgd([nn.Parameter(torch.zeros(2))])
+    with attach_state_dict_hooks(optimizer) as hooks:
+        with pytest.raises(ValueError, match="already"):
+            attach_state_dict_hooks(optimizer)
+        assert optimizer.state_dict()["state"] == {0: {}}
+    assert optimizer.state_dict()["state"] == {}
+    hooks.remove()
+    attach_state_dict_hooks(optimizer).remove()
+
+
+# ------------------------------------------------------------------ torch.distributed.checkpoint
+
+
+def test_dcp_fills_the_live_tensors_of_a_module():
+    saved, live = (Preconditioner(torch.zeros(3, 2)) for _ in range(2))
+    for _ in range(2):
+        saved.update()
+    factor = live.factors[1]
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"module": saved.state_dict()}, checkpoint_id=folder, no_dist=True)
+        state = {"module": live.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(live.factors[0], saved.factors[0])
+    assert live.factors[1] is factor
+    assert live.load_state_dict(state["module"], strict=True).ok
+    assert_same(live, saved)
+
+
+@STEPS
+@FLAT
+def test_dcp_of_an_optimizer_on_one_process(steps, flat, tmp_path):
+    model, optimizer = trained(3)
+    save(model, optimizer, flat, str(tmp_path), no_dist=True)
+    fresh_model, fresh = trained(steps)
+    load(fresh_model, fresh, flat, str(tmp_path), no_dist=True)
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
+def save(model: nn.Module, optimizer: Sgd, flat: bool, folder: str, **options: object) -> None:
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    dcp.save({"optimizer": state}, checkpoint_id=folder, **options)
+
+
+def load(model: nn.Module, optimizer: Sgd, flat: bool, folder: str, **options: object) -> None:
+    """A fresh optimizer asks for the state of every parameter; the one that has none is asked for in vain."""
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=how)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    if not flat:
+        state["optimizer"]["state"] = {k: v for k, v in state["optimizer"]["state"].items() if k.startswith("0.")}
+    else:
+        state["optimizer"] = {k: v for k, v in state["optimizer"].items() if not k.startswith("state.1.")}
+    dcp.load(state, checkpoint_id=folder, planner=planner, **options)
+    if not flat:
+        state["optimizer"]["state"].update({"1.weight": {}, "1.bias": {}})
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=how)
+
+
+def save_on_ranks(rank: int, world_size: int, flat: bool, folder: str) -> None:
+    model, optimizer = trained(3)
+    save(model, optimizer, flat, folder)
+
+
+def load_on_ranks(rank: int, world_size: int, flat: bool, folder: str) -> None:
+    _, optimizer = trained(3)
+    fresh_model, fresh = trained(0)
+    load(fresh_model, fresh, flat, folder)
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
+@FLAT
+@pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+def test_dcp_across_world_sizes(savers, loaders, flat, tmp_path):
+    run_ranks(save_on_ranks, savers, flat, str(tmp_path))
+    run_ranks(load_on_ranks, loaders, flat, str(tmp_path))
