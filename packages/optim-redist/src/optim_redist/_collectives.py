@@ -134,8 +134,11 @@ class Team:
                 group=self.group,
                 async_op=async_op,
             )
-        ends = [dist.P2POp(dist.isend, buffer, peer, self.group) for peer, buffer in sorted(outgoing.items())]
-        ends += [dist.P2POp(dist.irecv, buffer, peer, self.group) for peer, buffer in sorted(incoming.items())]
+        ends = [
+            dist.P2POp(call, buffer.view(torch.uint8), peer, self.group)
+            for call, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for peer, buffer in sorted(buffers.items())
+        ]
         works = dist.batch_isend_irecv(ends) if ends else []
         if async_op:
             return _Works(works)

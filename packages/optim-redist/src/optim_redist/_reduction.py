@@ -82,6 +82,8 @@ class Reduction:
                 phase.stays_from.contributions, here, phase.stays_to.views(strides)
             ):
                 parts.append((contribution, src.as_strided(sizes, steps, src.storage_offset() + offset), view))
+        if self.scale == 1 and self._combine_in_place(parts, strides, dst):
+            return
         # what this phase does not reduce a later one brings
         total = torch.empty(dst.shape, dtype=self.accumulate, device=dst.device)
         combine = _COMBINE[self.op]
@@ -93,6 +95,30 @@ class Reduction:
                 # 8-bit floats take part in no promotion
                 combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
         dst.copy_(total.div_(self.scale) if self.scale != 1 else total)
+
+    def _combine_in_place(
+        self,
+        parts: list[tuple[int, Tensor, tuple[tuple[int, ...], tuple[int, ...], int]]],
+        strides: tuple[int, ...],
+        dst: Tensor,
+    ) -> bool:
+        """Combine straight into ``dst`` where that rounds no more often: one operation on pairs, or in its own type."""
+        if dst.stride() != strides or dst.element_size() == 1:
+            return False
+        combine = _COMBINE[self.op]
+        by_region: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[tuple[int, Tensor]]] = {}
+        for contribution, value, view in parts:
+            by_region.setdefault(view, []).append((contribution, value))
+        counts = {len(values) for values in by_region.values()}
+        if len(counts) != 1 or counts == {1} or (counts != {2} and self.accumulate != dst.dtype):
+            return False
+        for (sizes, steps, offset), values in by_region.items():
+            region = dst.as_strided(sizes, steps, dst.storage_offset() + offset)
+            (_, first), (_, second), *others = sorted(values, key=lambda part: part[0])
+            combine(first, second, out=region)
+            for _, value in others:
+                combine(region, value, out=region)
+        return True
 
 
 def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

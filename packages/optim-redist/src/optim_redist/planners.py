@@ -104,7 +104,8 @@ def _direct(request: Request, limits: Bounds) -> Candidate | None:
     problem = request.problem
     if request.has_borders or request.is_tight(limits.memory + limits.direct_recv + limits.direct_send):
         return _from_phases("direct", request, limits)
-    step = _step(request, "exchange", limits.direct_recv, limits.direct_send, limits.memory, {})
+    combined = limits.direct_recv if problem.num_contributions > 1 else 0
+    step = _step(request, "exchange", limits.direct_recv, limits.direct_send, limits.memory, {}, combined=combined)
     return Candidate("direct", (Stage("exchange", "direct", problem.src, problem.dst),), (step,), limits.single_hop)
 
 
@@ -189,7 +190,8 @@ def _from_phases(method: str, request: Request, limits: Bounds, *, op: str | Non
         peak = max(_peak(problem, part) for part in in_rounds(phase, rounds))
         borders = border_volumes(phase, request.model.topology) if request.has_borders else {}
         name = op or phase.name
-        step = _step(request, name, recv, send, 0, borders, rounds=rounds, peak=peak * width)
+        combined = recv if problem.num_contributions > 1 and phase is phases[0] else 0
+        step = _step(request, name, recv, send, 0, borders, rounds=rounds, peak=peak * width, combined=combined)
         steps.append(step)
     return Candidate(method, (stage,), tuple(steps), max(totals.values(), default=0))
 
@@ -230,6 +232,7 @@ def _step(
     *,
     rounds: int = 1,
     peak: int | None = None,
+    combined: int = 0,
 ) -> Step:
     """One exchange, costed: the busiest rank, every border, and packing and unpacking."""
     model, width = request.model, request.itemsize
@@ -238,6 +241,8 @@ def _step(
     for (level, _), (inbound, outbound) in borders.items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, max(inbound, outbound) * width))
     seconds += model.pack_seconds(send * width) + model.pack_seconds(recv * width)
+    # adding a contribution to an fp32 partial result reads it, and reads and writes that
+    seconds += model.pack_seconds(combined * (width + 8) / 2)
     if peak is None:
         peak = (memory + recv + send) * width
     if request.problem.num_contributions > 1:
