@@ -1,4 +1,4 @@
-"""Settings of every package's tests: the Triton interpreter where there is no GPU, and what the ``gpu`` marker means."""
+"""Settings of every package's tests: the Triton interpreter where there is no GPU, and what ``gpu`` means."""
 
 import os
 
