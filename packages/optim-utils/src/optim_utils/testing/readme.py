@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # a fenced block whose first line says python; a word after it, as in ```python skip, is kept in `flags`
 _BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+_NAME = "readme_examples"
+
+
+@contextmanager
+def _module() -> Iterator[dict[str, Any]]:
+    """The namespace of a module that can be found by its name, as dataclasses and pickle want to."""
+    module = ModuleType(_NAME)
+    sys.modules[_NAME] = module
+    try:
+        yield vars(module)
+    finally:
+        del sys.modules[_NAME]
 
 
 def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
@@ -25,9 +42,8 @@ def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
     """
     document = Path(path).resolve()
     text = document.read_text(encoding="utf-8")
-    namespace: dict[str, Any] = {"__name__": "readme"}
     count = 0
-    with tempfile.TemporaryDirectory(prefix="readme-") as folder, chdir(folder):
+    with tempfile.TemporaryDirectory(prefix="readme-") as folder, chdir(folder), _module() as namespace:
         for block in _BLOCK.finditer(text):
             if "skip" in block["flags"].split():
                 continue
@@ -36,7 +52,8 @@ def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
             # blank lines in front, so that a traceback shows the line of the document
             lines_before = text.count("\n", 0, block.start("code"))
             if not shared:
-                namespace = {"__name__": "readme"}
+                namespace.clear()
+                namespace["__name__"] = _NAME
             exec(compile("\n" * lines_before + code, str(document), "exec"), namespace)
             count += 1
     if count == 0:
