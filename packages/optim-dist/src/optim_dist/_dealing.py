@@ -11,6 +11,7 @@ Here owners are dealt over the whole model, and only then is every owner's list 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -93,14 +94,17 @@ def _cost(matrices: Sequence[Matrix], owners: Sequence[int]) -> tuple[int, int]:
 
 
 def _cut(lists: Sequence[Sequence[Matrix]], count: int) -> list[list[list[Matrix]]]:
-    """``count`` buckets; a matrix goes to the part of its owner's bytes in which its middle lies."""
+    """``count`` buckets: of n matrices of a shape that a rank owns, the i-th goes to bucket i count / n.
+
+    Ranks that own equally many of every shape then fill every bucket alike, to the last byte.
+    """
     buckets: list[list[list[Matrix]]] = [[[] for _ in lists] for _ in range(count)]
     for rank, mine in enumerate(lists):
-        total, position = sum(matrix.nbytes for matrix in mine), 0
+        of_shape = Counter(matrix.shape for matrix in mine)
+        seen: Counter[tuple[int, ...]] = Counter()
         for matrix in mine:
-            middle = position + matrix.nbytes / 2
-            buckets[min(count - 1, int(middle * count / max(1, total)))][rank].append(matrix)
-            position += matrix.nbytes
+            buckets[seen[matrix.shape] * count // of_shape[matrix.shape]][rank].append(matrix)
+            seen[matrix.shape] += 1
     return buckets
 
 

@@ -1,0 +1,120 @@
+"""Laws of the plan, without a process group: every element has one place and one owner, and loads are even."""
+
+from collections import Counter
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optim_dist import make_plan
+from optim_dist.plan import MATRIX_ALIGNMENT, ParameterSpec, plan_parameters
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
+
+
+def plan_of(shapes, world_size, bucket_mb=None, dtype=torch.float32):
+    named = {f"w{number}": shape for number, shape in enumerate(shapes)}
+    matrices = [name for name, shape in named.items() if len(shape) >= 2 and int(name[1:]) % 2 == 0]
+    groups = [
+        {"kind": "muon", "params": matrices},
+        {"kind": "adamw", "params": [name for name in named if name not in matrices]},
+    ]
+    return make_plan(named, groups, world_size, dtype=dtype, bucket_mb=bucket_mb)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.integers(1, 9), st.sampled_from([None, 1e-5, 1e-3]))
+def test_every_element_has_one_place_and_one_owner(shapes, world_size, bucket_mb):
+    plan = plan_of(shapes, world_size, bucket_mb)
+    seen = Counter()
+    for bucket in plan.buckets:
+        assert bucket.chunk % 128 == 0
+        taken = torch.zeros(bucket.numel, dtype=torch.int32)
+        for piece in bucket.pieces():
+            spec = plan.parameters[piece.parameter]
+            taken[piece.offset : piece.offset + piece.stop - piece.start] += 1
+            seen[spec.name] += piece.stop - piece.start
+            if piece.start < piece.stop:
+                # inside the chunk of its owner
+                assert piece.offset // bucket.chunk == piece.rank
+                assert (piece.offset + piece.stop - piece.start - 1) // bucket.chunk == piece.rank
+            if bucket.route == "muon":
+                assert (piece.start, piece.stop) == (0, spec.numel), "a matrix was cut"
+                assert piece.offset * spec.dtype.itemsize % MATRIX_ALIGNMENT == 0 or spec.numel == 0
+        assert taken.max().item() <= 1
+        assert int((taken == 0).sum()) == bucket.padding
+    assert seen == Counter({f"w{number}": prod(shape) for number, shape in enumerate(shapes)})
+    for index, spec in enumerate(plan.parameters):
+        ends = [end for piece in plan.ranges(index) for end in (piece.start, piece.stop)]
+        assert ends[0] == 0
+        assert ends[-1] == spec.numel
+        assert ends[1:-1:2] == ends[2:-1:2], "pieces have gaps"
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.integers(2, 5))
+def test_the_plan_is_deterministic_and_its_hash_sees_the_structure(shapes, world_size):
+    plan = plan_of(shapes, world_size)
+    assert plan.hash == plan_of(shapes, world_size).hash
+    assert plan.hash != plan_of([*shapes, (3,)], world_size).hash
+    assert plan.hash != plan_of(shapes, world_size + 1).hash
+    assert plan.hash != plan_of(shapes, world_size, dtype=torch.bfloat16).hash
+
+
+def nanochat(layers, width):
+    shapes = [(65536, width)]
+    for _ in range(layers):
+        shapes += [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    return [*shapes, (65536, width)]
+
+
+def model_plan(shapes, world_size):
+    named = {f"w{number}": shape for number, shape in enumerate(shapes)}
+    edges = ["w0", f"w{len(shapes) - 1}"]
+    inner = [name for name, shape in named.items() if name not in edges and len(shape) == 2]
+    rest = [name for name in named if name not in inner]
+    return make_plan(named, [{"kind": "muon", "params": inner}, {"kind": "adamw", "params": rest}], world_size)
+
+
+@pytest.mark.parametrize(("layers", "width"), [(20, 1280), (32, 2048)])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_nanochat_models_are_dealt_evenly_without_padding(layers, width, world_size):
+    plan = model_plan(nanochat(layers, width), world_size)
+    assert plan.imbalance <= 1.02
+    assert plan.padding <= 0.001
+    assert len(plan.buckets) >= 4
+
+
+def test_gpt2_on_eight_ranks():
+    shapes = [(50304, 768)]
+    for _ in range(12):
+        shapes += [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
+        shapes += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+    plan = model_plan([*shapes, (1024, 768)], 8)
+    assert plan.imbalance <= 1.025
+    assert plan.padding <= 0.03
+
+
+def test_d20_on_sixteen_ranks():
+    plan = model_plan(nanochat(20, 1280), 16)
+    assert plan.imbalance <= 1.045
+
+
+def test_ranges_cut_anywhere_and_wire_is_two_f_p():
+    plan = make_plan({"w": (1000, 1001)}, [{"kind": "adamw", "params": ["w"]}], 3, dtype=torch.float32)
+    assert [piece.rank for piece in plan.ranges(0)] == [0, 1, 2]
+    assert plan.ranges(0)[0].stop % 1001, "this cut goes through a row"
+    assert plan.wire_bytes == pytest.approx(2 * 2 / 3 * 4 * 1001000, rel=1e-3)
+
+
+def test_what_makes_no_plan_is_refused():
+    with pytest.raises(ValueError, match="which named_shapes does not have"):
+        make_plan({"w": (2,)}, [{"kind": "adamw", "params": ["v"]}], 2)
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        make_plan({"w": (2,)}, [{"kind": "muon", "params": ["w"]}], 2)
+    with pytest.raises(ValueError, match="kind must be"):
+        make_plan({"w": (2,)}, [{"kind": "sgd", "params": ["w"]}], 2)
+    with pytest.raises(ValueError, match="world_size"):
+        plan_parameters([ParameterSpec("w", (2,), (1,), torch.float32, "adamw")], 0)
