@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import product
-from math import prod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
+from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import LayoutError
-from optim_redist.index_sets import EMPTY, IndexSet, from_intervals, interval, strided
+from optim_redist.index_sets import EMPTY, IndexSet, interval
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,288 +31,25 @@ if TYPE_CHECKING:
     from optim_redist.multi_axis import MultiAxisDist
     from optim_redist.pictures import PictureFormat
 
+__all__ = [
+    "Axis",
+    "Block",
+    "Chunk",
+    "Cyclic",
+    "Intervals",
+    "Kind",
+    "Layout",
+    "Mesh",
+    "Ragged",
+    "ReduceOp",
+    "Split",
+    "Strided",
+]
+
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
-Axis = int | str
 
 _FORMAT = "optim-redist.layout"
 _VERSION = 1
-
-
-def _int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
-    if isinstance(values, int):
-        return (values,)
-    found = tuple(values)
-    for value in found:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise LayoutError(f"{what} must be integers, got {value!r} in {found!r}")
-    return found
-
-
-@lru_cache(maxsize=256)
-def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The points of a grid, row-major."""
-    return tuple(product(*map(range, sizes)))
-
-
-def _flatten(values: Any) -> Iterable[int]:
-    if isinstance(values, int):
-        yield values
-    else:
-        for value in values:
-            yield from _flatten(value)
-
-
-@dataclass(frozen=True, init=False)
-class Mesh:
-    """A grid of global ranks, row-major: the last axis varies fastest.
-
-    ``Mesh(8)``, ``Mesh((4, 2), names=("x", "y"))``, ``Mesh((2, 2), ranks=[[0, 4], [1, 5]])``. Without ``ranks`` the
-    grid is numbered 0, 1, 2, …
-    """
-
-    sizes: tuple[int, ...]
-    names: tuple[str, ...] | None
-    ranks: tuple[int, ...]
-
-    def __init__(
-        self,
-        sizes: int | Sequence[int],
-        names: Sequence[str] | None = None,
-        ranks: Sequence[Any] | None = None,
-    ) -> None:
-        shape = _int_tuple(sizes, "mesh sizes")
-        if any(size < 1 for size in shape):
-            raise LayoutError(f"every mesh axis needs at least one rank, got sizes {shape}")
-        total = prod(shape)
-        if names is not None:
-            names = tuple(names)
-            if len(names) != len(shape) or len(set(names)) != len(names):
-                raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
-        order = tuple(range(total)) if ranks is None else tuple(_flatten(ranks))
-        if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
-            raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
-        object.__setattr__(self, "sizes", shape)
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "ranks", order)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.sizes, self.ranks))
-
-    def __eq__(self, other: object) -> bool:
-        # names are for people: they change nothing that a rank holds
-        if not isinstance(other, Mesh):
-            return NotImplemented
-        return self is other or (self.sizes == other.sizes and self.ranks == other.ranks)
-
-    @property
-    def num_axes(self) -> int:
-        return len(self.sizes)
-
-    @cached_property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def coordinates(self) -> dict[int, tuple[int, ...]]:
-        """The grid coordinates of every rank, in grid order."""
-        return dict(zip(self.ranks, grid_points(self.sizes)))
-
-    def axis(self, axis: Axis) -> int:
-        """The number of an axis given by number or name."""
-        if isinstance(axis, str):
-            if self.names is None or axis not in self.names:
-                raise LayoutError(f"the mesh has no axis {axis!r}; its axes are {self.names or self.num_axes}")
-            return self.names.index(axis)
-        if not 0 <= axis < self.num_axes:
-            raise LayoutError(f"mesh axis {axis} is outside a mesh of {self.num_axes} axes")
-        return axis
-
-    def axis_name(self, axis: int) -> str:
-        """The axis' name, or its number."""
-        return str(axis) if self.names is None else self.names[axis]
-
-    def __str__(self) -> str:
-        sizes = (
-            f"{name}={size}" if self.names else str(size)
-            for name, size in zip(self.names or [""] * self.num_axes, self.sizes)
-        )
-        shown = "" if self.ranks == tuple(range(self.num_ranks)) else f" ranks={list(self.ranks)}"
-        return f"[{','.join(sizes)}]{shown}"
-
-    def to_json(self) -> dict[str, Any]:
-        numbered = self.ranks == tuple(range(self.num_ranks))
-        return {
-            "sizes": list(self.sizes),
-            "names": None if self.names is None else list(self.names),
-            "ranks": None if numbered else list(self.ranks),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Mesh:
-        return cls(data["sizes"], data.get("names"), data.get("ranks"))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a dimension is divided among the P coordinates of its axes."""
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        """What each of the ``prod(axis_sizes)`` coordinates holds of a dimension of size ``n``."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Block(Kind):
-    """Contiguous blocks of ceil(n / P); trailing ones are short or empty."""
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        total = prod(axis_sizes)
-        block = -(-n // total)
-        return tuple(interval(c * block, min(n, (c + 1) * block)) for c in range(total))
-
-
-@dataclass(frozen=True)
-class Chunk(Kind):
-    """``torch.chunk`` axis after axis: ceil(n / p) of what the axes before have left."""
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        pieces = [(0, n)]
-        for p in axis_sizes:
-            pieces = [
-                (min(stop, start + c * block), min(stop, start + (c + 1) * block))
-                for start, stop in pieces
-                for block in (-(-(stop - start) // p),)
-                for c in range(p)
-            ]
-        return tuple(interval(start, stop) for start, stop in pieces)
-
-
-@dataclass(frozen=True)
-class Strided(Kind):
-    """Axis after axis like ``Chunk``, but an axis with split factor s cuts what is left into s pieces first.
-
-    Each piece is cut into p chunks, and coordinate c takes the c-th of every piece, one behind the other: torch's
-    ``_StridedShard``. Factors of 1 throughout are ``Chunk``.
-    """
-
-    split_factors: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if any(factor < 1 for factor in self.split_factors):
-            raise LayoutError(f"split factors are 1 or more, got {self.split_factors}")
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        if len(self.split_factors) != len(axis_sizes):
-            raise LayoutError(f"{len(axis_sizes)} mesh axes need as many split factors, got {self.split_factors}")
-        held = [[(0, n)] if n else []]
-        for p, factor in zip(axis_sizes, self.split_factors):
-            taken: list[list[tuple[int, int]]] = []
-            for pieces in held:
-                parts = [_cut_in_chunks(piece, p) for piece in _cut_in_chunks(pieces, factor)]
-                taken += ([run for part in parts for run in part[c]] for c in range(p))
-            held = taken
-        return tuple(from_intervals(pieces) for pieces in held)
-
-
-def _cut_in_chunks(pieces: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """``torch.chunk`` of the indices that the intervals list: ``count`` lists of intervals, the last short or empty."""
-    total = sum(stop - start for start, stop in pieces)
-    length = -(-total // count)
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    done = 0
-    for start, stop in pieces:
-        while start < stop:
-            chunk, used = divmod(done, length)
-            taken = min(stop - start, length - used)
-            chunks[chunk].append((start, start + taken))
-            start, done = start + taken, done + taken
-    return chunks
-
-
-@dataclass(frozen=True)
-class Cyclic(Kind):
-    """Blocks of ``block`` indices dealt out in turn: block j belongs to coordinate j mod P."""
-
-    block: int = 1
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise LayoutError(f"Cyclic needs a block of at least 1 index, got {self.block}")
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        b, total = self.block, prod(axis_sizes)
-        whole, tail = divmod(n, b)
-        sets = []
-        for c in range(total):
-            held = strided(c * b, b, total * b, (whole - c + total - 1) // total)
-            if tail and whole % total == c:
-                held += interval(whole * b, n)
-            sets.append(from_intervals((r.start, r.stop) for r in held) if all(r.repeats == 1 for r in held) else held)
-        return tuple(sets)
-
-
-@dataclass(frozen=True)
-class Ragged(Kind):
-    """Contiguous pieces between P + 1 non-decreasing cut points, the first 0 and the last n."""
-
-    cuts: tuple[int, ...]
-
-    def __init__(self, cuts: Iterable[int]) -> None:
-        points = _int_tuple(cuts, "cut points")
-        if len(points) < 2 or points[0] != 0 or list(points) != sorted(points):
-            raise LayoutError(f"cut points start at 0 and never decrease, got {points}")
-        object.__setattr__(self, "cuts", points)
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        total = prod(axis_sizes)
-        if len(self.cuts) != total + 1 or self.cuts[-1] != n:
-            raise LayoutError(
-                f"a dimension of size {n} cut for {total} coordinates needs {total + 1} cut points from 0 to {n}, "
-                f"got {self.cuts}"
-            )
-        return tuple(interval(start, stop) for start, stop in zip(self.cuts, self.cuts[1:]))
-
-
-@dataclass(frozen=True)
-class Intervals(Kind):
-    """Any sorted disjoint intervals per coordinate; together they cover the dimension."""
-
-    table: tuple[tuple[tuple[int, int], ...], ...]
-
-    def __init__(self, table: Iterable[Iterable[Sequence[int]]]) -> None:
-        rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in table)
-        for row in rows:
-            ends = [end for piece in row for end in piece]
-            if ends != sorted(ends):
-                raise LayoutError(f"the intervals of a coordinate are sorted and disjoint, got {row}")
-        object.__setattr__(self, "table", rows)
-
-    @cached_property
-    def _pieces(self) -> list[tuple[int, int]]:
-        return sorted((start, stop) for row in self.table for start, stop in row if start < stop)
-
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        total = prod(axis_sizes)
-        if len(self.table) != total:
-            raise LayoutError(f"{total} coordinates need as many rows of intervals, got {len(self.table)}")
-        ends = [0] + [end for piece in self._pieces for end in piece] + [n]
-        if any(ends[k] != ends[k + 1] for k in range(0, len(ends), 2)):
-            raise LayoutError(f"the intervals must cover 0 … {n} once, got {self._pieces}")
-        return tuple(from_intervals(row) for row in self.table)
-
-
-KINDS: dict[str, type[Kind]] = {
-    "block": Block,
-    "chunk": Chunk,
-    "strided": Strided,
-    "cyclic": Cyclic,
-    "ragged": Ragged,
-    "intervals": Intervals,
-}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from optim_redist._mesh import grid_points
 from optim_redist.errors import NotRepresentableError
 from optim_redist.index_sets import EMPTY, IndexSet, Run, from_intervals, interval, intervals
-from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split, grid_points
+from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
 
 Holding = tuple[IndexSet, ...]
 

@@ -20,10 +20,11 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
+from optim_redist._mesh import grid_points
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import IndexSet, intersect, interval, size
-from optim_redist.layout import Block, Kind, Layout, grid_points
+from optim_redist.layout import Block, Kind, Layout
 
 Point = tuple[int, ...]
 _NOTHING = (0, 0)

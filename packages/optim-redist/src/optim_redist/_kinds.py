@@ -1,0 +1,171 @@
+"""The ways to divide a tensor dimension among the coordinates of its mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from optim_redist._mesh import int_tuple
+from optim_redist.errors import LayoutError
+from optim_redist.index_sets import IndexSet, from_intervals, interval, strided
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a dimension is divided among the P coordinates of its axes."""
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        """What each of the ``prod(axis_sizes)`` coordinates holds of a dimension of size ``n``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Block(Kind):
+    """Contiguous blocks of ceil(n / P); trailing ones are short or empty."""
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        total = prod(axis_sizes)
+        block = -(-n // total)
+        return tuple(interval(c * block, min(n, (c + 1) * block)) for c in range(total))
+
+
+@dataclass(frozen=True)
+class Chunk(Kind):
+    """``torch.chunk`` axis after axis: ceil(n / p) of what the axes before have left."""
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        pieces = [(0, n)]
+        for p in axis_sizes:
+            pieces = [
+                (min(stop, start + c * block), min(stop, start + (c + 1) * block))
+                for start, stop in pieces
+                for block in (-(-(stop - start) // p),)
+                for c in range(p)
+            ]
+        return tuple(interval(start, stop) for start, stop in pieces)
+
+
+@dataclass(frozen=True)
+class Strided(Kind):
+    """Axis after axis like ``Chunk``, but an axis with split factor s cuts what is left into s pieces first.
+
+    Each piece is cut into p chunks, and coordinate c takes the c-th of every piece, one behind the other: torch's
+    ``_StridedShard``. Factors of 1 throughout are ``Chunk``.
+    """
+
+    split_factors: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(factor < 1 for factor in self.split_factors):
+            raise LayoutError(f"split factors are 1 or more, got {self.split_factors}")
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        if len(self.split_factors) != len(axis_sizes):
+            raise LayoutError(f"{len(axis_sizes)} mesh axes need as many split factors, got {self.split_factors}")
+        held = [[(0, n)] if n else []]
+        for p, factor in zip(axis_sizes, self.split_factors):
+            taken: list[list[tuple[int, int]]] = []
+            for pieces in held:
+                parts = [_cut_in_chunks(piece, p) for piece in _cut_in_chunks(pieces, factor)]
+                taken += ([run for part in parts for run in part[c]] for c in range(p))
+            held = taken
+        return tuple(from_intervals(pieces) for pieces in held)
+
+
+def _cut_in_chunks(pieces: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """``torch.chunk`` of the indices that the intervals list: ``count`` lists of intervals, the last short or empty."""
+    total = sum(stop - start for start, stop in pieces)
+    length = -(-total // count)
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    done = 0
+    for start, stop in pieces:
+        while start < stop:
+            chunk, used = divmod(done, length)
+            taken = min(stop - start, length - used)
+            chunks[chunk].append((start, start + taken))
+            start, done = start + taken, done + taken
+    return chunks
+
+
+@dataclass(frozen=True)
+class Cyclic(Kind):
+    """Blocks of ``block`` indices dealt out in turn: block j belongs to coordinate j mod P."""
+
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise LayoutError(f"Cyclic needs a block of at least 1 index, got {self.block}")
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        b, total = self.block, prod(axis_sizes)
+        whole, tail = divmod(n, b)
+        sets = []
+        for c in range(total):
+            held = strided(c * b, b, total * b, (whole - c + total - 1) // total)
+            if tail and whole % total == c:
+                held += interval(whole * b, n)
+            sets.append(from_intervals((r.start, r.stop) for r in held) if all(r.repeats == 1 for r in held) else held)
+        return tuple(sets)
+
+
+@dataclass(frozen=True)
+class Ragged(Kind):
+    """Contiguous pieces between P + 1 non-decreasing cut points, the first 0 and the last n."""
+
+    cuts: tuple[int, ...]
+
+    def __init__(self, cuts: Iterable[int]) -> None:
+        points = int_tuple(cuts, "cut points")
+        if len(points) < 2 or points[0] != 0 or list(points) != sorted(points):
+            raise LayoutError(f"cut points start at 0 and never decrease, got {points}")
+        object.__setattr__(self, "cuts", points)
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        total = prod(axis_sizes)
+        if len(self.cuts) != total + 1 or self.cuts[-1] != n:
+            raise LayoutError(
+                f"a dimension of size {n} cut for {total} coordinates needs {total + 1} cut points from 0 to {n}, "
+                f"got {self.cuts}"
+            )
+        return tuple(interval(start, stop) for start, stop in zip(self.cuts, self.cuts[1:]))
+
+
+@dataclass(frozen=True)
+class Intervals(Kind):
+    """Any sorted disjoint intervals per coordinate; together they cover the dimension."""
+
+    table: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __init__(self, table: Iterable[Iterable[Sequence[int]]]) -> None:
+        rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in table)
+        for row in rows:
+            ends = [end for piece in row for end in piece]
+            if ends != sorted(ends):
+                raise LayoutError(f"the intervals of a coordinate are sorted and disjoint, got {row}")
+        object.__setattr__(self, "table", rows)
+
+    @cached_property
+    def _pieces(self) -> list[tuple[int, int]]:
+        return sorted((start, stop) for row in self.table for start, stop in row if start < stop)
+
+    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+        total = prod(axis_sizes)
+        if len(self.table) != total:
+            raise LayoutError(f"{total} coordinates need as many rows of intervals, got {len(self.table)}")
+        ends = [0] + [end for piece in self._pieces for end in piece] + [n]
+        if any(ends[k] != ends[k + 1] for k in range(0, len(ends), 2)):
+            raise LayoutError(f"the intervals must cover 0 … {n} once, got {self._pieces}")
+        return tuple(from_intervals(row) for row in self.table)
+
+
+KINDS: dict[str, type[Kind]] = {
+    "block": Block,
+    "chunk": Chunk,
+    "strided": Strided,
+    "cyclic": Cyclic,
+    "ragged": Ragged,
+    "intervals": Intervals,
+}

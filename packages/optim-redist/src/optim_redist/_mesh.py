@@ -1,0 +1,132 @@
+"""A grid of ranks with axes that may have names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+from optim_redist.errors import LayoutError
+
+Axis = int | str
+
+
+def int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
+    if isinstance(values, int):
+        return (values,)
+    found = tuple(values)
+    for value in found:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise LayoutError(f"{what} must be integers, got {value!r} in {found!r}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The points of a grid, row-major."""
+    return tuple(product(*map(range, sizes)))
+
+
+def _flatten(values: Any) -> Iterable[int]:
+    if isinstance(values, int):
+        yield values
+    else:
+        for value in values:
+            yield from _flatten(value)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """A grid of global ranks, row-major: the last axis varies fastest.
+
+    ``Mesh(8)``, ``Mesh((4, 2), names=("x", "y"))``, ``Mesh((2, 2), ranks=[[0, 4], [1, 5]])``. Without ``ranks`` the
+    grid is numbered 0, 1, 2, …
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] | None
+    ranks: tuple[int, ...]
+
+    def __init__(
+        self,
+        sizes: int | Sequence[int],
+        names: Sequence[str] | None = None,
+        ranks: Sequence[Any] | None = None,
+    ) -> None:
+        shape = int_tuple(sizes, "mesh sizes")
+        if any(size < 1 for size in shape):
+            raise LayoutError(f"every mesh axis needs at least one rank, got sizes {shape}")
+        total = prod(shape)
+        if names is not None:
+            names = tuple(names)
+            if len(names) != len(shape) or len(set(names)) != len(names):
+                raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
+        order = tuple(range(total)) if ranks is None else tuple(_flatten(ranks))
+        if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
+            raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
+        object.__setattr__(self, "sizes", shape)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "ranks", order)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sizes, self.ranks))
+
+    def __eq__(self, other: object) -> bool:
+        # names are for people: they change nothing that a rank holds
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or (self.sizes == other.sizes and self.ranks == other.ranks)
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """The grid coordinates of every rank, in grid order."""
+        return dict(zip(self.ranks, grid_points(self.sizes)))
+
+    def axis(self, axis: Axis) -> int:
+        """The number of an axis given by number or name."""
+        if isinstance(axis, str):
+            if self.names is None or axis not in self.names:
+                raise LayoutError(f"the mesh has no axis {axis!r}; its axes are {self.names or self.num_axes}")
+            return self.names.index(axis)
+        if not 0 <= axis < self.num_axes:
+            raise LayoutError(f"mesh axis {axis} is outside a mesh of {self.num_axes} axes")
+        return axis
+
+    def axis_name(self, axis: int) -> str:
+        """The axis' name, or its number."""
+        return str(axis) if self.names is None else self.names[axis]
+
+    def __str__(self) -> str:
+        sizes = (
+            f"{name}={size}" if self.names else str(size)
+            for name, size in zip(self.names or [""] * self.num_axes, self.sizes)
+        )
+        shown = "" if self.ranks == tuple(range(self.num_ranks)) else f" ranks={list(self.ranks)}"
+        return f"[{','.join(sizes)}]{shown}"
+
+    def to_json(self) -> dict[str, Any]:
+        numbered = self.ranks == tuple(range(self.num_ranks))
+        return {
+            "sizes": list(self.sizes),
+            "names": None if self.names is None else list(self.names),
+            "ranks": None if numbered else list(self.ranks),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Mesh:
+        return cls(data["sizes"], data.get("names"), data.get("ranks"))
