@@ -15,8 +15,9 @@ the end of decade 6 is the number 1. With P = the power of two at or below m (it
              m = n + min(floor((y - 10**(i-7)) (n / (9 10**(i-7)))), n - 1)
 
 **Octal**: the same idea in powers of 8 and with the ends of the intervals instead of their midpoints, which takes
-about half the instructions at the same error: all constants but 1/7 are powers of two, segments are found by an integer
-operation on the exponent, and neither end needs a special case. It is the cube root, linear between powers of 8:
+less than half the instructions at the same error: all constants but 1/7 are powers of two, segments are found by an
+integer operation on the exponent, and neither end needs a special case. It is the cube root, linear between powers of
+8:
 
     decode:  (7 m - 6 P) P**2 / 8**D                                exact in fp32; 0 gives 0; D = 7 signed, 8 unsigned
     encode:  y in [8**(i-D), 8**(i-D+1)), i >= 0:  m = (2**(i+1) + floor((y - 8**(i-D)) (2 8**D / (7 4**i))) + 1) >> 1,
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,13 +63,25 @@ class Code:
     @functools.cached_property
     def ascending(self) -> tuple[list[float], list[int]]:
         """The map as two lists, its numbers in ascending order and the code of each."""
-        numbers = self.decode(torch.arange(self.count, dtype=torch.int32)).tolist()
         code_of_number: dict[float, int] = {}
-        for code, number in enumerate(numbers):
+        for code, number in enumerate(self.numbers):
             if abs(number) <= self.peak:  # false for NaN
                 code_of_number.setdefault(number, code)
         order = sorted(code_of_number)
         return order, [code_of_number[number] for number in order]
+
+    @functools.cached_property
+    def numbers(self) -> list[float]:
+        """The number of each code."""
+        return self.decode(torch.arange(self.count, dtype=torch.int32, device="cpu")).tolist()
+
+    def look_up(self, codes: Tensor) -> Tensor:
+        """``decode`` of uint8 codes: by a table where a pass over memory costs more than an instruction, on a CPU."""
+        codes = codes.to(torch.int32)
+        if torch.compiler.is_compiling() or codes.device.type != "cpu":
+            return self.decode(codes)
+        table = torch.tensor(self.numbers, dtype=torch.float32)
+        return table.index_select(0, codes.flatten()).view(codes.shape)
 
     def encode_at_random(self, y: Tensor, uniform: Tensor) -> Tensor:
         """The code of one of y's two neighbours: the upper one if ``uniform < (y - lower) / (upper - lower)``."""
@@ -86,7 +100,7 @@ def code_of(fmt: LowBitFormat) -> Code:
 
 def _fp32(value: Fraction | float) -> float:
     """The fp32 number nearest to an exact one."""
-    return torch.tensor(float(value), dtype=torch.float64).to(torch.float32).item()
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 # --- dynamic ---------------------------------------------------------------------------------------------------------
@@ -124,9 +138,12 @@ def _decades(first: int) -> tuple[list[_Decade], float]:
     return decades, _fp32((below + 1) / 2)
 
 
+_DECADES_FROM = {first: _decades(first) for first in (1, 2)}
+
+
 def _dynamic_encode(y: Tensor, first: int) -> Tensor:
     """The number m of the interval nearest to each y in [0, 1] (int32); below the middle of the first, 0."""
-    decades, one = _decades(first)
+    decades, one = _DECADES_FROM[first]
     start = torch.full_like(y, decades[0].start)
     to_interval = torch.full_like(y, decades[0].to_interval)
     n = torch.full_like(y, decades[0].intervals)
@@ -143,7 +160,7 @@ def _dynamic_encode(y: Tensor, first: int) -> Tensor:
 
 def _dynamic_decode(m: Tensor, first: int) -> Tensor:
     """The number of interval m; of ``first * 2**7``, 1; below ``first``, 0."""
-    decades, _ = _decades(first)
+    decades, _ = _DECADES_FROM[first]
     m = m.to(torch.float32)
     power = _power_of_two_below(m)
     to_number = torch.full_like(m, decades[0].to_number)
@@ -219,14 +236,14 @@ def _dynamic_unsigned() -> Code:
 
 def _octal_signed() -> Code:
     digits, largest = 7, 127
-    peak = _octal_decode(torch.tensor([largest]), digits).item()
+    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
     encode = _with_sign(functools.partial(_octal_encode, digits=digits), largest)
     return Code(peak, encode, _from_sign(functools.partial(_octal_decode, digits=digits), largest))
 
 
 def _octal_unsigned() -> Code:
     digits, largest = 8, 255
-    peak = _octal_decode(torch.tensor([largest]), digits).item()
+    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
     return Code(peak, functools.partial(_octal_encode, digits=digits), functools.partial(_octal_decode, digits=digits))
 
 

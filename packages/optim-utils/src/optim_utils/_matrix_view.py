@@ -84,7 +84,7 @@ class MatrixView:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape (..., m, n) of each view, in order."""
-        shapes = []
+        shapes: list[tuple[int, ...]] = []
         for part in self._parts:
             rows = part[-2]
             heads = self.num_heads[len(shapes)] if self.num_heads else 0

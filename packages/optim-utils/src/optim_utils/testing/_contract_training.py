@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -31,7 +31,8 @@ def closure(case: OptimizerCase) -> None:
         return loss
 
     with torch.no_grad():
-        loss = optimizer.step(evaluate)
+        # torch says float, and returns what the closure returned
+        loss: object = optimizer.step(cast(Callable[[], float], evaluate))
     assert calls == [True], f"the closure ran {len(calls)} times, with gradients enabled: {calls}"
     assert isinstance(loss, torch.Tensor), f"step(closure) returned {loss!r} instead of the closure's loss"
     assert_same(loss, case.model()(0), "the loss")
@@ -119,7 +120,7 @@ def tensor_lr(case: OptimizerCase) -> None:
     train(model, optimizer, range(2))
     train(plain, plain_optimizer, range(2))
     for name, param in model.named_parameters():
-        torch.testing.assert_close(param, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(param, plain.get_parameter(name), msg=(name + ": {}").format)
     for group in optimizer.param_groups:
         assert isinstance(group["lr"], torch.Tensor), "the group's lr is no longer a tensor"
         group["lr"].fill_(0.0)
@@ -197,6 +198,7 @@ def _hook_bases(cls: type[Optimizer]) -> None:
 
     A ``step`` that calls its base's runs hooks twice from then on, so the check must not depend on who was made before.
     """
+    base: Any
     for base in cls.__mro__[1:]:
         is_own_step = issubclass(base, Optimizer) and base is not Optimizer and "step" in vars(base)
         if is_own_step and not getattr(base.step, "hooked", False):
@@ -226,14 +228,14 @@ def schedulers_of_tensor_lr(case: OptimizerCase) -> None:
 def _obeys(case: OptimizerCase, name: str, make: Callable[[Optimizer], Any], lr: float | torch.Tensor) -> None:
     """Training under a scheduler equals training with the same values written by hand."""
     model, optimizer = case.pair(lr=copy.copy(lr))
-    written = []
+    written: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = make(optimizer)
         for step in range(_STEPS):
             group = optimizer.param_groups[0]
             assert isinstance(group["lr"], type(lr)), f"{name} made of lr a {type(group['lr']).__name__}"
-            written.append({key: copy.deepcopy(group[key]) for key in ("lr", "momentum", "betas") if key in group})
+            written.append({key: copy.deepcopy(group[key]) for key in group.keys() & {"lr", "momentum", "betas"}})
             train(model, optimizer, [step])
             metric = (torch.tensor(1.0),) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
             scheduler.step(*metric)
