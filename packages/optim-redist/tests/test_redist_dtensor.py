@@ -293,6 +293,15 @@ def _other_features(rank: int, world_size: int) -> list[str]:
     check("order read back", Layout.from_dtensor(ordered) == Layout(Mesh((2, 2)), [((1, 0), Chunk()), None]))
     check("order and back", torch.equal(redistribute(ordered, None, [Replicate(), Replicate()]).to_local(), full))
 
+    # uneven nested shards on a mesh that has a flattened form: DTensor's own plans go wrong on some of these
+    flattened = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flattened[("a", "b")]._flatten("ab")
+    odd = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+    nested = distribute_tensor(odd, flattened, [Shard(0), Shard(0)], src_data_rank=None)
+    check("flattened mesh", torch.equal(redistribute(nested, None, [Replicate()] * 2).to_local(), odd))
+    turned = redistribute(nested, None, [Shard(1), Shard(1)])
+    check("flattened mesh, turned", torch.equal(redistribute(turned, None, [Replicate()] * 2).to_local(), odd))
+
     first = init_device_mesh("cpu", (4,))
     pair = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 3])
     onto_pair = redistribute(plain, pair, [Shard(0)])
