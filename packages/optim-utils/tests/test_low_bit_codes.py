@@ -87,6 +87,11 @@ def test_decode_gives_the_map(name: str) -> None:
         assert abs(Fraction(number) - exact) <= (abs(exact) * Fraction(2, 2**24) if "dynamic" in name else 0)
 
 
+def test_the_table_of_a_code_is_its_closed_form(name: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    assert torch.equal(code(name).look_up(codes), code(name).decode(codes.int()))
+
+
 def interesting(name: str) -> Tensor:
     """Every number, every middle of two, every end of a decade or octade, with 3 fp32 neighbours each side."""
     numbers = sorted(exact_map(name)[c] for c in used_codes(name))

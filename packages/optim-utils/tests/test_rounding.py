@@ -94,6 +94,12 @@ def test_packed_stream_is_the_halves_of_the_reference(
     assert bits.tolist() == expected
 
 
+def test_plain_stream_of_many_words_is_made_of_its_parts() -> None:
+    whole = philox_uint32(3, 100, (5, 10_000))
+    assert torch.equal(whole.flatten()[40_000:40_010], philox_uint32(3, 40_100, 10))
+    assert philox_uint32(3, 100, (0, 4)).shape == (0, 4)
+
+
 def test_packed_stream_takes_a_tensor_step() -> None:
     expected = packed_philox_uint16(1, 2, (2, 9), stream=1, step=7)
     assert torch.equal(packed_philox_uint16(1, 2, (2, 9), stream=1, step=torch.tensor(7.0).long()), expected)

@@ -159,14 +159,14 @@ def decode_blocks(
     codes = codes.reshape(num_runs, -(-length * fmt.bits // 8))
     if fmt.bits == 4:
         codes = _unpack(codes, length)
-    codes = _to_blocks(codes, fmt.block_size).to(torch.int32)
+    codes = _to_blocks(codes, fmt.block_size)
     scale = scale.reshape(num_runs, -1, 1)
     if fmt.has_offset:
         assert offset is not None
         half = codes.to(torch.float32) * (scale * 0.5) + offset.reshape(scale.shape) * 0.5
         numbers = half * 2
     else:
-        numbers = code_of(fmt).decode(codes) * scale
+        numbers = code_of(fmt).look_up(codes) * scale
         if fmt.companding == "sqrt":
             numbers = numbers * numbers
         if fmt.unsigned:

@@ -9,7 +9,7 @@ Which format for what (bytes an element with the default block; errors in the RE
     UINT8_AFFINE 1.031  one-sided data: even steps from the block's minimum to its maximum
     DYNAMIC8 1.016      first moments: steps that grow with the number, over seven decades
     MOMENT8 1.016       second moments: their roots in DYNAMIC8_UNSIGNED; what is positive stays positive
-    OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at half the instructions in a kernel
+    OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at less than half the instructions in a kernel
     FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 

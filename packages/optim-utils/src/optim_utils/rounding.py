@@ -51,6 +51,7 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+_CACHED = 1 << 14  # words that are computed at a time on a CPU, 128 KiB
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -112,9 +113,17 @@ def philox_uint32(
     seed: Word, offset: Word, shape: int | Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
     """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
-    index = _indices(offset, _numel(shape), device)
-    word = philox_4x32((index & _WORD, (index >> 32) & _WORD, 0, 0), _words(seed, "seed"))[0]
-    return word.view(shape)
+    count, key = _numel(shape), _words(seed, "seed")
+
+    def words(start: int, stop: int) -> Tensor:
+        index = _indices(offset + start, stop - start, device)
+        return philox_4x32((index & _WORD, (index >> 32) & _WORD, 0, 0), key)[0]
+
+    if torch.compiler.is_compiling() or torch.empty(0, device=device).device.type != "cpu":
+        return words(0, count).view(shape)
+    # The ten rounds are some hundred passes over their words: on a CPU they stay in its cache.
+    pieces = [words(start, min(start + _CACHED, count)) for start in range(0, max(count, 1), _CACHED)]
+    return torch.cat(pieces).view(shape)
 
 
 def packed_philox_uint16(
