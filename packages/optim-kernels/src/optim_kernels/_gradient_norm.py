@@ -101,7 +101,7 @@ class GradientNorm:
 
         return Launch(
             kernels.scale_kernel,
-            self._num_programs,
+            min(self._chunks.num_chunks, 2 * _num_programs(self.device)),
             (TRITON_DTYPES[self._dtype], self._tile),
             num_warps=NUM_WARPS,
         )

@@ -45,7 +45,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """The total norm of the gradients, which are then scaled down in place to at most ``max_norm``."""
     parameters = _as_list(parameters)
-    norm = get_total_norm(_gradients(parameters), norm_type, error_if_nonfinite, foreach)
+    gradients = _gradients(parameters)
+    if foreach is None and gradients and not error_if_nonfinite:
+        norm, factor = _NORMS.norm_and_factor(gradients, float(norm_type), max_norm)
+        _scale_(gradients, factor)
+        return norm
+    norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
@@ -90,18 +95,13 @@ def clip_grads_with_norm_(
     parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place."""
-    gradients = _gradients(_as_list(parameters))
-    if not gradients:
-        return
-    factor = clip_factor(total_norm, max_norm)
-    if foreach is None and _NORMS.scale_(gradients, factor):
-        return
+    parameters = _as_list(parameters)
     if foreach:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    for gradient in () if foreach else gradients:
-        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        gradient.copy_(wide * factor.to(device=gradient.device))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, True)
+        return
+    gradients = _gradients(parameters)
+    if gradients:
+        _scale_(gradients, clip_factor(total_norm, max_norm), use_kernels=foreach is None)
 
 
 @torch.no_grad()
@@ -121,6 +121,16 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
         else reference.sum_of_squares(tensors)
     )
     return total if out is None else out.copy_(total)
+
+
+def _scale_(gradients: Sequence[Tensor], factor: Tensor, *, use_kernels: bool = True) -> None:
+    """Multiply gradients by the factor, in place."""
+    if use_kernels and _NORMS.scale_(gradients, factor):
+        return
+    for gradient in gradients:
+        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient.copy_(wide * factor.to(device=gradient.device))
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:

@@ -119,7 +119,8 @@ def norm_kernel(
             if NORM == 2:
                 norm = tl.sqrt(norm)
         norm = norm.to(tl.float32)
-        factor = div_rn(norm * 0.0 + 1.0, norm + 1e-6) * max_norm
+        # as torch divides a number by a tensor: the reciprocal first
+        factor = div_rn(tl.where(norm == norm, 1.0, norm), norm + 1e-6) * max_norm
         tl.store(result, norm)
         tl.store(result + 1, tl.where(factor > 1.0, 1.0, factor))
 
@@ -130,17 +131,21 @@ def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr
     scale = tl.load(factor)
     if scale >= 1.0:
         return
-    CHUNK: tl.constexpr = _RUN * TILE
-    lanes = tl.arange(0, CHUNK)
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+    lanes = tl.arange(0, TILE)
+    # last chunks first: the norm has just read those, and L2 still has them
+    for turn in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        chunk = num_chunks - 1 - turn
         row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
         pointer = tl.load(row).to(tl.pointer_type(dtype))
         if chunk < num_full:
-            pointer = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * CHUNK
-            x = tl.load(pointer + lanes).to(tl.float32)
-            tl.store(pointer + lanes, narrow(x * scale, dtype))
+            pointer = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * (_RUN * TILE)
+            for i in range(_RUN):
+                x = tl.load(pointer + i * TILE + lanes).to(tl.float32)
+                tl.store(pointer + i * TILE + lanes, narrow(x * scale, dtype))
         else:
-            offset = (chunk - tl.load(row + 3)) * CHUNK
-            mask = lanes < tl.load(row + 1) - offset
-            x = tl.load(pointer + offset + lanes, mask=mask).to(tl.float32)
-            tl.store(pointer + offset + lanes, narrow(x * scale, dtype), mask=mask)
+            offset = (chunk - tl.load(row + 3)) * (_RUN * TILE)
+            end = tl.load(row + 1)
+            for first in range(offset, tl.minimum(offset + _RUN * TILE, end), TILE):
+                mask = first + lanes < end
+                x = tl.load(pointer + first + lanes, mask=mask).to(tl.float32)
+                tl.store(pointer + first + lanes, narrow(x * scale, dtype), mask=mask)

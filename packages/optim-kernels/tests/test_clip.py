@@ -1,0 +1,152 @@
+"""Norms and clipping mean what torch's mean, in fp32 whatever the gradients are, with kernels and without."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optim_kernels import (
+    clip_factor,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    compute_global_grad_norm,
+    get_total_norm,
+    reference,
+    sum_of_squares,
+)
+from optim_kernels._gradient_norm import GradientNorms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def gradients(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Tensors of shapes that break things; the last starts at an odd address."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(100, 70), (3,), (), (0,), (4096,), (63, 65)]
+    tensors = [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    return [*tensors, torch.randn(1001, generator=generator).to(DEVICE, dtype)[1:]]
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
+    made = []
+    for gradient in gradients(dtype, seed):
+        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient
+        made.append(parameter)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_kernel_norm_is_exact(dtype: torch.dtype, norm_type: float) -> None:
+    tensors = gradients(dtype)
+    norm, factor = GradientNorms("triton").norm_and_factor(tensors, norm_type, 3.0)
+    everything = torch.cat([t.flatten().double() for t in tensors])
+    torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(everything, norm_type), rtol=1e-6, atol=0)
+    assert torch.equal(factor, reference.clip_factor(norm, 3.0))
+    again, _ = GradientNorms("triton").norm_and_factor(tensors, norm_type, 3.0)
+    assert torch.equal(norm, again)
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-9, 1e9, 1e18])
+def test_kernel_norm_neither_overflows_nor_vanishes(scale: float) -> None:
+    tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(DEVICE) * scale
+    norm, _ = GradientNorms("triton").norm_and_factor([tensor], 2.0, 1.0)
+    torch.testing.assert_close(norm.double(), tensor.double().norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_non_finite_gradients_end_as_in_torch(value: float, norm_type: float) -> None:
+    ours, theirs = parameters(), parameters()
+    for params in (ours, theirs):
+        assert params[4].grad is not None
+        params[4].grad[7] = value
+    norms = GradientNorms("triton")
+    grads = [p.grad for p in ours if p.grad is not None]
+    norm, factor = norms.norm_and_factor(grads, norm_type, 1.0)
+    assert norms.scale_(grads, factor)
+    grads_of_torch = [p for p in theirs if p.numel()]  # torch has no largest element of nothing
+    expected = torch.nn.utils.clip_grad_norm_(grads_of_torch, 1.0, norm_type)
+    torch.testing.assert_close(norm, expected, equal_nan=True)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaling_rounds_once_and_only_below_one(impl: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
+    params = parameters(dtype)
+    before = [p.grad.clone() for p in params if p.grad is not None]
+    clip_grads_with_norm_(params, 1.0, torch.tensor(0.5, device=DEVICE))
+    assert all(torch.equal(p.grad, old) for p, old in zip(params, before))
+    clip_grads_with_norm_(params, 1.0, torch.tensor(3.0, device=DEVICE))
+    factor = clip_factor(torch.tensor(3.0, device=DEVICE), 1.0)
+    assert all(torch.equal(p.grad, (old.float() * factor).to(dtype)) for p, old in zip(params, before))
+
+
+def test_norm_of_bf16_has_all_its_digits() -> None:
+    norm = get_total_norm(gradients(torch.bfloat16))
+    assert norm.dtype == torch.float32
+    exact = torch.cat([t.flatten().double() for t in gradients(torch.bfloat16)]).norm()
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
+    assert get_total_norm([torch.ones(2, dtype=torch.float64)]).dtype == torch.float64
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clipping_is_torchs(norm_type: float, foreach: bool | None) -> None:
+    ours, theirs = ([p for p in parameters() if p.numel()] for _ in range(2))
+    norm = clip_grad_norm_(ours, 2.0, norm_type, foreach=foreach)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 2.0, norm_type))
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_inputs_as_torch_takes_them() -> None:
+    params = parameters()
+    expected = compute_global_grad_norm(params)
+    assert torch.equal(compute_global_grad_norm(p for p in params), expected)
+    params.append(torch.nn.Parameter(torch.ones(3)))  # without a gradient
+    assert torch.equal(compute_global_grad_norm(params), expected)
+    one = params[0]
+    assert one.grad is not None
+    torch.testing.assert_close(clip_grad_norm_(one, 1e9), one.grad.norm())
+    assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
+    with pytest.warns(UserWarning, match="empty"):
+        clip_grad_norm_((p for p in ()), 1.0)
+    assert one.grad is not None
+    one.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+def test_sum_of_squares_is_fp64_and_fills_out() -> None:
+    tensors = [*gradients(torch.float32), *gradients(torch.bfloat16)]
+    exact = sum(t.double().square().sum() for t in tensors)
+    out = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    assert sum_of_squares(tensors, out=out) is out
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1000), max_norm=st.floats(1e-3, 1e3))
+def test_clipping_never_enlarges_and_is_idempotent(seed: int, max_norm: float) -> None:
+    params = parameters(seed=seed)
+    before = compute_global_grad_norm(params)
+    clip_grad_norm_(params, max_norm)
+    after = compute_global_grad_norm(params)
+    assert after <= before
+    assert after <= max_norm * (1 + 1e-5)
+    kept = [p.grad.clone() for p in params if p.grad is not None]
+    clip_grad_norm_(params, max_norm * (1 + 1e-4) + 2e-6)  # 1e-6 is in the formula
+    assert all(torch.equal(p.grad, old) for p, old in zip(params, kept))

@@ -1,0 +1,191 @@
+"""adamw_ on lists of views: kernels against the reference, in every storage format and layout of the list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optim_kernels import reference
+from optim_kernels.functional import AdamWPlan, adamw_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SHAPES = ((100, 70), (3,), (), (0,), (4096,), (4097,))
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Problem:
+    """Parameters, states and gradients, twice: once for the kernels, once for the reference."""
+
+    def __init__(
+        self,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype],
+        shapes: Any = SHAPES,
+        *,
+        slices: int = 1,
+        offset: int = 0,
+        amsgrad: bool = False,
+        master: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        p, g, m, v = dtypes
+        self.lists: dict[str, list[Tensor]] = {
+            "params": [self.random(s, p, offset) for s in shapes],
+            "exp_avgs": [self.random(s, m, offset, 0.1) for s in shapes],
+            "exp_avg_sqs": [self.random(s, v, offset, 0.1).square_() for s in shapes],
+        }
+        if amsgrad:
+            self.lists["max_exp_avg_sqs"] = [self.random(s, v, offset, 0.1).square_() for s in shapes]
+        if master == torch.float32:
+            self.lists["masters"] = [x.float() + 1e-4 for x in self.lists["params"]]
+        elif master == torch.int16:
+            self.lists["masters"] = [
+                torch.randint(-(2**15), 2**15, x.shape, generator=self.generator, dtype=torch.int16).to(DEVICE)
+                for x in self.lists["params"]
+            ]
+        self.expected = {key: [x.clone() for x in tensors] for key, tensors in self.lists.items()}
+        self.grads = [self.random((slices, *s) if slices > 1 else s, g, offset) for s in shapes]
+        self.steps = [torch.tensor(5.0, device=DEVICE) for _ in shapes]
+        self.expected_steps = [step.clone() for step in self.steps]
+
+    def random(self, shape: Any, dtype: torch.dtype, offset: int, scale: float = 1.0) -> Tensor:
+        size = torch.Size(shape).numel()
+        flat = torch.randn(size + offset, generator=self.generator).mul_(scale).to(DEVICE, dtype)
+        return flat[offset:].view(shape)
+
+    def run(self, num_steps: int = 3, **options: Any) -> None:
+        plan = AdamWPlan()
+        for _ in range(num_steps):
+            arguments = {**OPTIONS, **options}
+            adamw_(grads=self.grads, steps=self.steps, plan=plan, impl="triton", **self.lists, **arguments)
+            reference.adamw_(grads=self.grads, steps=self.expected_steps, **self.expected, **arguments)
+        assert self.steps == self.expected_steps
+
+    def check(self) -> None:
+        """Within an ulp of the dtype, and nearly always the same bits in 16-bit dtypes."""
+        for key, tensors in self.lists.items():
+            for found, expected in zip(tensors, self.expected[key]):
+                if found.dtype == torch.int16 or not found.numel():
+                    continue
+                ulp = torch.finfo(found.dtype).eps
+                torch.testing.assert_close(found, expected, rtol=4 * ulp, atol=5e-7 + 4 * ulp * 1e-2)
+                if found.dtype != torch.float32 and found.numel() > 1000:
+                    assert (found == expected).float().mean() > 0.98, key
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(
+    ("dtypes", "options"),
+    [
+        ((FP32, FP32, FP32, FP32), {}),
+        ((FP16, FP16, FP16, FP16), {}),
+        ((BF16, BF16, BF16, BF16), {}),
+        ((BF16, FP32, BF16, FP32), {}),
+        ((FP32, FP32, BF16, BF16), {}),
+        ((FP32, FP32, FP32, FP32), {"amsgrad": True}),
+        ((BF16, BF16, FP32, FP32), {"slices": 3}),
+        ((BF16, BF16, FP32, FP32), {"master": torch.float32}),
+        ((FP16, FP16, FP32, FP32), {"master": torch.float32}),
+        ((BF16, BF16, FP32, FP32), {"master": torch.int16, "amsgrad": True}),
+    ],
+    ids=str,
+)
+def test_kernel_is_the_reference(dtypes: Any, options: dict[str, Any], offset: int) -> None:
+    problem = Problem(dtypes, offset=offset, **options)
+    problem.run(
+        maximize=True,
+        clip_factor=torch.tensor(0.3, device=DEVICE),
+        grad_scale=torch.tensor(2.0, device=DEVICE),
+        found_inf=torch.tensor(0.0, device=DEVICE),
+    )
+    problem.check()
+
+
+@pytest.mark.parametrize("start", [0, 16, 5])
+def test_random_rounding_is_the_packed_stream(start: int) -> None:
+    problem = Problem((BF16, BF16, BF16, BF16))
+    problem.run(stochastic_rounding=True, seed=-7, indices=[3, 1, 4, 15, 9, 2], starts=[start] * 6)
+    for key, tensors in problem.lists.items():
+        different = sum(int((x != y).sum()) for x, y in zip(tensors, problem.expected[key]))
+        assert different <= 0.001 * sum(x.numel() for x in tensors), key
+
+
+def test_present_and_shared_steps() -> None:
+    problem = Problem((FP32, FP32, FP32, FP32))
+    problem.run(present=[torch.tensor(float(i % 2), device=DEVICE) for i in range(6)])
+    problem.check()
+    assert [int(step) for step in problem.steps] == [5, 8, 5, 8, 5, 8]
+    shared = Problem((FP32, FP32, FP32, FP32))
+    shared.steps = [shared.steps[0]] * 6
+    shared.expected_steps = [shared.expected_steps[0]] * 6
+    shared.run()
+    shared.check()
+    assert int(shared.steps[0]) == 8
+
+
+def test_hyperparameters_of_each_tensor() -> None:
+    problem = Problem((FP32, FP32, FP32, FP32))
+    problem.run(
+        lr=[0.1, torch.tensor(0.02, device=DEVICE), 0.03, 0.0, 1e-3, 1e-4],
+        betas=[(0.9, 0.99), (0.0, 0.5), (0.5, 0.0), (0.9, 0.9), (0.8, 0.95), (0.95, 0.999)],
+        eps=[1e-8, 1e-3, 1e-10, 1e-8, 1.0, 1e-8],
+        weight_decay=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5],
+        maximize=[True, False] * 3,
+    )
+    problem.check()
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    cut=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_cutting_a_flat_tensor_into_views_changes_nothing(sizes: list[int], cut: int, seed: int) -> None:
+    total = sum(sizes) + cut
+    whole = Problem((FP32, FP32, FP32, FP32), [(total,)], seed=seed)
+    flat = {key: tensors[0].clone() for key, tensors in whole.lists.items()}
+    grad = whole.grads[0]
+    adamw_(grads=[grad], steps=whole.steps[0], impl="triton", **whole.lists, **OPTIONS)
+    views = {key: list(x.split([*sizes, cut])) for key, x in flat.items()}
+    steps = torch.tensor(5.0, device=DEVICE)
+    adamw_(grads=list(grad.split([*sizes, cut])), steps=steps, impl="triton", **views, **OPTIONS)
+    for key, x in flat.items():
+        assert torch.equal(x, whole.lists[key][0]), key
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"params": [torch.zeros(4, dtype=torch.float64)]}, "float64"),
+        ({"exp_avgs": [torch.zeros(5)]}, r"exp_avgs\[0\]"),
+        ({"exp_avg_sqs": [torch.zeros(4, dtype=torch.int8)]}, r"exp_avg_sqs\[0\]"),
+        ({"grads": [torch.zeros(3)]}, r"grads\[0\]"),
+        ({"masters": [torch.zeros(4, dtype=torch.int16)]}, "bfloat16"),
+        ({"steps": torch.zeros(2)}, "steps"),
+        ({"params": [torch.zeros(8)[::2]]}, "dense"),
+    ],
+    ids=str,
+)
+def test_wrong_tensors_are_named(change: dict[str, Any], words: str) -> None:
+    lists: dict[str, Any] = {
+        "params": [torch.zeros(4)],
+        "grads": [torch.zeros(4)],
+        "exp_avgs": [torch.zeros(4)],
+        "exp_avg_sqs": [torch.zeros(4)],
+        "steps": torch.zeros(()),
+    }
+    moved = {
+        key: [x.to(DEVICE) for x in value] if isinstance(value, list) else value.to(DEVICE)
+        for key, value in {**lists, **change}.items()
+    }
+    if change.keys() == {"params"} and change["params"][0].stride() == (2,):
+        moved["params"] = [torch.zeros(8, device=DEVICE)[::2]]
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        adamw_(**moved, impl="triton", **OPTIONS)
