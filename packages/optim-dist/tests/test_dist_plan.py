@@ -1,5 +1,6 @@
 """Laws of the plan, without a process group: every element has one place and one owner, and loads are even."""
 
+import json
 from collections import Counter
 from math import prod
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim_dist import make_plan
+from optim_dist.__main__ import main
 from optim_dist.plan import MATRIX_ALIGNMENT, ParameterSpec, plan_parameters
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -118,3 +120,22 @@ def test_what_makes_no_plan_is_refused():
         make_plan({"w": (2,)}, [{"kind": "sgd", "params": ["w"]}], 2)
     with pytest.raises(ValueError, match="world_size"):
         plan_parameters([ParameterSpec("w", (2,), (1,), torch.float32, "adamw")], 0)
+
+
+@pytest.mark.parametrize(("model", "count", "elements"), [
+    ("gpt2", 148, 124_475_904),
+    ("d20", 122, 560_988_160),
+    ("d32", 194, 1_879_048_192),
+    ("llama-7b", 291, 6_738_415_616),
+])  # fmt: skip
+def test_command_line_knows_the_models(model, count, elements, capsys):
+    main(["plan", "--model", model, "--world", "8", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["parameters"]) == count
+    assert sum(prod(entry["shape"]) for entry in data["parameters"]) == elements
+    assert data["imbalance"] <= 1.025
+    assert data["padding"] <= 0.03
+    main(["plan", "--model", model, "--world", "4", "--mode", "adamw"])
+    text = capsys.readouterr().out
+    assert "4 ranks" in text
+    assert "muon" not in text
