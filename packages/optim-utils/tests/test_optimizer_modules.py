@@ -419,6 +419,16 @@ def test_a_subclass_may_load_in_its_own_way():
     assert bag.own.value == 40
 
 
+def test_the_own_tensors_may_come_back_in_another_order():
+    buffer = torch.arange(6.0)
+    bag = Bag(a=torch.ones(2), b=torch.zeros(2), low=buffer[:3], high=buffer[3:])
+    a, b = bag.a, bag.b
+    bag.load_state_dict({"a": b, "b": a, "low": bag.high, "high": bag.low}, strict=True)
+    assert bag.a is a
+    assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
+    assert buffer.tolist() == [3, 4, 5, 0, 1, 2]
+
+
 # ------------------------------------------------------------------ reports
 
 

@@ -25,7 +25,7 @@ from optim_utils._state_walk import (
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import describe, fill, find_mismatch
+from optim_utils._tensor_fill import describe, fill_all, find_mismatch
 from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory
@@ -66,8 +66,7 @@ class LoadPlan:
 
     def write(self) -> None:
         """Write what was planned."""
-        for live, loaded in self.fills:
-            fill(live, loaded)
+        fill_all(self.fills)
         for write in self.writes:
             write()
 

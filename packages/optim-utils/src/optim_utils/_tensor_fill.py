@@ -10,6 +10,7 @@ The live tensor keeps its identity, storage, device, dtype and sharding; the loa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -38,8 +39,29 @@ def find_mismatch(live: Tensor, loaded: Tensor, *, cast: bool) -> Mismatch | Non
 
 
 @torch.no_grad()
-def fill(live: Tensor, loaded: Tensor) -> None:
-    """Write the values of ``loaded`` into ``live``. Collective, on the mesh's ranks, if one of them is a DTensor."""
+def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write into each (live, loaded) pair's live tensor. Collective, on the mesh's ranks, where one is a DTensor.
+
+    The loaded tensors may be the live ones in another order: what would be overwritten before it is read is copied.
+    """
+    written = {_memory(live)[0] for live, _ in pairs}
+    sources = [
+        loaded.clone() if _memory(loaded)[0] in written and _memory(loaded) != _memory(live) else loaded
+        for live, loaded in pairs
+    ]
+    for (live, _), source in zip(pairs, sources):
+        _fill(live, source)
+
+
+def _memory(tensor: Tensor) -> tuple[int, ...]:
+    """The storage of a tensor and what of it the tensor covers; a sparse one shares no memory that counts here."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    if local.layout != torch.strided:
+        return (-id(tensor),)
+    return (local.untyped_storage()._cdata, local.storage_offset(), *local.shape, *local.stride())
+
+
+def _fill(live: Tensor, loaded: Tensor) -> None:
     if is_dtensor(live):
         live.to_local().copy_(_local_part(live, loaded))
     else:
