@@ -107,15 +107,24 @@ def _successors(sizes: tuple[int, ...], mapping: Mapping) -> set[tuple[Mapping, 
 
 
 class Estimate:
-    """A lower bound of the cost from any mapping to the target's; infinite where the memory limit forbids a mapping."""
+    """A lower bound of the cost from any mapping to the target's; infinite where the memory limit forbids a mapping.
+
+    Bounds above ``enough``, the cost of a plan that is known, are only known to be above it.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], sizes: tuple[int, ...], target: State, price: Price, memory_limit: float
+        self,
+        shape: tuple[int, ...],
+        sizes: tuple[int, ...],
+        target: State,
+        price: Price,
+        memory_limit: float,
+        enough: float,
     ) -> None:
         self._shape, self._sizes, self._limit = shape, sizes, memory_limit
         self._known: dict[Mapping, float] | None = None
         if _num_mappings(len(sizes), len(shape)) <= MAX_MAPPINGS:
-            self._known = self._backwards(target.mapping, max_local_size(shape, sizes, target), price)
+            self._known = self._backwards(target.mapping, max_local_size(shape, sizes, target), price, enough)
 
     def __call__(self, mapping: Mapping) -> float:
         return 0.0 if self._known is None else self._known.get(mapping, inf)
@@ -130,7 +139,7 @@ class Estimate:
             least *= -(-length // n_procs)
         return least if least <= self._limit else inf
 
-    def _backwards(self, target: Mapping, target_size: int, price: Price) -> dict[Mapping, float]:
+    def _backwards(self, target: Mapping, target_size: int, price: Price, enough: float) -> dict[Mapping, float]:
         predecessors = _predecessors(self._sizes, len(self._shape))
         least = {mapping: self._least_local_size(mapping) for mapping in predecessors}
         n_procs_all = prod(self._sizes)
@@ -144,6 +153,8 @@ class Estimate:
         heapify(queue)
         while queue:
             cost, mapping = heappop(queue)
+            if cost > enough:
+                break
             if cost > distance[mapping]:
                 continue
             for predecessor, collective, n_procs in predecessors[mapping]:
@@ -177,9 +188,11 @@ def cheapest_moves(
     if start == target:
         return []
     move_set = MoveSet(shape, sizes, list(zip(start.blocks, target.blocks)))
-    estimate = Estimate(shape, sizes, target, price, memory_limit)
     leap = Move("exchange_*", "alltoall", target, prod(sizes))
-    target_size = max_local_size(shape, sizes, target)
+    start_size, target_size = max_local_size(shape, sizes, start), max_local_size(shape, sizes, target)
+    # the cost of the cheapest plan that is known so far
+    cheapest = price(leap.collective, leap.n_procs, start_size) if start_size >= target_size else inf
+    estimate = Estimate(shape, sizes, target, price, memory_limit, cheapest)
 
     def admitted(state: State) -> bool:
         return state == target or (max_local_size(shape, sizes, state) <= memory_limit and wanted(state))
@@ -188,7 +201,6 @@ def cheapest_moves(
     # estimated nearest to the target goes first.
     order = count()
     queue: list[tuple[float, float, int, float, int, State, Trail]] = [(0.0, 0.0, 0, 0.0, 0, start, None)]
-    cheapest = inf
     reached: dict[State, list[tuple[float, int]]] = {start: [(0.0, 0)]}
     while queue:
         _, _, _, cost, depth, state, trail = heappop(queue)
