@@ -1,0 +1,143 @@
+"""``python -m optim_kernels [--json]``: versions, the device, and a check of every kernel against the reference.
+
+Without a GPU the kernels are checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if
+a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels import functional, newton_schulz, reference
+from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._impl import has_triton, is_interpreted
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m optim_kernels", description="Report and check the kernels.")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    as_json = parser.parse_args(argv).json
+    report: dict[str, Any] = {**environment(), "checks": run_checks()}
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        print("\n".join(f"{key:<16}{value}" for key, value in report.items() if key != "checks"))
+        print("\n".join(f"{name:<44}{result}" for name, result in report["checks"].items()))
+    return int(any(not result.startswith("ok") for result in report["checks"].values()))
+
+
+def environment() -> dict[str, str]:
+    """Versions, device, and how kernels run."""
+    facts = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("optim-kernels", "optim-utils", "torch", "triton"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed as a distribution"
+    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts["kernels"] = how_kernels_run()
+    return facts
+
+
+def how_kernels_run() -> str:
+    """Compiled, interpreted or not at all, and why."""
+    if not has_triton():
+        return "not available: triton is not installed; plain torch is used"
+    if is_interpreted():
+        return "interpreted (TRITON_INTERPRET=1)"
+    if torch.cuda.is_available():
+        return "compiled"
+    return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them)"
+
+
+def run_checks() -> dict[str, str]:
+    """The result of each check: "ok" with the error found, or what is wrong; empty where no kernel runs."""
+    if not has_triton() or not (is_interpreted() or torch.cuda.is_available()):
+        return {}
+    device = "cpu" if is_interpreted() else "cuda"
+    results = {}
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        checks: dict[str, Callable[[], tuple[float, float]]] = {
+            f"AdamW {name}": lambda dtype=dtype: check_adamw(dtype, device),
+            f"AdamW {name}, amsgrad": lambda dtype=dtype: check_adamw(dtype, device, amsgrad=True),
+            f"norm of gradients {name}": lambda dtype=dtype: check_norm(dtype, device),
+        }
+        if dtype == torch.bfloat16:
+            checks["AdamW bfloat16, stochastic rounding"] = lambda: check_adamw(
+                torch.bfloat16, device, stochastic_rounding=True
+            )
+        for label, check in checks.items():
+            results[label] = outcome(check)
+    results["Newton–Schulz float32, tall and wide"] = outcome(lambda: check_newton_schulz(device))
+    return results
+
+
+def outcome(check: Callable[[], tuple[float, float]]) -> str:
+    """Run a check that returns its error and the largest allowed one; an exception is a result, too."""
+    try:
+        error, allowed = check()
+    except Exception as problem:  # whatever goes wrong on a user's machine belongs in the report
+        return f"FAILED: {type(problem).__name__}: {problem}"
+    return f"ok, error {error:.2g}" if error <= allowed else f"FAILED: error {error:.2g}, allowed {allowed:.2g}"
+
+
+def check_adamw(
+    dtype: torch.dtype, device: str, *, amsgrad: bool = False, stochastic_rounding: bool = False
+) -> tuple[float, float]:
+    """Two steps of the kernel beside two of the reference: the largest difference, and an ulp of the parameters."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(scale: float) -> list[Tensor]:
+        shapes = ((300, 17), (5,), (2048,))
+        return [(torch.randn(shape, generator=generator) * scale).to(device, dtype) for shape in shapes]
+
+    params, grads = made(1.0), made(1.0)
+    lists = {"params": params, "exp_avgs": made(0.1), "exp_avg_sqs": [x.square() for x in made(0.1)]}
+    if amsgrad:
+        lists["max_exp_avg_sqs"] = [x.square() for x in made(0.1)]
+    expected = {key: [x.clone() for x in tensors] for key, tensors in lists.items()}
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    for update, tensors in ((functional.adamw_, lists), (reference.adamw_, expected)):
+        steps = torch.zeros((), device=device)
+        chosen = {"impl": "triton"} if update is functional.adamw_ else {}
+        for _ in range(2):
+            update(grads=grads, steps=steps, stochastic_rounding=stochastic_rounding, **tensors, **options, **chosen)
+    error = max(float((p.double() - q.double()).abs().max()) for p, q in zip(params, expected["params"]))
+    return error, 4 * torch.finfo(dtype).eps
+
+
+def check_norm(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """The relative error of the norm of a few tensors."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in (5000, 3, 4096)]
+    norm, _ = GradientNorms("triton").norm_and_factor(tensors, 2.0, 1.0)
+    exact = reference.sum_of_squares(tensors).sqrt()
+    return float(((norm.double() - exact) / exact).abs()), 1e-6
+
+
+def check_newton_schulz(device: str) -> tuple[float, float]:
+    """The largest error of the kernels' polynomial against the one in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for shape in ((16, 48), (48, 16)):
+        x = torch.randn(shape, generator=generator).to(device)
+        found = newton_schulz(x, compute_dtype=torch.float32, impl="triton").double()
+        exact = newton_schulz(x.double(), compute_dtype=torch.float64, impl="torch")
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return max(errors), 2e-5
+
+
+if __name__ == "__main__":
+    sys.exit(main())
