@@ -21,16 +21,17 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.model_lists import Shape, gpt2, nanochat, num_elements
@@ -104,7 +105,7 @@ class Row:
     bytes_sent: Callable[[], int] | None = None
 
 
-def ours(job: Job, *, reducer: str, in_place: bool) -> Row:
+def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool) -> Row:
     bag = job.bag()
     parameters = list(bag.parameters())
     optimizer: Any
@@ -144,6 +145,7 @@ def ddp(job: Job, *, zero: bool = False) -> Row:
     """All-reduce by DDP's hooks, then every rank updates everything, or (``zero``) its share."""
     wrapped = DistributedDataParallel(job.bag(), gradient_as_bucket_view=True, bucket_cap_mb=256)
     parameters = list(wrapped.module.parameters())
+    optimizers: list[torch.optim.Optimizer]
     if zero:
         fused = job.device.type == "cuda"
         optimizers = [
@@ -166,7 +168,8 @@ def ddp(job: Job, *, zero: bool = False) -> Row:
 def fsdp2(job: Job) -> Row:
     """FSDP2 with gradients reduced and parameters gathered by its hooks, one group, fused AdamW on the shards."""
     mesh = dist.init_device_mesh(job.device.type, (dist.get_world_size(),))
-    bag = fully_shard(job.bag(), mesh=mesh, reshard_after_forward=False)
+    bag = job.bag()
+    fully_shard(bag, mesh=mesh, reshard_after_forward=False)
     optimizers = _torch_optimizer(job, list(bag.parameters()))
 
     def step() -> None:
@@ -175,7 +178,7 @@ def fsdp2(job: Job) -> Row:
             optimizer.step()
 
     def values() -> list[Tensor]:
-        return [parameter.full_tensor().detach() for parameter in bag.parameters()]
+        return [parameter.full_tensor().detach() for parameter in bag.parameters() if isinstance(parameter, DTensor)]
 
     return Row(values, step, lambda: bag.zero_grad(set_to_none=True))
 
@@ -254,7 +257,7 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(errors)
 
 
-def measure(job: Job, name: str, options: argparse.Namespace) -> Iterator[Any]:
+def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, None, None]:
     """First the parameters after one step, then the row."""
     if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

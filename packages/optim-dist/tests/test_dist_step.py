@@ -4,6 +4,7 @@ All scenarios of a backend run in one launch of ranks, each with its own optimiz
 raised.
 """
 
+import copy
 import traceback
 
 import pytest
@@ -200,6 +201,51 @@ def thawed_parameters_are_refused(rank, world_size):
     net(batch(rank, 0)).backward()
     with pytest.raises(RuntimeError, match="did not need one when the optimizer was built"):
         optimizer.step()
+
+
+@scenario
+def nanochats_loop_runs_unchanged(rank, world_size):
+    """Accumulation without ``no_sync``, lr from ``initial_lr``, ``model.zero_grad``, a state file a rank."""
+
+    def make():
+        net = Net(device_of(rank))
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        vectors = [p for p in net.parameters() if p.ndim == 1]
+        adamw = {
+            "kind": "adamw",
+            "params": vectors,
+            "lr": 0.01,
+            "betas": (0.8, 0.95),
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+        }
+        muon = {"kind": "muon", "params": matrices, "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9}
+        optimizer = TritonDistMuonAdamW([adamw, {**muon, "weight_decay": 0.1}], reducer="exact")
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return net, optimizer
+
+    def loop(net, optimizer, steps):
+        for step in steps:
+            for micro in range(2):
+                (net(batch(rank, step, micro)) / 2).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 - step / 10)
+                if group["kind"] == "muon":
+                    group["momentum"] = 0.85 + 0.02 * step
+            optimizer.step()
+            net.zero_grad(set_to_none=True)
+
+    net, optimizer = make()
+    loop(net, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    twin, twin_optimizer = make()
+    twin.load_state_dict(net.state_dict())
+    twin_optimizer.load_state_dict(state)
+    loop(net, optimizer, range(2, 4))
+    loop(twin, twin_optimizer, range(2, 4))
+    assert_same(values(net), values(twin))
+    assert optimizer.param_groups[0]["initial_lr"] == twin_optimizer.param_groups[0]["initial_lr"] == 0.01
 
 
 @scenario

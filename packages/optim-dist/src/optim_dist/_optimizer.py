@@ -111,6 +111,8 @@ class DistOptimizer(Optimizer):
         """Plan ``found`` behind what is planned already, and move it into buckets."""
         communicator, options, first_new = self._communicator, self._options, len(self.plan.buckets)
         construction.check_parameters(found, communicator.world_size)
+        planned = self.trained_ids()
+        self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         specs = construction.specify(found)
         self.plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=options.bucket_mb))
         if communicator.world_size == 1:
@@ -258,14 +260,12 @@ class DistOptimizer(Optimizer):
 
     def _check_left_out(self) -> None:
         """Refuse gradients of parameters that were frozen when the plan was made."""
-        planned = {id(entry.parameter) for entry in self._entries}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in planned and parameter.grad is not None:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient but did not need one when the "
-                        "optimizer was built; unfreeze parameters first, or add them by add_param_group"
-                    )
+        for parameter in self._left_out:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but did not need one when the "
+                    "optimizer was built; unfreeze parameters first, then build it"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
