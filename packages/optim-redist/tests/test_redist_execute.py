@@ -21,6 +21,7 @@ from optim_redist import (
     redistribute_local,
     simulate,
 )
+from optim_redist.program import StageProgram
 from optim_utils.testing import run_ranks
 
 FOUR_RANKS = [(4,), (2, 2), (3,), (2,), (1, 4)]
@@ -196,3 +197,85 @@ def test_wrong_local_shapes_are_refused() -> None:
         simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)])
     with pytest.raises(LayoutError, match="dtype="):
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
+
+
+def test_messages_with_buffers_of_their_own() -> None:
+    # as over NCCL: what lies in one piece travels from where it is to where it belongs
+    for seed in range(60):
+        case = random_case(seed, "COBURIEK")
+        full = _numbered(case.shape, [torch.uint8, torch.int16, torch.int32, torch.complex128][seed % 4])
+        made = plan(case.shape, full.dtype, case.src, case.dst)
+        ((problem, phases),) = made.phases
+        ranks = case.src.mesh.ranks
+        stages = {rank: StageProgram(problem, phases, rank, full.dtype) for rank in ranks}
+        sources = {rank: part_of(full, case.src, rank) for rank in ranks}
+        targets = {rank: stage.allocate(full.device) for rank, stage in stages.items()}
+        buffers = {
+            rank: stage.begin(0, sources[rank], targets[rank], full.device, separate=True)
+            for rank, stage in stages.items()
+        }
+        wire = {
+            (rank, message.peer): sent.clone()
+            for rank, stage in stages.items()
+            for message, sent in zip(stage.phases[0].sends, buffers[rank][0])
+        }
+        for rank, stage in stages.items():
+            for message, received in zip(stage.phases[0].receives, buffers[rank][1]):
+                received.copy_(wire[message.peer, rank])
+            stage.local(0, sources[rank], targets[rank], separate=True)
+            stage.finish(0, buffers[rank][2], sources[rank], targets[rank], separate=True)
+            assert torch.equal(targets[rank], part_of(full, case.dst, rank)), seed
+
+
+def _dropped_handle(rank: int, world: int) -> None:
+    mesh = Mesh(4)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    handles = [redistribute_local(torch.zeros(2, 8), (8, 8), src, dst, async_op=True)]
+    with pytest.warns(UserWarning, match="dropped without wait"):
+        handles.clear()
+
+
+def test_a_dropped_handle_waits_and_warns() -> None:
+    run_ranks(_dropped_handle, 4)
+
+
+def test_what_stays_is_not_copied() -> None:
+    mesh = Mesh(4)
+    split, whole = Layout(mesh, [0, None]), Layout(mesh, [None, None])
+    mine = torch.arange(64.0).reshape(8, 8)
+    assert redistribute_local(mine[:2], (8, 8), split, Layout(Mesh((2, 2)), [(0, 1), None])) is not None
+    part = mine[:2]
+    assert redistribute_local(part, (8, 8), split, split) is part
+    view = redistribute_local(mine, (8, 8), whole, split, copy=False)
+    assert view.data_ptr() == mine.data_ptr()
+    assert redistribute_local(mine, (8, 8), whole, split).data_ptr() != mine.data_ptr()
+
+
+def test_starting_a_reduction_keeps_the_value_at_one_rank() -> None:
+    mesh = Mesh(2)
+    whole = Layout(mesh, [None])
+    value = torch.tensor([3.0, -2.0])
+    for op, identity in (("sum", 0.0), ("avg", 0.0), ("product", 1.0), ("max", float("-inf")), ("min", float("inf"))):
+        found = simulate(plan((2,), torch.float32, whole, Layout(mesh, [None], {0: op})), [value, value])
+        assert torch.equal(found[0], value * 2 if op == "avg" else value)
+        assert torch.equal(found[1], torch.full((2,), identity))
+
+
+@pytest.mark.nightly
+def test_two_thousand_random_cases_in_one_process() -> None:
+    for seed in range(2000):
+        shape, src, dst = random_case(seed)
+        full = _numbered(shape)
+        ranks = sorted({*src.mesh.ranks, *dst.mesh.ranks})
+        found = simulate(plan(shape, full.dtype, src, dst), {rank: part_of(full, src, rank) for rank in ranks})
+        for rank in ranks:
+            expected = part_of(full, dst, rank)
+            assert (found[rank] is None) == (expected is None)
+            assert expected is None or torch.equal(found[rank], expected), seed
+
+
+def test_examples_in_one_process() -> None:
+    for name, _, (shape, src, dst) in example_cases():
+        full = _numbered(shape)
+        found = simulate(plan(shape, full.dtype, src, dst), [part_of(full, src, rank) for rank in src.mesh.ranks])
+        assert all(torch.equal(found[rank], part_of(full, dst, rank)) for rank in dst.mesh.ranks), name

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import Message, view_of
+from optim_redist._rank_program import FLAT, Copies, Message, View, Which, as_bits, buffers_of, view_of
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
 
@@ -80,13 +80,11 @@ class NativeReduction:
             target.div_(self.scale)
 
     def _packed(self, x: Tensor) -> Tensor:
-        views = self.parts.views(x.stride())
-        offsets = [view[2] for view in views]
-        size = prod(views[0][0])
-        parts = [view_of(x, view) for view in views]
-        if parts[0].is_contiguous() and offsets == [offsets[0] + k * size for k in range(len(views))]:
-            return x.as_strided((size * len(views),), (1,), x.storage_offset() + offsets[0])
-        packed = torch.empty(size * len(views), dtype=x.dtype, device=x.device)
-        for k, part in enumerate(parts):
-            packed[k * size : (k + 1) * size].view(part.shape).copy_(part)
+        parts: list[tuple[Which, View]] = [("src", view) for view in self.parts.views(x.stride())]
+        ((which, view),), copies, num_packed = buffers_of([parts], separate=False, in_place=True)
+        if which == "src":
+            return view_of(x, view)
+        packed = torch.empty(num_packed, dtype=x.dtype, device=x.device)
+        rows = tuple(x.shape), x.stride()
+        Copies(copies, x.element_size(), [FLAT, rows]).run({"src": as_bits(x)}, as_bits(packed))
         return packed

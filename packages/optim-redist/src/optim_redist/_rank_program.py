@@ -27,7 +27,7 @@ from optim_redist.problem import Problem
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Piece = tuple[Run, ...]
-_View = tuple[tuple[int, ...], tuple[int, ...], int]
+View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def bits_type(dtype: torch.dtype) -> torch.dtype:
     return _BITS.get(dtype.itemsize, dtype)
 
 
-def _view_of(piece: Piece, strides: Sequence[int]) -> _View:
+def _view_of(piece: Piece, strides: Sequence[int]) -> View:
     """Sizes, strides and offset of a piece in a tensor of these strides."""
     sizes: list[int] = []
     steps: list[int] = []
@@ -69,7 +69,7 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def view_of(tensor: Tensor, view: _View) -> Tensor:
+def view_of(tensor: Tensor, view: View) -> Tensor:
     """The view, given relative to the tensor's first element."""
     sizes, strides, offset = view
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
@@ -91,7 +91,7 @@ class Message:
     read: list[Literal["src", "dst"]] = field(default_factory=list)
     contributions: list[int] = field(default_factory=list)
     num_elements: int = 0
-    _bound: dict[tuple[int, ...], list[_View]] = field(default_factory=dict)
+    _bound: dict[tuple[int, ...], list[View]] = field(default_factory=dict)
 
     def add(self, piece: Piece, read: Literal["src", "dst"], contribution: int) -> None:
         self.pieces.append(piece)
@@ -99,7 +99,7 @@ class Message:
         self.contributions.append(contribution)
         self.num_elements += prod(run.length * run.repeats for run in piece)
 
-    def views(self, strides: tuple[int, ...]) -> list[_View]:
+    def views(self, strides: tuple[int, ...]) -> list[View]:
         """The pieces' views in a tensor of these strides."""
         if strides not in self._bound:
             self._bound[strides] = [_view_of(piece, strides) for piece in self.pieces]
@@ -116,10 +116,10 @@ class Copies:
     possible where rows, strides and offsets are whole multiples of 16 bytes.
     """
 
-    def __init__(self, pairs: list[tuple[Which, _View, _View]], itemsize: int, rows: Sequence[_Rows]) -> None:
+    def __init__(self, pairs: list[tuple[Which, View, View]], itemsize: int, rows: Sequence[_Rows]) -> None:
         self.pairs = pairs
         self.lane = _WIDE // itemsize
-        self.wide: list[tuple[Which, _View, _View]] | None = None
+        self.wide: list[tuple[Which, View, View]] | None = None
         if pairs and self.lane > 1 and all(_is_wide(*row, self.lane) for row in rows):
             found = [(which, _widened(a, self.lane), _widened(b, self.lane)) for which, a, b in pairs]
             if all(a is not None and b is not None for _, a, b in found):
@@ -141,6 +141,7 @@ class Copies:
 
 _WIDE = 16  # bytes
 _Rows = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
+FLAT: _Rows = ((_WIDE,), (1,))  # stands for any buffer
 
 
 def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...], lane: int) -> bool:
@@ -154,7 +155,7 @@ def _is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % _WIDE == 0 and tensor.storage_offset() * tensor.element_size() % _WIDE == 0
 
 
-def _widened(view: _View, lane: int) -> _View | None:
+def _widened(view: View, lane: int) -> View | None:
     sizes, strides, offset = view
     if not sizes or strides[-1] != 1 or sizes[-1] % lane or offset % lane or any(s % lane for s in strides[:-1]):
         return None
@@ -173,8 +174,8 @@ class Bound:
         stays: copies from source to target.
     """
 
-    sends: list[tuple[Which | None, _View]]
-    receives: list[tuple[Which | None, _View]]
+    sends: list[tuple[Which | None, View]]
+    receives: list[tuple[Which | None, View]]
     packs: Copies
     num_packed: int
     unpacks: Copies
@@ -209,17 +210,16 @@ class RankPhase:
         outgoing = [
             [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
         ]
-        incoming: list[list[tuple[Which, _View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
-        sends, packed, num_packed = _buffers(outgoing, separate, True)
-        receives, unpacked, num_unpacked = _buffers(incoming, separate, in_place)
-        flat = ((_WIDE,), (1,))
+        incoming: list[list[tuple[Which, View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
+        sends, packed, num_packed = buffers_of(outgoing, separate=separate, in_place=True)
+        receives, unpacked, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
         return Bound(
             sends=sends,
             receives=receives,
-            packs=Copies(packed, itemsize, [flat, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packed})]),
+            packs=Copies(packed, itemsize, [FLAT, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packed})]),
             num_packed=num_packed,
             # from the buffer, which takes the place of the source, to the target
-            unpacks=Copies([("src", slot, view) for _, view, slot in unpacked], itemsize, [flat, dst]),
+            unpacks=Copies([("src", slot, view) for _, view, slot in unpacked], itemsize, [FLAT, dst]),
             num_unpacked=num_unpacked,
             stays=Copies(
                 [("src", a, b) for a, b in zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))],
@@ -229,19 +229,23 @@ class RankPhase:
         )
 
 
-def _buffers(
-    messages: Sequence[Sequence[tuple[Which, _View]]], separate: bool, in_place: bool
-) -> tuple[list[tuple[Which | None, _View]], list[tuple[Which, _View, _View]], int]:
+def buffers_of(
+    messages: Sequence[Sequence[tuple[Which, View]]], *, separate: bool, in_place: bool
+) -> tuple[list[tuple[Which | None, View]], list[tuple[Which, View, View]], int]:
     """The exchange's buffers for these messages; copies (tensor, view there, slot) into or out of our own; its size.
 
     Groups of messages that already are one piece of memory stay where they are. ``separate`` makes every message a
-    group, else all of them are one.
+    group, else all of them are one. Groups of the same views share a buffer: what several replicas get is packed once.
     """
     groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
-    buffers: list[tuple[Which | None, _View]] = []
-    copies: list[tuple[Which, _View, _View]] = []
+    buffers: list[tuple[Which | None, View]] = []
+    copies: list[tuple[Which, View, View]] = []
+    known: dict[tuple[tuple[Which, View], ...], tuple[Which | None, View]] = {}
     place = 0
     for parts in groups:
+        if tuple(parts) in known:
+            buffers.append(known[tuple(parts)])
+            continue
         span = (
             _dense_span([view for _, view in parts]) if in_place and len({which for which, _ in parts}) == 1 else None
         )
@@ -253,6 +257,7 @@ def _buffers(
             copies.append((which, view, (view[0], _dense_strides(view[0]), place)))
             place += prod(view[0])
         buffers.append((None, ((place - start,), (1,), start)))
+        known[tuple(parts)] = buffers[-1]
     return buffers, copies, place
 
 
@@ -264,7 +269,7 @@ def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _dense_span(views: Sequence[_View]) -> _View | None:
+def _dense_span(views: Sequence[View]) -> View | None:
     """The one flat view that all views together are, if they lie in memory in their order."""
     if not views:
         return None
