@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,17 +71,15 @@ def run_checks() -> dict[str, str]:
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         checks: dict[str, Callable[[], tuple[float, float]]] = {
-            f"AdamW {name}": lambda dtype=dtype: check_adamw(dtype, device),
-            f"AdamW {name}, amsgrad": lambda dtype=dtype: check_adamw(dtype, device, amsgrad=True),
-            f"norm of gradients {name}": lambda dtype=dtype: check_norm(dtype, device),
+            f"AdamW {name}": partial(check_adamw, dtype, device),
+            f"AdamW {name}, amsgrad": partial(check_adamw, dtype, device, amsgrad=True),
+            f"norm of gradients {name}": partial(check_norm, dtype, device),
         }
         if dtype == torch.bfloat16:
-            checks["AdamW bfloat16, stochastic rounding"] = lambda: check_adamw(
-                torch.bfloat16, device, stochastic_rounding=True
-            )
+            checks[f"AdamW {name}, stochastic rounding"] = partial(check_adamw, dtype, device, stochastic_rounding=True)
         for label, check in checks.items():
             results[label] = outcome(check)
-    results["Newton–Schulz float32, tall and wide"] = outcome(lambda: check_newton_schulz(device))
+    results["Newton–Schulz float32, tall and wide"] = outcome(partial(check_newton_schulz, device))
     return results
 
 

@@ -275,6 +275,8 @@ def _load_tile(
     g = _load(g_pointer, lanes, mask, MASKED, True).to(tl.float32)
     for _ in range(1, NUM_SLICES):
         g_pointer += slice_stride
+        if ALIGNED:
+            g_pointer = tl.multiple_of(g_pointer, 16)
         g += _load(g_pointer, lanes, mask, MASKED, True).to(tl.float32)
     m = _load(_pointer(m_address, M, ALIGNED) + offset, lanes, mask, MASKED).to(tl.float32)
     v = _load(_pointer(v_address, V, ALIGNED) + offset, lanes, mask, MASKED).to(tl.float32)
