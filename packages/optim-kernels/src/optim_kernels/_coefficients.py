@@ -27,7 +27,7 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Polar Express, arXiv 2505.16932, as tuned in modded-nanogpt and nanochat, which divide by 1.02 or 1.01 of the norm.
+    # Polar Express, arXiv 2505.16932, as tuned in modded-nanogpt and nanochat (norm_scale 1.02 or 1.01).
     "polar_express": (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),

@@ -1,7 +1,7 @@
 """Muon parameter groups: options and their checks, published variants, what a step needs of each parameter.
 
-`TritonMuon` and `TritonMuonAdamW` share this. An optimizer's group is the torch dict of hyperparameters; here it is read
-as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
+`TritonMuon` and `TritonMuonAdamW` share this. An optimizer's group is the torch dict of hyperparameters; here it is
+read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
 
-A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes. Plans
-are kept from step to step, and dropped when a tensor that they hold was replaced.
+A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
+Plans are kept from step to step, and dropped when a tensor that they hold was replaced.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ SYMMETRIC: Sequence[tuple[Tile, Cost]] = (
     (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
 )
 # Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
-SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 3), Cost(9.8, 4.0, 1.0))
+SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
     (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
     (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),

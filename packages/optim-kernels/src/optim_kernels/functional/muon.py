@@ -70,7 +70,7 @@ def muon_(
         second_moments: NorMuon's V (`new_second_moment`), moved with ``beta2``; ``None`` leaves NorMuon out.
         views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
         masters: fp32 masters, or int16 low halves (split16), of 16-bit parameters.
-        steps, indices: with ``stochastic_rounding``, the number of this step and of each parameter, which choose the bits.
+        steps, indices: with ``stochastic_rounding``, numbers of this step and of each parameter; they choose the bits.
     """
     if found_inf is not None and bool(found_inf.item()):
         return

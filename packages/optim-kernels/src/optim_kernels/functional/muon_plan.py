@@ -4,9 +4,9 @@
 
 (`_muon_step_kernels` says what each does; the three before the last run with NorMuon or renormalisation only). Matrices
 of one shape are one batch, batches with one short side and one iteration are a family and share their m×m products.
-Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which compiles,
-the sequence is recorded as a CUDA graph and replayed, families on parallel branches; hyperparameters and gradient
-addresses live in device tables, so a step with new ones replays the same graph.
+Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
+compiles, the sequence is recorded as a CUDA graph and replayed, families on parallel branches; hyperparameters and
+gradient addresses live in device tables, so a step with new ones replays the same graph.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class MuonPlan:
         self._device = first.device
         self._x_dtype = ns.compute_dtype(first)
         self._matrices = [matrix for i, t in enumerate(tensors) for matrix in _matrices_of(i, t, rule)]
+        self._aligned = False
+        self._grad_addresses: list[int] = []
         self._build_batches()
         self._build_tables()
         self._hyper = torch.zeros(num_groups, step_kernels.NUM_HYPER, device=self._device)
@@ -140,7 +142,7 @@ class MuonPlan:
         factor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """One step. ``hyper`` has a row (lr, weight_decay, momentum, beta2) a group; ``factor`` multiplies gradients."""
+        """One step; ``hyper``: (lr, weight_decay, momentum, beta2) of each group; ``factor`` multiplies gradients."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._write_hyper(hyper, capturing)
         self._write_control(factor, found_inf)
@@ -164,7 +166,7 @@ class MuonPlan:
         self._grads = used
         if addresses == self._grad_addresses:
             return
-        if any(grad.dtype != before.grad.dtype for grad, before in zip(used, self._tensors, strict=True)):
+        if any(grad.dtype != t.grad.dtype for grad, t in zip(used, self._tensors, strict=True)):
             raise ValueError("gradients changed their dtype; build a new plan")
         self._grad_addresses = addresses
         sizes = [grad.element_size() for grad in used]
@@ -178,7 +180,8 @@ class MuonPlan:
     @property
     def launches(self) -> int:
         """Kernel launches of one step."""
-        return self._count_launches()
+        step = 5 + (3 if self._variance or self._rule.renormalize else 0)
+        return step + sum(_launches_of(family, self._ns) for family in self._families)
 
     def address_key(self) -> tuple[tuple[int, ...], ...]:
         """`MuonTensors.address_key` of every parameter the plan was built for."""
@@ -211,7 +214,10 @@ class MuonPlan:
     def _build_tables(self) -> None:
         """Device tables of matrices, tiles and blocks of lines."""
         fields = step_kernels
-        rows, scales, tile_map, line_map = [], [], [], []
+        rows: list[list[int]] = []
+        scales: list[float] = []
+        tile_map: list[tuple[int, int, int]] = []
+        line_map: list[tuple[int, int]] = []
         first_line = 0
         for number, matrix in enumerate(self._matrices):
             t = self._tensors[matrix.parameter]
@@ -336,7 +342,7 @@ class MuonPlan:
         )
 
     def _orthogonalize(self, parallel: bool) -> None:
-        """Newton–Schulz on every family; recorded, each runs on a branch of its own and fills the others' last rounds."""
+        """Newton–Schulz on every family; recorded, each on a branch of its own, filling the others' last rounds."""
         if not parallel or len(self._families) == 1:
             for family in self._families:
                 self._iterate(family)
@@ -388,20 +394,14 @@ class MuonPlan:
             ALIGNED=self._aligned,
         )
 
-    def _count_launches(self) -> int:
-        step = 5 + (3 if self._variance or self._rule.renormalize else 0)
-        return step + sum(_launches_of(family, self._ns) for family in self._families)
-
 
 def _launches_of(family: list[tuple[Tensor, Tensor]], ns: NSConfig) -> int:
-    """Launches of one family's iteration."""
+    """Launches of one family's iteration: two for each shape a step or block, the others once."""
     shapes = len(family)
     if ns.method_for(*family[0][0].shape[-2:]) == "standard":
         return sum(2 * shapes + (1 if c != 0.0 else 0) for _, _, c in ns.triples)
-    squares = sum(
-        (2 if i == 0 else 1) + 1 + (2 if i + 1 < len(block) else 0) for block in ns.blocks for i in range(len(block))
-    )
-    return squares + 2 * shapes * len(ns.blocks)
+    # of a block of k steps: Z each, P and R in all but the last, Q in all but the first
+    return sum(len(block) + 3 * (len(block) - 1) + 2 * shapes for block in ns.blocks)
 
 
 def _matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[_Matrix]:
@@ -416,7 +416,7 @@ def _matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[_
         stride, outer, inner = (column_stride, columns, rows) if rows_are_inner else (row_stride, rows, columns)
         scale = lr_scale(rule.scale, part.shape, p.shape)
         for index in product(*(range(size) for size in part.shape[:-2])):
-            offset = part.storage_offset() - p.storage_offset()
+            offset = int(part.storage_offset() - p.storage_offset())
             offset += sum(i * step for i, step in zip(index, part.stride()))
             matrices.append(_Matrix(parameter, offset, stride, outer, inner, rows_are_inner, scale))
     return matrices

@@ -1,0 +1,321 @@
+"""TritonMuon: against torch.optim.Muon and published variants, how tensors are read as matrices, faults."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optim_kernels import VARIANTS, NSConfig, TritonMuon, reference
+from optim_kernels.functional import apply_muon_update_, muon_, muon_update, new_second_moment
+from optim_kernels.reference.muon import MuonRule
+from optim_utils.param_groups import MatrixView
+
+
+def polar(x: Tensor) -> Tensor:
+    """The polar factor by SVD: what Newton–Schulz approximates, independently."""
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return u @ vh
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def give_gradients(*params: nn.Parameter, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 3) -> None:
+    for step in range(steps):
+        give_gradients(*params, seed=step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"weight_decay": 0.0, "momentum": 0.8}],
+    ids=["default", "plain momentum", "match_rms_adamw", "no decay"],
+)
+def test_follows_torch_muon(options: dict[str, Any]) -> None:
+    """Within what torch's bf16 products cost: each update element is about 1/√n, 1e-2 of it is lost."""
+    ours = parameters((12, 20), (20, 12), (16, 16))
+    theirs = copy.deepcopy(ours)
+    train(TritonMuon(ours, lr=0.1, **options), ours)
+    train(torch.optim.Muon(theirs, lr=0.1, **options), theirs)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1.5e-2, rtol=0)
+
+
+def test_state_travels_to_torch_muon_and_back() -> None:
+    ours = parameters((6, 9), (9, 4))
+    optimizer = TritonMuon(ours, lr=0.1)
+    train(optimizer, ours)
+    theirs = copy.deepcopy(ours)
+    other = torch.optim.Muon(theirs, lr=0.3)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.1
+    back = TritonMuon(ours, beta2=0.9)
+    back.load_state_dict(torch.optim.Muon(theirs, lr=0.2).state_dict())
+    assert back.param_groups[0]["lr"] == 0.2
+    assert back.param_groups[0]["beta2"] == 0.9
+
+
+def test_buffers_and_gradients_stay_as_they_are() -> None:
+    """torch.optim.Muon normalises its bf16 momentum buffer without nesterov (the update aliases it); ours must not."""
+    (p,) = parameters((8, 12), dtype=torch.bfloat16)
+    give_gradients(p)
+    grad = p.grad.clone()
+    optimizer = TritonMuon([p], nesterov=False)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], (0.05 * grad.float()).bfloat16())
+    assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_variants_are_the_published_formulas(name: str) -> None:
+    """Each variant, written out once more with the exact polar factor in place of Newton–Schulz where they agree."""
+    options = VARIANTS[name]
+    (p,) = parameters((6, 4))
+    q, buffer, v = p.detach().double(), torch.zeros(6, 4).double(), torch.zeros(6, 1).double()
+    optimizer = TritonMuon([{"params": [p], "variant": name, "lr": 0.1, "weight_decay": 0.2}])
+    config = NSConfig(coefficients=options["ns_coefficients"])
+    for step in range(3):
+        give_gradients(p, seed=step)
+        g = p.grad.double()
+        buffer = 0.95 * buffer + 0.05 * g
+        u = 0.05 * g + 0.95 * buffer
+        if options["row_equilibrate"]:
+            u = u / u.norm(dim=1, keepdim=True) * u.norm() / math.sqrt(6)
+        add = options["eps_mode"] == "add"
+        n = options["norm_scale"] * u.norm() + options["eps"] if add else max(u.norm(), options["eps"])
+        x = u / n
+        for a, b, c in config.triples:
+            gram = x.mT @ x
+            x = a * x + x @ (b * gram + c * gram @ gram)
+        if options["renormalize"]:
+            x = x * 2.0 / x.norm()
+        if options["beta2"] is not None:
+            v = options["beta2"] * v + (1 - options["beta2"]) * x.square().mean(1, keepdim=True)
+            scaled = x / v.sqrt()
+            x = scaled * x.norm() / scaled.norm()
+        lr = 0.1 * math.sqrt(6 / 4)
+        q = q - lr * 0.2 * q * (x * q >= 0) - lr * x if options["cautious"] else q * (1 - 0.1 * 0.2) - lr * x
+        optimizer.step()
+    torch.testing.assert_close(p.detach().double(), q, atol=2e-5, rtol=0)
+
+
+def test_the_update_is_close_to_the_polar_factor() -> None:
+    grad, buffer = torch.randn(10, 30), torch.zeros(10, 30)
+    (update,) = muon_update([grad], [buffer], momentum=0.0, ns=NSConfig(coefficients="you", steps=8))
+    torch.testing.assert_close(update.double(), polar(grad), atol=2e-2, rtol=0)
+
+
+def test_update_then_apply_is_the_step() -> None:
+    shapes = [(5, 8), (2, 6, 4)]
+    grads = [torch.randn(shape) for shape in shapes]
+    results = []
+    for whole in (True, False):
+        params = [torch.ones(shape) for shape in shapes]
+        buffers = [torch.zeros(shape) for shape in shapes]
+        moments = [new_second_moment(p) for p in params]
+        if whole:
+            options = {"second_moments": moments, "beta2": 0.9, "cautious": True}
+            muon_(params, grads, buffers, lr=0.1, weight_decay=0.1, **options)
+        else:
+            updates = muon_update(grads, buffers, second_moments=moments, beta2=0.9)
+            apply_muon_update_(params, updates, lr=0.1, weight_decay=0.1, cautious=True)
+        results.append([*params, *buffers, *moments])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_functional_agrees_with_the_reference_in_fp64() -> None:
+    params = [torch.randn(5, 8).double(), torch.randn(3, 4, 4).double()]
+    twins = [p.clone() for p in params]
+    grads = [torch.randn_like(p) for p in params]
+    buffers, others = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    config = NSConfig(coefficients="you")
+    muon_(params, grads, buffers, lr=0.1, weight_decay=0.1, momentum=0.9, ns=config)
+
+    def orthogonalize(x: Tensor) -> Tensor:
+        return reference.newton_schulz(x, config.triples)
+
+    reference.muon_(
+        twins, grads, others, orthogonalize=orthogonalize, lr=0.1, weight_decay=0.1, momentum=0.9, rule=MuonRule()
+    )
+    for x, y in zip([*params, *buffers], [*twins, *others], strict=True):
+        torch.testing.assert_close(x, y, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("beta2", [None, 0.9], ids=["muon", "normuon"])
+@pytest.mark.parametrize("split", [4, (6, 2, 4)], ids=["heads", "unequal"])
+def test_a_split_equals_separate_parameters(split: int | tuple[int, ...], beta2: float | None) -> None:
+    (fused,) = parameters((12, 10))
+    sizes = [4, 4, 4] if split == 4 else list(split)
+    parts = [nn.Parameter(part.clone()) for part in fused.detach().split(sizes)]
+    one, many = TritonMuon([fused], split_rows=split, beta2=beta2), TritonMuon(parts, beta2=beta2)
+    for step in range(3):
+        give_gradients(fused, seed=step)
+        for part, grad in zip(parts, fused.grad.split(sizes), strict=True):
+            part.grad = grad
+        one.step()
+        many.step()
+    torch.testing.assert_close(fused, torch.cat(parts), atol=1e-5, rtol=0)
+    assert one.state[fused]["momentum_buffer"].shape == fused.shape
+
+
+def test_a_view_of_transposed_storage_equals_the_transposed_parameter() -> None:
+    (stored,) = parameters((6, 12))
+    meant = nn.Parameter(stored.detach().mT.clone())
+    view = MatrixView(shape=(6, 12), split=(4, 4, 4), split_dim=-1, transposed=True)
+    first, second = TritonMuon([{"params": [stored], "views": [view]}]), TritonMuon([meant], split_rows=4)
+    give_gradients(stored)
+    meant.grad = stored.grad.mT
+    first.step()
+    second.step()
+    torch.testing.assert_close(stored.mT, meant, atol=1e-5, rtol=0)
+
+
+def test_views_are_saved_plainly_and_compared_on_load() -> None:
+    view = MatrixView(shape=(6, 4), split=(2, 4))
+    (p,) = parameters((6, 4))
+    optimizer = TritonMuon([{"params": [p], "views": [view]}])
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["views"] == [view.to_plain()]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["views"] == [view]
+    with pytest.raises(ValueError, match="saved with views"):
+        TritonMuon([p]).load_state_dict(saved)
+
+
+def test_convolutions_as_matrices_and_as_batches() -> None:
+    (conv,) = parameters((8, 3, 3, 3))
+    with pytest.raises(ValueError, match="nd='flatten'"):
+        TritonMuon([conv])
+    flat = nn.Parameter(conv.detach().reshape(8, 27).clone())
+    give_gradients(conv)
+    flat.grad = conv.grad.reshape(8, 27)
+    TritonMuon([conv], nd="flatten").step()
+    TritonMuon([flat]).step()
+    torch.testing.assert_close(conv.reshape(8, 27), flat)
+    assert "24 × 3×3" in TritonMuon([conv], nd="batch").explain()
+
+
+def test_keller_scales_convolutions_by_their_kernel() -> None:
+    """His lr rule reads the last two dimensions of the gradient, so a square kernel counts as 1."""
+    (conv,) = parameters((8, 2, 3, 3))
+    before = conv.detach().clone()
+    give_gradients(conv)
+    TritonMuon.keller([conv], lr=1.0, weight_decay=0.0).step()
+    change = (before - conv.detach()).reshape(8, 18)
+    assert torch.linalg.svdvals(change).min() > 0.6
+    assert torch.linalg.svdvals(change).max() < 1.3
+
+
+def test_missing_gradients() -> None:
+    p, q = parameters((4, 6), (4, 6))
+    optimizer = TritonMuon.keller([p])
+    give_gradients(p)
+    optimizer.step()
+    buffer = optimizer.state[p]["momentum_buffer"].clone()
+    p.grad = None
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], 0.95 * buffer)
+    assert p.grad is None
+    before = q.detach().clone()
+    TritonMuon([q]).step()
+    assert torch.equal(q, before)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        TritonMuon.nanochat([q]).step()
+
+
+def test_zero_gradient_only_decays_and_nan_stays_in_its_matrix() -> None:
+    params = parameters((4, 6), (4, 6), (6, 3))
+    before = [p.detach().clone() for p in params]
+    give_gradients(*params)
+    params[0].grad.zero_()
+    params[1].grad[2, 3] = float("nan")
+    TritonMuon(params, lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(params[0], 0.95 * before[0])
+    assert params[1].isnan().all()
+    assert params[2].isfinite().all()
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_masters_train_like_fp32(masters: str) -> None:
+    (p,) = parameters((6, 8), dtype=torch.bfloat16)
+    wide = nn.Parameter(p.detach().float())
+    optimizer, plain = TritonMuon([p], lr=1e-3, master_weights=masters), TritonMuon([wide], lr=1e-3)
+    for step in range(4):
+        give_gradients(p, seed=step)
+        wide.grad = p.grad.float()
+        optimizer.state[p]["momentum_buffer"] = optimizer.state[p].get("momentum_buffer", torch.zeros(6, 8)).float()
+        optimizer.step()
+        plain.step()
+    assert torch.equal(p, wide.bfloat16()) or (p.float() - wide).abs().max() <= 2**-8 * wide.abs().max()
+    assert set(optimizer.state[p]) == {"momentum_buffer", "master" if masters == "fp32" else "master_low"}
+    if masters == "fp32":
+        torch.testing.assert_close(optimizer.state[p]["master"], wide.detach())
+
+
+def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
+    p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = TritonMuon([p], lr=1e-4, weight_decay=10.0, stochastic_rounding=True, seed=3)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert p.unique().numel() == 2
+    assert float(p.detach().float().mean()) == pytest.approx(1 - 1e-3, abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"momentum": -0.1}, "momentum should be >= 0"),
+        ({"weight_decay": -0.1}, "weight decay should be >= 0"),
+        ({"adjust_lr_fn": "moonlight"}, "is not supported"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"ns_steps": 100}, "steps"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"nd": "conv"}, "nd must be"),
+        ({"split_rows": 5}, "do not divide"),
+        ({"split_rows": (1, 2)}, "add up"),
+        ({"missing_grad": "ignore"}, "missing_grad"),
+        ({"master_weights": "fp32"}, "is for"),
+        ({"impl": "cuda"}, "impl must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TritonMuon(parameters((4, 6)), **options)
+
+
+def test_bad_parameters_are_named() -> None:
+    with pytest.raises(ValueError, match=r"got norm\.weight of shape \(4,\); give it to AdamW"):
+        TritonMuon([("norm.weight", nn.Parameter(torch.ones(4)))])
+    with pytest.raises(RuntimeError, match="complex"):
+        TritonMuon([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))])
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = TritonMuon(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="densify"):
+        optimizer.step()
+    optimizer = TritonMuon(parameters((4, 6)))
+    with pytest.raises(ValueError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_no_global_flag_is_touched() -> None:
+    """Emerging-Optimizers 229: a run failed on the global matmul precision."""
+    before = torch.get_float32_matmul_precision()
+    (p,) = parameters((8, 8))
+    give_gradients(p)
+    TritonMuon([p]).step()
+    assert torch.get_float32_matmul_precision() == before

@@ -1,0 +1,142 @@
+"""TritonMuonAdamW: kinds of groups, equality with its parts, clipping, nanochat's checkpoints."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim_kernels import TritonMuon, TritonMuonAdamW
+from optim_utils.param_groups import route_parameters
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(7, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.lm_head = nn.Linear(8, 7, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens)
+        return self.lm_head(x + self.down(self.up(x).relu()))
+
+
+def matrices_and_rest() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(6, 8)) for _ in range(3)], [nn.Parameter(torch.randn(5)) for _ in range(2)]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn_like(p)
+
+
+def mixed(matrices: list[nn.Parameter], rest: list[nn.Parameter], **options: Any) -> TritonMuonAdamW:
+    groups = [{"params": matrices, "kind": "muon"}, {"params": rest, "kind": "adamw", "initial_lr": 0.5}]
+    return TritonMuonAdamW(groups, **options)
+
+
+def test_it_is_muon_and_adamw() -> None:
+    matrices, rest = matrices_and_rest()
+    m, r = copy.deepcopy(matrices), copy.deepcopy(rest)
+    both = mixed(matrices, rest)
+    muon = TritonMuon([{"params": m, "variant": "nanochat-2026-07"}])
+    adamw = torch.optim.AdamW(r, lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    for step in range(4):
+        give_gradients(matrices + rest, step)
+        for p, q in zip(m + r, matrices + rest, strict=True):
+            p.grad = q.grad.clone()
+        for optimizer in (both, muon, adamw):
+            optimizer.step()
+    for p, q in zip(matrices + rest, m + r, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+    assert both.param_groups[1]["initial_lr"] == 0.5
+
+
+def test_a_routed_model_learns() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    table = route_parameters(model)
+    optimizer = TritonMuonAdamW(table.param_groups(muon={"lr": 0.02}, adamw={"lr": 1e-2}), max_norm=1.0)
+    tokens = torch.arange(7)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 7)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert "muon" in optimizer.explain()
+
+
+def test_clipping_inside_the_step_is_clipping_before_it() -> None:
+    matrices, rest = matrices_and_rest()
+    m, r = copy.deepcopy(matrices), copy.deepcopy(rest)
+    inside, outside = mixed(matrices, rest, max_norm=0.5), mixed(m, r)
+    give_gradients(matrices + rest, 0)
+    for p, q in zip(m + r, matrices + rest, strict=True):
+        p.grad = q.grad.clone()
+    norm = nn.utils.clip_grad_norm_(m + r, 0.5)
+    inside.step()
+    outside.step()
+    assert inside.grad_norm is not None
+    torch.testing.assert_close(inside.grad_norm, norm)
+    for p, q in zip(matrices + rest, m + r, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_nanochat_checkpoints_continue_alike() -> None:
+    matrices, rest = matrices_and_rest()
+    first = mixed(matrices, rest)
+    for step in range(2):
+        give_gradients(matrices + rest, step)
+        first.step()
+    saved = copy.deepcopy(first.state_dict(layout="nanochat"))
+    assert saved["state"][0]["momentum_buffer"].shape == (3, 6, 8)
+    assert saved["state"][0]["second_momentum_buffer"].shape == (3, 1, 8)
+    assert saved["state"][3]["step"] == 2
+    assert isinstance(saved["state"][3]["step"], int)
+    m, r = copy.deepcopy(matrices), copy.deepcopy(rest)
+    second = mixed(m, r)
+    second.load_state_dict(saved)
+    for optimizer, params in ((first, matrices + rest), (second, m + r)):
+        give_gradients(params, 9)
+        optimizer.step()
+    for p, q in zip(matrices + rest, m + r, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_nanochat_layout_needs_equal_shapes() -> None:
+    params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))]
+    optimizer = TritonMuonAdamW([{"params": params, "kind": "muon"}])
+    give_gradients(params, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="one shape a group"):
+        optimizer.state_dict(layout="nanochat")
+    with pytest.raises(ValueError, match="layout"):
+        optimizer.state_dict(layout="keller")
+
+
+def test_keller_groups() -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = TritonMuonAdamW([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}])
+    group = optimizer.param_groups[0]
+    assert (group["kind"], group["adjust_lr_fn"], group["missing_grad"]) == ("muon", "keller", "zero")
+    assert group["beta2"] is None
+    give_gradients(rest, 0)
+    optimizer.step()
+    assert all(p.grad is None for p in matrices)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [({}, "kind"), ({"kind": "sgd"}, "kind"), ({"kind": "adamw", "eps": -1.0}, "epsilon"), ({"kind": "muon"}, "AdamW")],
+    ids=["none", "unknown", "bad eps", "vector to muon"],
+)
+def test_bad_groups(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TritonMuonAdamW([{"params": [nn.Parameter(torch.ones(4))], **group}])

@@ -1,0 +1,204 @@
+"""The Triton kernels behind Muon: products, their tiles, and the grouped step against plain torch."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optim_kernels import TritonMuon
+from optim_kernels._tiles import INTERPRETED, Tile, general_tile, symmetric_tile, symmetric_tiles
+from optim_utils.param_groups import MatrixView
+
+pytest.importorskip("triton")
+from optim_kernels import muon_kernels as mk
+from optim_kernels._product_kernels import rectangle_tile, triangle_tile
+from optim_kernels._triton import tl, triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def assert_near(x: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (x.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+@triton.jit
+def _tiles_kernel(out, T, GROUP: tl.constexpr, RECTANGLE: tl.constexpr):
+    q = tl.program_id(0)
+    if RECTANGLE:
+        i, j = rectangle_tile(q, T, T + 3, GROUP)
+    else:
+        i, j = triangle_tile(q, T, GROUP)
+    tl.store(out + 2 * q, i)
+    tl.store(out + 2 * q + 1, j)
+
+
+@pytest.mark.parametrize("side", [1, 2, 8, 11])
+def test_every_tile_once(side: int) -> None:
+    triangle = {(i, j) for i in range(side) for j in range(i + 1)}
+    rectangle = {(i, j) for i in range(side) for j in range(side + 3)}
+    for expected, is_rectangle in ((triangle, False), (rectangle, True)):
+        out = torch.empty(len(expected), 2, dtype=torch.int32, device=DEVICE)
+        _tiles_kernel[(len(expected),)](out, side, GROUP=8, RECTANGLE=is_rectangle)
+        found = [tuple(row) for row in out.tolist()]
+        assert set(found) == expected
+        assert len(found) == len(expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 63, 40), (1, 100, 33)], ids=str)
+def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    x = mk.as_batch(torch.randn(shape, device=DEVICE).to(dtype))
+    wide = x.double()
+    a = mk.symmetric_product(x, x)
+    assert_near(a, wide @ wide.mT, dtype)
+    q = mk.empty_matrices(*a.shape, like=a).fill_(float("nan"))
+    z = mk.symmetric_product(a, a, c=a, alpha=0.5, beta=2.0, shifted=(q, 3.0))
+    expected = 0.5 * a.double() @ a.double() + 2 * a.double()
+    assert_near(z, expected, dtype)
+    assert_near(q, expected + 3 * torch.eye(shape[1], device=DEVICE), dtype)
+    y = mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0)
+    assert_near(y, 0.25 * z.double() @ wide - wide, dtype)
+
+
+def test_a_product_of_two_is_symmetric_to_the_last_bit() -> None:
+    a, b = (torch.randn(2, 40, 40, device=DEVICE).half() for _ in range(2))
+    product = mk.symmetric_product(a, b)
+    assert torch.equal(product, product.mT)
+
+
+def test_a_wide_tile_is_two_of_a_square_block() -> None:
+    x = mk.as_batch(torch.randn(1, 80, 24, device=DEVICE).half())
+    if DEVICE == "cpu":
+        wide, square = Tile(16, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
+    else:
+        wide, square = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)
+    torch.testing.assert_close(mk.symmetric_product(x, x, tile=wide), mk.symmetric_product(x, x, tile=square))
+
+
+def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
+    x = torch.randn(3, 5, 7, device=DEVICE).half()
+    batch = mk.as_batch(x)
+    assert batch.stride(1) % 8 == 0
+    torch.testing.assert_close(batch, x, atol=0, rtol=0)
+    aligned = torch.randn(2, 3, 16, 24, device=DEVICE).half()
+    assert mk.as_batch(aligned).data_ptr() == aligned.data_ptr()
+
+
+def test_tile_choice() -> None:
+    """Small matrices alone take small tiles, batches and large ones large tiles; the wide one only for A Aᵀ."""
+    assert symmetric_tile(1024, 1024, 1, 132, True).rows == 64
+    assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
+    assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 256)
+    assert symmetric_tile(8192, 8192, 1, 132, False)[:2] == (128, 128)
+    assert general_tile(4096, 4096, 4096, 1, 132)[:2] == (128, 256)
+    for m in range(1, 600, 13):
+        assert symmetric_tiles(m, Tile(128, 256, 64, 8, 3)) * 128 * 256 * 2 >= m * m
+        assert symmetric_tiles(m, INTERPRETED) == sum(i + 1 for i in range(-(-m // INTERPRETED.rows)))
+
+
+VARIANTS = {
+    "torch": {},
+    "climbing": {"nesterov": False, "maximize": True, "adjust_lr_fn": "match_rms_adamw"},
+    "nanochat": {"beta2": 0.9, "cautious": True, "row_equilibrate": True, "renormalize": True, "eps_mode": "add"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "master"), [("torch", "fp32"), ("climbing", None), ("nanochat", None)], ids=list(VARIANTS)
+)
+def test_grouped_step_equals_plain_torch(name: str, master: str | None) -> None:
+    """Two steps with changing lr, gradients and clip factor; wide, tall, square, split and transposed matrices."""
+    dtype = torch.float32 if master is None else torch.bfloat16
+    shapes = [(20, 70), (72, 16), (33, 33), (2, 8, 24), (48, 24)]
+    views = [None, None, None, None, MatrixView(shape=(48, 24), split=(32, 16))]
+    runs = []
+    for impl in ("triton", "torch"):
+        torch.manual_seed(0)
+        params = [nn.Parameter((0.1 * torch.randn(shape)).to(DEVICE, dtype)) for shape in shapes]
+        params[2] = nn.Parameter(params[2].detach().mT)
+        options = {"ns_dtype": torch.float32, "impl": impl, "master_weights": master, **VARIANTS[name]}
+        optimizer = TritonMuon([{"params": params, "views": views}], **options)
+        for step in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape).to(DEVICE, dtype)
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+            optimizer.step(clip_factor=torch.tensor(0.5, device=DEVICE))
+        runs.append((params, optimizer))
+    (ours, optimizer), (plain, other) = runs
+    for p, q in zip(ours, plain, strict=True):
+        p_state, q_state = optimizer.state[p], other.state[q]
+        values = [(p_state[key], q_state[key]) for key in q_state if key != "second_momentum_buffer"]
+        for x, y in [(p, q), *values]:
+            torch.testing.assert_close(x, y, atol=5e-4 if dtype == torch.float32 else 4e-3, rtol=0)
+
+
+def test_a_step_with_found_inf_changes_nothing() -> None:
+    p = nn.Parameter(torch.randn(16, 24, device=DEVICE))
+    p.grad = torch.randn_like(p)
+    optimizer = TritonMuon([p], impl="triton", beta2=0.9)
+    optimizer.step()
+    before = [p.detach().clone(), *(value.clone() for value in optimizer.state[p].values())]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0, device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    optimizer.step()
+    for value, expected in zip([p, *optimizer.state[p].values()], before, strict=True):
+        torch.testing.assert_close(value, expected, atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1280, 1280), (768, 3072), (3072, 768), (24, 512, 1000)], ids=str)
+def test_default_path_on_a_gpu_is_within_the_limit(shape: tuple[int, ...]) -> None:
+    from optim_kernels import NSConfig, newton_schulz, reference
+
+    x = torch.randn(shape, device="cuda")
+    for name in ("keller", "you", "polar_express_gram"):
+        expected = reference.newton_schulz(x.double(), NSConfig(coefficients=name).triples)
+        result = newton_schulz(x, coefficients=name)
+        assert (result - expected).norm() <= 2.6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_replay_takes_new_hyperparameters_and_gradients() -> None:
+    """The recorded step equals one that is launched, bit by bit, under changing lr, gradients and clip factors."""
+    shapes = [(256, 1024), (1024, 256), (512, 512)] * 2
+    results = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
+        optimizer = TritonMuon(params, lr=torch.tensor(0.02, device="cuda"))
+        for step in range(6):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.param_groups[0]["lr"].fill_(0.02 / (step + 1))
+            if not recorded:
+                optimizer._planner._plans.clear()
+            optimizer.step(clip_factor=torch.tensor(1.0 / (step + 1), device="cuda"))
+        results.append([p.detach().clone() for p in params])
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_synchronise_and_can_be_captured() -> None:
+    p = nn.Parameter(torch.randn(256, 512, device="cuda"))
+    p.grad = torch.randn_like(p)
+    optimizer = TritonMuon([p], lr=torch.tensor(0.1, device="cuda"), capturable=True)
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    twin = nn.Parameter(p.detach().clone())
+    twin.grad = p.grad.clone()
+    other = TritonMuon([twin], lr=0.05)
+    other.load_state_dict(optimizer.state_dict())
+    other.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[0]["lr"].fill_(0.05)
+    graph.replay()
+    other.step()
+    torch.testing.assert_close(p, twin, atol=1e-6, rtol=0)

@@ -1,0 +1,219 @@
+"""Newton–Schulz: coefficient sets, both iterations against fp64, error limits in 16 bits, derivatives, hard inputs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
+from optim_kernels.orthogonalization import TorchProducts, iterate
+
+# The band of result singular values for inputs with σ/‖X‖ ≥ 0.01.
+BANDS = {
+    "keller": (0.68, 1.14),
+    "you": (0.97, 1.04),
+    "polar_express": (0.84, 1.15),
+    "polar_express_gram": (0.84, 1.15),
+    "cans": (0.88, 1.13),
+    "cubic5": (0.77, 1.30),
+}
+# Simulated relative errors at 256×1024 (fp16 products, fp32 sums), Gaussian and log-spaced 1 … 1e-6; limits are 1.3×.
+ERRORS = {
+    ("keller", "standard"): (1.5e-3, 1.2e-2),
+    ("keller", "gram"): (1.7e-3, 2.1e-2),
+    ("you", "standard"): (6.9e-4, 1.1e-2),
+    ("you", "gram"): (9.2e-4, 1.7e-2),
+    ("polar_express", "standard"): (1.2e-3, 1.9e-2),
+    ("polar_express", "gram"): (1.9e-3, 5.2e-2),
+}
+
+
+def matrix(spectrum: Tensor, columns: int, seed: int = 0) -> Tensor:
+    """A fp64 matrix with the given singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(spectrum)
+    u = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=generator))[0]
+    v = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64, generator=generator))[0]
+    return u * spectrum @ v.mT
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    return float((x.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", [name for name in COEFFICIENTS if name != "aol4"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (24, 24), (3, 10, 25), (1, 7), (7, 1), (1, 1), (0, 5)], ids=str)
+def test_both_iterations_are_the_reference_polynomial(name: str, method: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = reference.newton_schulz(x, NSConfig(coefficients=name).triples)
+    torch.testing.assert_close(newton_schulz(x, coefficients=name, method=method), expected, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("name", list(BANDS))
+def test_singular_values_end_in_the_band(name: str) -> None:
+    spectrum = torch.linspace(1.0, 0.03, 20, dtype=torch.float64)
+    x = matrix(spectrum / spectrum.norm(), 40)
+    values = torch.linalg.svdvals(
+        newton_schulz(x, coefficients=name, norm_scale=1.02 if name == "polar_express" else 1)
+    )
+    low, high = BANDS[name]
+    assert low - 5e-3 <= values.min()
+    assert values.max() <= high + 5e-3
+
+
+def test_row_factors_bring_four_steps_near_one() -> None:
+    x = torch.randn(32, 128, dtype=torch.float64)
+    for method in ("standard", "gram"):
+        values = torch.linalg.svdvals(newton_schulz(x, 4, coefficients="aol4", method=method))
+        assert values.min() > 0.9
+        assert values.max() < 1.1
+
+
+@pytest.mark.parametrize(("name", "method"), list(ERRORS), ids=str)
+def test_fp16_error_limits(name: str, method: str) -> None:
+    norm_scale = 1.02 if name == "polar_express" else 1.0
+    inputs = (
+        torch.randn(256, 1024, dtype=torch.float64),
+        matrix(torch.logspace(0, -6, 256, dtype=torch.float64), 1024),
+    )
+    for x, limit in zip(inputs, ERRORS[name, method], strict=True):
+        options = {"coefficients": name, "norm_scale": norm_scale}
+        expected = reference.newton_schulz(x, NSConfig(coefficients=name).triples, norm_scale=norm_scale)
+        result = newton_schulz(x.float(), method=method, compute_dtype=torch.float16, **options)
+        assert relative_error(result, expected) <= 1.3 * limit
+
+
+def test_fp32_error_limit() -> None:
+    for spectrum in (1 / torch.arange(1.0, 65.0).double(), torch.logspace(0, -6, 64, dtype=torch.float64)):
+        x = matrix(spectrum, 256)
+        for method in ("standard", "gram"):
+            expected = reference.newton_schulz(x, NSConfig().triples)
+            assert relative_error(newton_schulz(x.float(), method=method), expected) <= 2e-5
+
+
+def test_intermediate_values_fit_fp16() -> None:
+    """‖S‖₂ ≤ 10 in the standard iteration, entries of Q ≤ 40 in the Gram one, for every set."""
+
+    class Recorded(TorchProducts):
+        largest = 0.0
+
+        def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+            z, q = super().quadratic(r, b, c, a)
+            self.norms.append(float(torch.linalg.matrix_norm(z, 2)))
+            return z, q
+
+        def symmetric_matmul(self, a: Tensor, b: Tensor, /, **options: object) -> Tensor:
+            product = super().symmetric_matmul(a, b, **options)
+            self.largest = max(self.largest, float(product.abs().max()))
+            return product
+
+    x = torch.randn(32, 128, dtype=torch.float64)
+    x = x / x.norm()
+    for name in COEFFICIENTS:
+        for method in ("standard", "gram"):
+            products = Recorded()
+            products.norms = []
+            iterate([x], NSConfig(coefficients=name, steps=4 if name == "aol4" else 5, method=method), products)
+            assert max(products.norms, default=0.0) <= 10
+            assert products.largest <= 40
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps_mode": "add", "norm_scale": 1.02, "eps": 1e-2}, {"eps": 100.0}, {"method": "gram", "restarts": (1,)}],
+    ids=["clamp", "add", "all eps", "gram"],
+)
+def test_gradient(shape: tuple[int, ...], options: dict[str, object]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: newton_schulz(x, 2, **options), x)
+
+
+def test_zero_stays_zero_and_nan_stays_in_its_matrix() -> None:
+    x = torch.randn(3, 8, 20)
+    x[0] = 0
+    x[1, 2, 3] = float("nan")
+    for method in ("standard", "gram"):
+        result = newton_schulz(x, method=method)
+        assert not result[0].any()
+        assert result[1].isnan().all()
+        torch.testing.assert_close(result[2], newton_schulz(x[2], method=method), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_scale_does_not_matter_without_eps(scale: float) -> None:
+    x = torch.randn(12, 30)
+    torch.testing.assert_close(newton_schulz(x * scale, eps=0.0), newton_schulz(x, eps=0.0), atol=1e-5, rtol=0)
+
+
+def test_eps_is_honoured() -> None:
+    x = torch.full((1, 1), 1e-3)
+    assert newton_schulz(x, 0, eps=1e-2).item() == pytest.approx(0.1)
+    assert newton_schulz(x, 0, eps=1e-3, eps_mode="add").item() == pytest.approx(0.5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 12), columns=st.integers(1, 12), seed=st.integers(0, 999))
+def test_symmetries(rows: int, columns: int, seed: int) -> None:
+    """Transposition, and rotation from both sides, pass through."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, dtype=torch.float64, generator=generator)
+    u = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=generator))[0]
+    v = torch.linalg.qr(torch.randn(columns, columns, dtype=torch.float64, generator=generator))[0]
+    result = newton_schulz(x, method="standard")
+    torch.testing.assert_close(newton_schulz(x.mT, method="standard"), result.mT, atol=1e-8, rtol=0)
+    torch.testing.assert_close(newton_schulz(u @ x @ v, method="standard"), u @ result @ v, atol=1e-6, rtol=0)
+
+
+def test_the_input_is_not_changed_and_out_is_filled() -> None:
+    x = torch.randn(6, 9)
+    before, out = x.clone(), torch.empty(9, 6).mT
+    result = newton_schulz(x, out=out)
+    assert result is out
+    torch.testing.assert_close(x, before, atol=0, rtol=0)
+    torch.testing.assert_close(out, newton_schulz(x), atol=0, rtol=0)
+    both = newton_schulz([x, x.mT])
+    torch.testing.assert_close(both[0], both[1].mT, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 100}, "steps"),
+        ({"coefficients": "kepler"}, "keller"),
+        ({"coefficients": "cubic5", "steps": 4}, "take 5 steps"),
+        ({"coefficients": ((1.0, 2.0),)}, "triple"),
+        ({"restarts": (3, 2)}, "restarts"),
+        ({"eps": -1.0}, "eps"),
+        ({"norm_scale": 0.0}, "norm_scale"),
+        ({"method": "newton"}, "method"),
+        ({"eps_mode": "max"}, "eps_mode"),
+        ({"dtype": torch.int32}, "dtype"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NSConfig(**options)
+
+
+def test_bad_inputs() -> None:
+    with pytest.raises(ValueError, match="matrices"):
+        newton_schulz(torch.randn(4))
+    with pytest.raises(TypeError, match="floating"):
+        newton_schulz(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="out has shape"):
+        newton_schulz(torch.randn(2, 3), out=torch.empty(3, 2))
+    with pytest.raises(RuntimeError, match="impl='triton'"):
+        newton_schulz(torch.randn(2, 3, device="meta"), impl="triton")
+
+
+def test_flops_of_the_methods() -> None:
+    """The counts of the docstring, n = 4m: 65, 38 and 47 m³; n = m: 20 m³ both."""
+    m = 8
+    assert NSConfig(method="standard").flops(m, 4 * m) == 65 * m**3
+    assert NSConfig(method="gram").flops(4 * m, m) == 38 * m**3
+    assert NSConfig(method="gram", restarts="accurate").flops(m, 4 * m) == 47 * m**3
+    assert NSConfig(method="gram").flops(m, m) == NSConfig(method="standard").flops(m, m) == 20 * m**3
