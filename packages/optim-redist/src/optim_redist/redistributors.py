@@ -103,7 +103,8 @@ class OptimalRedist(Redistributor):
 
     The search minimises latency, bandwidth and computation as weighted; it supposes that the model never charges less
     for more elements. Block lengths considered for a dimension are 1, those of its two ends, and their multiples and
-    divisors by sizes of mesh axes. ``exchange_*`` straight to the target is always a candidate, so there is always a plan.
+    divisors by sizes of mesh axes. ``exchange_*`` straight to the target is a candidate wherever the target is no
+    larger, and the plan if nothing else stays inside the limits, so there is always one.
 
     Args:
         memory_limit: elements that no rank may exceed at an intermediate distribution.
