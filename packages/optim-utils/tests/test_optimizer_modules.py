@@ -11,7 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optim_utils import BlockInfo, LoadIssue, LoadReport, OptimizerModule, StateLoadError
+from optim_utils import (
+    BlockInfo,
+    LoadIssue,
+    LoadReport,
+    OptimizerModule,
+    StateLoadError,
+    update_param_state_dict_object,
+)
 from optim_utils.low_bit import INT8, UINT8_AFFINE, LowBitTensor, quantize
 
 # shared machines stall: time says nothing about these
@@ -408,15 +415,21 @@ def test_a_subclass_may_load_in_its_own_way():
         def __init__(self) -> None:
             self.value = 0
 
-        def load_state_dict(self, state_dict, store_non_tensors=True, **options):
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state_dict):
             self.value = state_dict["value"] * 10
 
     bag = Bag(own=Own(), t=torch.zeros(1))
+    assert bag.state_dict()["own"] == {"value": 0}
     bag.load_state_dict({"own": {"value": 4}, "t": torch.ones(1)})
     assert bag.own.value == 40
     with pytest.raises(StateLoadError):
         bag.load_state_dict({"own": {"value": 5}, "t": torch.ones(2)})
     assert bag.own.value == 40
+    update_param_state_dict_object({"own": bag.own}, {"own": {"value": 6}})
+    assert bag.own.value == 60
 
 
 def test_the_own_tensors_may_come_back_in_another_order():

@@ -161,8 +161,9 @@ class CombinedLinear(nn.Module):
 
     def _restore_layout(self) -> None:
         """Pad the rows again after torch has copied the parameter into dense memory."""
-        with torch.no_grad():
-            self.combined_weight.data = self._laid_out(self.combined_weight.data)
+        if self.align_rows:
+            with torch.no_grad():
+                self.combined_weight.data = self._laid_out(self.combined_weight.data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CombinedLinear:
         super()._apply(fn, recurse)

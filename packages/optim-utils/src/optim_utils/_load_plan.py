@@ -121,7 +121,9 @@ class LoadPlan:
             return self.add_object(live, loaded, path)
         if isinstance(loaded, Mapping):
             self._loaded(path, live, loaded)
-            self.foreign_loads.append(lambda: load(loaded, self.store_non_tensors))
+            # a method of the class's own need not know options that are not used
+            options = {} if self.store_non_tensors else {"store_non_tensors": False}
+            self.foreign_loads.append(lambda: load(loaded, **options))
         else:
             self._mismatch(path, "type", live, loaded)
         return live

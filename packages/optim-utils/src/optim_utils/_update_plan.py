@@ -85,8 +85,6 @@ def _as_tensor(live: Tensor, loaded: Any) -> Any:
     if live.ndim or not isinstance(loaded, Number):
         return loaded
     number = torch.tensor(loaded)
-    return (
-        number
-        if number.dtype.is_complex or number.dtype.is_floating_point > live.dtype.is_floating_point
-        else (torch.tensor(loaded, dtype=live.dtype))
-    )
+    # int < float < complex: a number must not be of a later kind than the tensor
+    rank = number.is_floating_point() + 2 * number.is_complex()
+    return number if rank > live.is_floating_point() + 2 * live.is_complex() else torch.tensor(loaded, dtype=live.dtype)

@@ -104,6 +104,9 @@ def store(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -
     if isinstance(value, Tensor):
         return value if keep_vars else value.detach()
     if isinstance(value, OptimizerModule):
+        if store_non_tensors and not keep_vars:
+            # a method of the class's own need not know options that are not used
+            return value.state_dict()
         return value.state_dict(keep_vars=keep_vars, store_non_tensors=store_non_tensors)
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
