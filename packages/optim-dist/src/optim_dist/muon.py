@@ -11,13 +11,12 @@ from optim_dist._optimizer import DistOptimizer
 from optim_dist._options import CommonOptions, Options
 from optim_dist._shards import Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
-from optim_kernels.functional.muon import muon_
 from optim_kernels.muon_groups import (
+    MuonEntry,
+    MuonPlanner,
     check_group,
     check_param,
     init_state,
-    ns_config_of,
-    rule_of,
     variant_options,
     view_of,
 )
@@ -25,7 +24,7 @@ from optim_utils.param_groups import MatrixView
 
 
 class MuonRoute:
-    """The update of whole matrices: one call a group, whose options and views decide what a matrix is."""
+    """The update of whole matrices, a bucket at a time; a group's options and views decide what a matrix is."""
 
     def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -33,45 +32,18 @@ class MuonRoute:
         return state
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
-        by_group: dict[int, list[Item]] = {}
+        by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}
         for item in items:
             if not is_missing(item, context):
-                by_group.setdefault(item.shard.group, []).append(item)
-        for chosen in by_group.values():
-            self._update(chosen, context)
-
-    def _update(self, items: Sequence[Item], context: StepContext) -> None:
-        group, states = items[0].group, [item.state for item in items]
-        rule, rounds = rule_of(group), group["stochastic_rounding"]
-        if rounds and (context.found_inf is None or not context.found_inf.item()):
-            for state in states:
-                state["step"] += 1
-        muon_(
-            [item.shard.value for item in items],
-            [item.shard.grad for item in items],
-            [state["momentum_buffer"] for state in states],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            nesterov=rule.nesterov,
-            ns=ns_config_of(group),
-            scale=rule.scale,
-            second_moments=None if group["beta2"] is None else [state["second_momentum_buffer"] for state in states],
-            beta2=group["beta2"] or 0.0,
-            row_equilibrate=rule.row_equilibrate,
-            renormalize=rule.renormalize,
-            cautious=rule.cautious,
-            maximize=rule.maximize,
-            views=[_view(item.shard) for item in items],
-            masters=[state.get("master", state.get("master_low")) for state in states],
+                shard = item.shard
+                entry = MuonEntry(shard.value, shard.grad, item.state, _view(shard), shard.place)
+                by_group.setdefault(shard.group, (item.group, []))[1].append(entry)
+        planner: MuonPlanner = cache.setdefault("planner", MuonPlanner())
+        planner.step(
+            list(by_group.values()),
             clip_factor=context.factor,
             grad_scale=context.grad_scale,
             found_inf=context.found_inf,
-            stochastic_rounding=rounds,
-            seed=group["seed"],
-            steps=[int(state["step"]) for state in states] if rounds else None,
-            indices=[item.shard.place for item in items] if rounds else None,
-            impl=group["impl"],
         )
 
 

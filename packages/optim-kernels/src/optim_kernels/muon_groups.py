@@ -1,10 +1,12 @@
-"""Muon parameter groups for optimizers built on `functional`: options, their checks, and what they mean.
+"""Muon parameter groups for other packages' optimizers: options, their checks, and the step of a list of parameters.
 
-A group is torch's dict of hyperparameters; these functions read it as `functional.muon_`'s arguments.
+A group is torch's dict of hyperparameters. A `MuonPlanner` steps groups with `MuonEntry`s, in grouped launches where
+the kernels run.
 """
 
 from optim_kernels._muon_groups import (
     DEFAULTS,
+    MuonEntry,
     check_group,
     check_param,
     init_state,
@@ -13,9 +15,12 @@ from optim_kernels._muon_groups import (
     variant_options,
     view_of,
 )
+from optim_kernels._muon_planner import MuonPlanner
 
 __all__ = [
     "DEFAULTS",
+    "MuonEntry",
+    "MuonPlanner",
     "check_group",
     "check_param",
     "init_state",
