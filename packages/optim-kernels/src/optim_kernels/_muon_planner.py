@@ -57,6 +57,11 @@ class MuonPlanner:
             plan = self._plan_for(key, batch)
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
 
+    @property
+    def plans(self) -> list[MuonPlan]:
+        """The plans of the latest steps."""
+        return list(self._plans.values())
+
     def _plan_for(self, key: Hashable, batch: _Batch) -> MuonPlan:
         from optim_kernels.functional.muon_plan import MuonPlan
 

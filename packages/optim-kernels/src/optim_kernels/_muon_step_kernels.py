@@ -9,11 +9,11 @@
                   V <- β2 V + (1 − β2)q;  s = rsqrt(max(V, 1e-10));  line factor ρ s ‖O‖/max(‖O s‖, 1e-10)
     update        p <- p − lr (λp + scale · O · factor), or its cautious form
 
-A launch covers the matrices of all parameters. A matrix is stored as `outer` lines of `inner` adjacent elements (rows of
-columns, or the reverse for transposed storage) and cut into 64×64 tiles. X always has its short side first, so the tiles
-of a matrix with more lines than elements a line are transposed on the way. A matrix is a row of an int64 table, a tile a
-row (matrix, first outer, first inner) of an int32 map. Tables tell the compiler nothing, and without a promise it loads
-element by element; ALIGNED promises addresses in multiples of 16 bytes, strides and sizes in multiples of 8 elements.
+A launch covers the matrices of all parameters. A matrix is stored as `outer` lines of `inner` adjacent elements (rows
+of columns, or the reverse for transposed storage) and cut into 64×64 tiles. X always has its short side first, so the
+tiles of a matrix with more lines than elements a line are transposed on the way. A matrix is a row of an int64 table,
+a tile a row (matrix, first outer, first inner) of an int32 map. Tables tell the compiler nothing, and without a promise
+it loads element by element; ALIGNED promises addresses in multiples of 16 bytes, strides and sizes of 8 elements.
 
 Sums of squares are formed relative to a tile's largest power of two and added in fp64, so entries of 1e±30 neither
 vanish nor overflow; every order of addition is fixed. U is formed from the stored B, in the one pass as in the other.

@@ -7,7 +7,7 @@ formulas stand in `optim_kernels.reference.muon`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._optimizer import StatefulOptimizer, check_capture, run_closure, text_table
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
+
+if TYPE_CHECKING:
+    from optim_kernels.functional.muon_plan import MuonPlan
 
 __all__ = ["VARIANTS", "TritonMuon"]
 
@@ -69,6 +72,10 @@ class MuonGroups(StatefulOptimizer, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key not in ("_views", "_planner")}
+
+    def plans(self) -> list[MuonPlan]:
+        """The grouped launches that the latest steps used; empty where plain torch does all."""
+        return self._planner.plans
 
     def _is_muon(self, group: dict[str, Any]) -> bool:
         return True

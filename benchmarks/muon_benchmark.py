@@ -1,0 +1,168 @@
+"""Newton–Schulz on one shape, or the full Muon step of a model's matrices: ours, torch's, the floor.
+
+    python -m benchmarks.muon_benchmark --dim 2048 --dtype float16 --steps 5
+    python -m benchmarks.muon_benchmark --shape 24 1024 4096
+    python -m benchmarks.muon_benchmark --model d20 --semantics nanochat
+
+``--steps`` counts Newton–Schulz steps. The floor is the iteration's flops, symmetric halves counted once, at the rate
+of a large matrix product, and for a step the bytes of its elementwise part. Without a GPU plain torch runs, small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements
+from benchmarks.report import Report, clocks
+from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
+
+PRODUCT_FLOPS_PER_SECOND = 803e12
+COPY_BYTES_PER_SECOND = 4.24e12
+# Relative error against fp64 above which no speed is printed: twice that of bf16 products, and of exact ones.
+ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 2e-5}
+
+
+def main() -> int:
+    arguments = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    measure = measure_step if arguments.model else measure_iteration
+    report = measure(arguments, device)
+    if report is None:
+        return 1
+    report.show()
+    if clocks_now := clocks():
+        print(", ".join(f"{key} {value}" for key, value in clocks_now.items()))
+    if arguments.json:
+        report.save_json(arguments.json)
+    return 0
+
+
+def measure_iteration(arguments: argparse.Namespace, device: str) -> Report | None:
+    """Newton–Schulz of one shape; ``None`` if the result is wrong."""
+    shape = tuple(arguments.shape or (arguments.dim, arguments.dim))
+    if device == "cpu":
+        shape = tuple(min(size, 128) for size in shape)
+    dtype = getattr(torch, arguments.dtype)
+    config = NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
+    size = math.prod(shape) * dtype.itemsize
+    num_sets = min(12, max(1, math.ceil(3 * timing.L2_BYTES / size))) if device == "cuda" else 1
+    inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(num_sets)]
+
+    def ours(x: Tensor) -> Tensor:
+        result: Tensor = newton_schulz(
+            x,
+            config.steps,
+            coefficients=config.coefficients,
+            method=config.method,
+            compute_dtype=dtype if device == "cuda" else None,
+        )
+        return result
+
+    rows: dict[str, Callable[[Tensor], object]] = {"ours": ours, "torch built-in": lambda x: torch_built_in(x, config)}
+    if arguments.peers == "all" and device == "cuda":
+        rows["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config))
+    error = relative_error(ours(inputs[0]), inputs[0], config)
+    if not error <= ERROR_LIMITS[device]:
+        print(f"Newton–Schulz is wrong: relative error {error:.3g}; no speed is printed")
+        return None
+    flops = config.flops(*shape[-2:]) * math.prod(shape[:-2])
+    floor = 1e3 * flops / PRODUCT_FLOPS_PER_SECOND
+    report = Report(f"Newton–Schulz, {config.steps} steps, {shape}, {arguments.dtype}")
+    for name, function in rows.items():
+        calls = [lambda x=x, function=function: function(x) for x in inputs]
+        row: dict[str, Any] = {}
+        if device == "cuda":
+            row = {"graph_ms": timing.graph_ms(calls), "flushed_ms": timing.flushed_ms(calls[0])}
+        row["wall_ms"] = timing.wall_ms(calls)
+        first = next(iter(row.values()))
+        report.add(what=name, **row, floor_ms=floor, of_floor=first / floor, useful_TF=flops / first / 1e9)
+    report.add(what="relative error of ours", note=f"{error:.3g}")
+    return report
+
+
+def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
+    """The iteration as torch.optim.Muon writes it, on batches too: dense products, no use of symmetry."""
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
+    for a, b, c in config.triples:
+        gram = y @ y.mT
+        s = b * gram + c * (gram @ gram)
+        y = a * y + s @ y
+    return y.mT if x.shape[-2] > x.shape[-1] else y
+
+
+def relative_error(result: Tensor, x: Tensor, config: NSConfig) -> float:
+    """Against the fp64 run; of a batch, the first matrix."""
+    first = (0,) * (x.ndim - 2)
+    expected = reference.newton_schulz(x[first].double(), config.triples)
+    return float((result[first].double() - expected).norm() / expected.norm())
+
+
+def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
+    """The step of a model's matrices; ``None`` if ours and torch's part further than bf16 products explain."""
+    shapes = muon_shapes(model_shapes(arguments.model if device == "cuda" else "tiny"))
+    dtype = getattr(torch, arguments.dtype)
+    makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {}
+    if arguments.semantics == "torch":
+        makers["TritonMuon"] = lambda params: TritonMuon(params)
+        makers["torch.optim.Muon"] = lambda params: torch.optim.Muon(params)
+    else:
+        makers["TritonMuonAdamW"] = lambda params: TritonMuonAdamW([{"params": params, "kind": "muon"}])
+    report = Report(f"Muon step, {arguments.model}, {arguments.dtype}, {arguments.semantics} semantics")
+    config = NSConfig(coefficients="keller" if arguments.semantics == "torch" else "polar_express")
+    flops = sum(config.flops(*shape) for shape in shapes)
+    # read p, g and B, write p and B; with NorMuon the update O is read once more, in 16 bits
+    size = num_elements(shapes) * (5 * dtype.itemsize + (0 if arguments.semantics == "torch" else 2))
+    floor = 1e3 * (flops / PRODUCT_FLOPS_PER_SECOND + size / COPY_BYTES_PER_SECOND)
+    results = []
+    for name, make in makers.items():
+        params = make_parameters(shapes, dtype, device)
+        optimizer = make(params)
+        optimizer.step()
+        results.append([p.detach().float().clone() for p in params])
+        row = {"wall_ms": timing.wall_ms([optimizer.step])}
+        if device == "cuda":
+            row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
+        launches = sum(plan.launches for plan in plans_of(optimizer))
+        report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
+    if len(results) == 2:
+        apart = max(float((p - q).norm() / p.norm()) for p, q in zip(*results))
+        if not apart <= 1e-2:
+            print(f"ours and torch's step differ by {apart:.3g}; no speed is printed")
+            return None
+    return report
+
+
+def plans_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The grouped launches of one of our optimizers; none of torch's."""
+    return optimizer.plans() if isinstance(optimizer, TritonMuon | TritonMuonAdamW) else []
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=2048, help="one square matrix of this size")
+    parser.add_argument("--shape", type=int, nargs="+", help="a matrix, or a batch of matrices, of this shape")
+    parser.add_argument("--model", help="the matrices of gpt2_124m, gpt2_1.56b, d20 or tiny, full step")
+    parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])
+    parser.add_argument("--dtype", help="float16 (one shape), bfloat16 (a model) or float32")
+    parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
+    parser.add_argument("--coefficients", default="keller")
+    parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
+    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all adds torch.compile")
+    parser.add_argument("--json", help="write rows, machine and versions to this file")
+    arguments = parser.parse_args()
+    if arguments.dtype is None:
+        arguments.dtype = "bfloat16" if arguments.model else "float16"
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
