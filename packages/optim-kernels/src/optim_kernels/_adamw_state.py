@@ -3,6 +3,8 @@
     state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
     None              the parameter's dtype, as torch
     one dtype, or a pair (first, second)
+    "int8"            OCTAL8 and OCTAL_MOMENT8 of optim_utils.low_bit, an fp32 scale for 256 codes;
+                      fp32 for parameters under 4096 elements, and for max_exp_avg_sq
     master_weights    beside the parameter
     "fp32"            master: its fp32 value, of which the parameter is the rounding
     "split16"         master_low: the int16 that the bf16 parameter lacks to be an fp32 number (optim_utils.rounding)
@@ -17,20 +19,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from optim_utils.low_bit import OCTAL8, OCTAL_MOMENT8, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
-StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | None
+StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | Literal["int8"] | None
 MasterWeights = Literal["fp32", "split16"] | None
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_FORMATS: dict[str, LowBitFormat] = {"exp_avg": OCTAL8, "exp_avg_sq": OCTAL_MOMENT8}
+_LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: Any) -> None:
     """Raise unless ``param`` can be stored that way."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
-    if len(pair) != 2 or not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair):
-        raise ValueError(f"state_dtype must be None, a floating dtype or a pair of such, got {state_dtype!r}")
+    if state_dtype != "int8" and (
+        len(pair) != 2 or not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair)
+    ):
+        raise ValueError(f"state_dtype must be None, a floating dtype, a pair of such or 'int8', got {state_dtype!r}")
     if master_weights not in (None, "fp32", "split16"):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {master_weights!r}")
     allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights)
@@ -42,9 +49,12 @@ def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: An
 
 
 def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of the first and the second moment of ``param``."""
+    """The dtypes of the first and the second moment of ``param``; ``torch.uint8`` stands for 8-bit codes."""
     if state_dtype is None:
         return param.dtype, param.dtype
+    if state_dtype == "int8":
+        dtype = torch.uint8 if has_codes(param) else torch.float32
+        return dtype, dtype
     return state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
 
 
@@ -55,10 +65,14 @@ def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
     return {
         "param": param.dtype,
         "grad": param.dtype if param.grad is None else param.grad.dtype,
-        "exp_avg": state["exp_avg"].dtype if state else first,
-        "exp_avg_sq": state["exp_avg_sq"].dtype if state else second,
+        "exp_avg": _stored(state["exp_avg"]) if state else first,
+        "exp_avg_sq": _stored(state["exp_avg_sq"]) if state else second,
         "master": master,
     }
+
+
+def _stored(moment: Tensor) -> torch.dtype:
+    return torch.uint8 if isinstance(moment, LowBitTensor) else moment.dtype
 
 
 def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -> float:
@@ -66,20 +80,25 @@ def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -
     sizes = {key: 0 if dtype is None else dtype.itemsize for key, dtype in dtypes.items()}
     # beside an fp32 master the parameter is only written
     param = sizes["param"] * (1 if dtypes["master"] == torch.float32 else 2)
-    moments = sizes["exp_avg"] + sizes["exp_avg_sq"] * (2 if amsgrad else 1)
+    codes = dtypes["exp_avg_sq"] == torch.uint8
+    moments = sizes["exp_avg"] + sizes["exp_avg_sq"] + (8 / 256 if codes else 0)
+    if amsgrad:
+        moments += 4 if codes else sizes["exp_avg_sq"]
     return param + sizes["grad"] + 2 * moments + 2 * sizes["master"]
+
+
+def has_codes(param: Tensor) -> bool:
+    """Whether 8-bit moments of ``param`` are codes: it is large enough, and in row-major order as their blocks are."""
+    return param.numel() >= _LEAST_CODES and param.is_contiguous()
 
 
 def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device) -> dict[str, Any]:
     """The state of a parameter that has not been stepped."""
-    first, second = moment_dtypes(param, group["state_dtype"])
-    state: dict[str, Any] = {
-        "step": torch.zeros((), dtype=torch.float32, device=step_device),
-        "exp_avg": torch.zeros_like(param, dtype=first, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, dtype=second, memory_format=torch.preserve_format),
-    }
-    if group["amsgrad"]:
-        state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=second, memory_format=torch.preserve_format)
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    for key, dtype in _dtypes(param, group).items():
+        float_dtype = torch.float32 if dtype == torch.uint8 else dtype
+        zeros = torch.zeros_like(param, dtype=float_dtype, memory_format=torch.preserve_format)
+        state[key] = quantize(zeros, _FORMATS[key]) if dtype == torch.uint8 else zeros
     return state | _new_master(param, group["master_weights"])
 
 
@@ -87,26 +106,56 @@ def placed_state(
     param: Tensor, group: dict[str, Any], saved: dict[str, Any], *, step_device: torch.device
 ) -> dict[str, Any]:
     """A loaded state, of torch's AdamW or of ours in any format, in the format of this group."""
-    dtypes = dict(zip(_MOMENTS, (*moment_dtypes(param, group["state_dtype"]), None)))
-    dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]
+    dtypes = _dtypes(param, group)
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":
             state[key] = torch.as_tensor(value, dtype=torch.float32).reshape(()).to(step_device, copy=True)
         elif key in dtypes:
-            state[key] = value.to(device=param.device, dtype=dtypes[key])
-        elif key not in ("master", "master_low"):
+            state[key] = _placed_moment(param, key, value, dtypes[key])
+        elif key not in ("master", "master_low", *_MOMENTS):
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
-        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
     return state | _placed_master(param, group["master_weights"], saved)
 
 
 def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
     return {"step": state["step"].to("cpu", copy=True)} | {
-        key: state[key].to(param.dtype) for key in _MOMENTS if key in state
+        key: as_float(state[key]).to(param.dtype) for key in _MOMENTS if key in state
     }
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a checkpoint keeps it: codes and scales as tensors of their own."""
+    return {key: to_plain(value) if isinstance(value, LowBitTensor) else value for key, value in state.items()}
+
+
+def as_float(moment: Tensor) -> Tensor:
+    """A moment as a tensor of numbers, whatever it is stored as."""
+    return moment.dequantize() if isinstance(moment, LowBitTensor) else moment
+
+
+def _dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The dtype of each moment; 8-bit codes cannot hold a running maximum, which would round up and never fall."""
+    first, second = moment_dtypes(param, group["state_dtype"])
+    dtypes = {"exp_avg": first, "exp_avg_sq": second}
+    if group["amsgrad"]:
+        dtypes["max_exp_avg_sq"] = torch.float32 if second == torch.uint8 else second
+    return dtypes
+
+
+def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """A loaded moment, also one in plain form, on the parameter's device and in ``dtype``."""
+    moment: Tensor = (from_plain(value) if isinstance(value, dict) else value).to(param.device)
+    if moment.shape != param.shape:
+        raise ValueError(f"the loaded {key} has shape {tuple(moment.shape)}, its parameter {tuple(param.shape)}")
+    if dtype != torch.uint8:
+        return as_float(moment).to(dtype)
+    if isinstance(moment, LowBitTensor) and moment.fmt == _FORMATS[key]:
+        return moment
+    return quantize(as_float(moment).float(), _FORMATS[key])
 
 
 def _new_master(param: Tensor, master_weights: MasterWeights) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
+from optim_utils.low_bit import LowBitTensor
 
 
 def step_with_torch(
@@ -35,7 +36,7 @@ def step_with_torch(
 def _is_plain(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> bool:
     """Whether torch's code can work on these states: every tensor in its parameter's dtype, nothing but torch's."""
     return not group["stochastic_rounding"] and all(
-        key == "step" or value.dtype == param.dtype
+        key == "step" or (value.dtype == param.dtype and not isinstance(value, LowBitTensor))
         for param, state in zip(params, states)
         for key, value in state.items()
     )

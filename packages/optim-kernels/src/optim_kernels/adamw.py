@@ -19,6 +19,7 @@ from optim_kernels._adamw_state import (
     moment_dtypes,
     new_state,
     placed_state,
+    plain_state,
     stored_dtypes,
     torch_state,
 )
@@ -44,7 +45,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable: as in torch.
         fused: ``None`` takes the kernels where they run, ``True`` demands them, ``False`` asks for plain torch.
-        state_dtype: dtype of the moments: ``None`` (the parameter's), one dtype, or a pair (first, second).
+        state_dtype: dtype of the moments: ``None`` (the parameter's), one dtype, a pair (first, second), or ``"int8"``
+            for 8-bit codes, which plain torch updates (the kernels do not know them yet).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits.
         stochastic_rounding: round bf16 parameters and moments at random, so that small steps count on average.
         seed: key of the random bits; the parameter's place is the other half of the key.
@@ -287,6 +289,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: step counts on the CPU, unless the group is ``capturable`` or ``fused``."""
         content = super().state_dict()
+        content["state"] = {key: plain_state(state) for key, state in content["state"].items()}
         for group in content["param_groups"]:
             if group["capturable"] or group["fused"]:
                 continue
@@ -387,7 +390,7 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
     if reason is not None:
         return reason
     if any(dtype not in KERNEL_DTYPES for dtype in moment_dtypes(param, group["state_dtype"])):
-        return "its moments are not in fp32, fp16 or bf16"
+        return "the kernels take moments in fp32, fp16 and bf16"
     return None if is_dense(local) else "its elements are not dense in memory"
 
 

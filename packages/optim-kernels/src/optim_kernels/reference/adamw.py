@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from optim_utils.low_bit import LowBitTensor, quantize
 from optim_utils.rounding import join_master, packed_philox_uint16, round_with_bits, split_master
 
 Scalar = float | Tensor
@@ -121,8 +122,8 @@ def adamw_(
         new_p, new_m, new_v, new_w = adamw_update(
             read_param(p, master),
             g,
-            m.to(wide),
-            v.to(wide),
+            read(m, wide),
+            read(v, wide),
             None if w is None else w.to(wide),
             step=step,
             scalars=each_scalars[i],
@@ -207,6 +208,11 @@ def read_param(p: Tensor, master: Tensor | None) -> Tensor:
     return join_master(p, master) if master.dtype == torch.int16 else master
 
 
+def read(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """A stored moment as numbers of ``dtype``; 8-bit codes are decoded."""
+    return stored.dequantize(dtype) if isinstance(stored, LowBitTensor) else stored.to(dtype)
+
+
 def write_param(p: Tensor, master: Tensor | None, value: Tensor, bits: Rounding | None) -> None:
     """Store ``value`` in the parameter and, where there is one, the rest of it in the master."""
     if master is None:
@@ -222,7 +228,9 @@ def write_param(p: Tensor, master: Tensor | None, value: Tensor, bits: Rounding 
 
 def write(stored: Tensor, value: Tensor, bits: Rounding | None, stream: int) -> None:
     """Store ``value`` rounded once: at random into bf16 when ``bits`` are given, else to nearest."""
-    if bits is not None and stored.dtype == torch.bfloat16:
+    if isinstance(stored, LowBitTensor):
+        value = quantize(value, stored.fmt, dtype=stored.dtype)
+    elif bits is not None and stored.dtype == torch.bfloat16:
         value = round_with_bits(value, stored.dtype, _random_bits(stored, bits, stream))
     stored.copy_(value)
 

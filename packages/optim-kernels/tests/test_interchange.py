@@ -1,0 +1,144 @@
+"""States go to and from torch.optim.AdamW, and between this package's formats, through files and without loss."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_kernels import TritonAdamW
+from optim_utils.low_bit import LowBitTensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "fp32": {"state_dtype": torch.float32},
+    "pair": {"state_dtype": (torch.bfloat16, torch.float32)},
+    "int8": {"state_dtype": "int8"},
+    "master": {"state_dtype": torch.float32, "master_weights": "fp32"},
+    "split16": {"state_dtype": torch.float32, "master_weights": "split16"},
+}
+
+
+def make(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in ((80, 70), (9,))]
+
+
+def steps(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], count: int, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        optimizer.step()
+
+
+def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)  # type: ignore[no-any-return]
+
+
+def test_default_state_is_torchs_both_ways() -> None:
+    ours, theirs = make(torch.float32), make(torch.float32)
+    first, second = TritonAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    steps(first, ours, 3)
+    steps(second, theirs, 3)
+    swapped, back = TritonAdamW(theirs, lr=1.0), torch.optim.AdamW(ours, lr=1.0)
+    swapped.load_state_dict(through_file(second.state_dict()))
+    back.load_state_dict(through_file(first.state_dict()))
+    assert swapped.param_groups[0]["lr"] == 1e-2
+    steps(swapped, theirs, 3, seed=2)
+    steps(back, ours, 3, seed=2)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
+def test_any_format_loads_into_any(source: str, target: str) -> None:
+    params = make()
+    old = TritonAdamW(params, **FORMATS[source])
+    steps(old, params, 2)
+    new = TritonAdamW(params, **FORMATS[target])
+    fresh = TritonAdamW(make(), **FORMATS[target])
+    steps(fresh, [p for _, p in fresh._parameters()], 1)
+    new.load_state_dict(through_file(old.state_dict()))
+    for p, like in zip(params, (p for _, p in fresh._parameters())):
+        found, expected = new.state[p], fresh.state[like]
+        assert found.keys() == expected.keys()
+        for key in found:
+            assert type(found[key]) is type(expected[key]), key
+            assert found[key].dtype == expected[key].dtype, key
+        assert int(found["step"]) == 2
+        torch.testing.assert_close(number(found["exp_avg"]), number(old.state[p]["exp_avg"]), rtol=0.02, atol=0.02)
+    steps(new, params, 1)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_own_format_is_kept_to_the_bit(source: str) -> None:
+    params = make()
+    old = TritonAdamW(params, **FORMATS[source])
+    steps(old, params, 2)
+    new = TritonAdamW(params, **FORMATS[source])
+    new.load_state_dict(through_file(old.state_dict()))
+    for p in params:
+        for key, value in old.state[p].items():
+            kept = new.state[p][key]
+            if isinstance(value, LowBitTensor):
+                assert torch.equal(kept.codes, value.codes)
+                assert torch.equal(kept.scale, value.scale)
+            else:
+                assert torch.equal(kept, value), key
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_torch_loads_to_torch_state_dict(source: str) -> None:
+    params = make()
+    ours = TritonAdamW(params, amsgrad=True, **FORMATS[source])
+    steps(ours, params, 2)
+    theirs = torch.optim.AdamW(params, amsgrad=True)
+    theirs.load_state_dict(through_file(ours.to_torch_state_dict()))
+    assert theirs.state[params[0]].keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    assert theirs.param_groups[0].keys() == torch.optim.AdamW(make()).param_groups[0].keys()
+    steps(theirs, params, 1)
+
+
+def test_integer_steps_and_corrupt_states() -> None:
+    params = make()
+    old = TritonAdamW(params, state_dtype="int8")
+    steps(old, params, 2)
+    saved = old.state_dict()
+    saved["state"][0]["step"] = 7
+    new = TritonAdamW(params, state_dtype="int8")
+    new.load_state_dict(saved)
+    assert int(new.state[params[0]]["step"]) == 7
+    del saved["state"][0]["exp_avg"]["scale"]
+    with pytest.raises(ValueError, match="scale"):
+        TritonAdamW(params, state_dtype="int8").load_state_dict(saved)
+
+
+def test_int8_trains_as_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 64, generator=generator)
+    targets = inputs @ torch.randn(64, 64, generator=generator) + torch.randn(256, 64, generator=generator)
+    losses = []
+    for state_dtype in (torch.float32, "int8"):
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = TritonAdamW([weight], lr=0.05, state_dtype=state_dtype, weight_decay=0.0)
+        loss = torch.zeros(())
+        for _ in range(300):
+            loss = (inputs @ weight - targets).square().mean()
+            weight.grad = torch.autograd.grad(loss, weight)[0]
+            optimizer.step()
+        losses.append(loss.item())
+    assert abs(losses[1] - losses[0]) <= 0.01 * losses[0]
+
+
+def number(moment: Tensor) -> Tensor:
+    return moment.dequantize().float() if isinstance(moment, LowBitTensor) else moment.float()
