@@ -95,10 +95,14 @@ def rows_low_bit(device: str) -> Rows:
         check(error < (0.3 if fmt.bits == 4 else 0.06), f"{name} decodes with relative error {error:.2g}")
         num_bytes = values.nbytes + values.numel() * fmt.bytes_per_element
         for how, encode in variants(lambda values, fmt=fmt: quantize(values, fmt), device):
-            check(torch.equal(encode(values).codes, q.codes), f"{name} {how}: other codes")
-            yield against_copy(f"quantize {name}", how, wall_ms([partial(encode, values)]), num_bytes, speed, 60)
+            # inductor divides with an error of 2 ulp on a GPU, so a number between two codes may go the other way
+            different = 1e6 * (encode(values).codes != q.codes).double().mean().item()
+            check(different < 100, f"{name} {how}: {different:.0f} codes in a million differ")
+            row = against_copy(f"quantize {name}", how, wall_ms([partial(encode, values)]), num_bytes, speed, 60)
+            yield row | {"other codes, ppm": different}
         for how, decode in variants(lambda q: dequantize(q), device):
-            check(torch.equal(decode(q), dequantize(q)), f"{name} {how}: other numbers")
+            close = torch.isclose(decode(q), dequantize(q), rtol=1e-6, atol=0)
+            check(bool(close.all()), f"{name} {how}: other numbers")
             yield against_copy(f"dequantize {name}", how, wall_ms([partial(decode, q)]), num_bytes, speed, 80)
 
 

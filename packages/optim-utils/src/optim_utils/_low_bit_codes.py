@@ -275,17 +275,25 @@ def _float8(dtype: torch.dtype) -> Code:
 
 
 def _table(numbers: list[float], zero: int) -> Code:
-    """Codes of an ascending table, counted from its zero and modulo its length."""
+    """Codes of a short ascending table, counted from its zero and modulo its length.
+
+    By comparisons, not by gathering: a table on a GPU would be copied there at each call.
+    """
     count = len(numbers)
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(numbers)]
-    by_code = numbers[zero:] + numbers[:zero]
+    middles = [_fp32((a + b) / 2) for a, b in itertools.pairwise(numbers)]
+    by_code = [_fp32(number) for number in numbers[zero:] + numbers[:zero]]
 
     def encode(y: Tensor) -> Tensor:
-        table = torch.tensor(middles, dtype=torch.float32, device=y.device)
-        return (torch.bucketize(y.contiguous(), table, out_int32=True, right=True) - zero) % count
+        rank = torch.zeros_like(y, dtype=torch.int32)
+        for middle in middles:
+            rank = rank + (y >= middle)
+        return (rank - zero) % count
 
     def decode(code: Tensor) -> Tensor:
-        return torch.tensor(by_code, dtype=torch.float32, device=code.device)[code]
+        decoded = torch.full_like(code, by_code[0], dtype=torch.float32)
+        for other, number in enumerate(by_code[1:], start=1):
+            decoded = torch.where(code == other, number, decoded)
+        return decoded
 
     return Code(1.0, encode, decode, count=count)
 
