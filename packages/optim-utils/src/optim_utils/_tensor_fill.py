@@ -44,10 +44,11 @@ def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
     The loaded tensors may be the live ones in another order: what would be overwritten before it is read is copied.
     """
-    written = {_memory(live)[0] for live, _ in pairs}
+    memories = [(_memory(live), _memory(loaded)) for live, loaded in pairs]
+    written = {target[0] for target, _ in memories}
     sources = [
-        loaded.clone() if _memory(loaded)[0] in written and _memory(loaded) != _memory(live) else loaded
-        for live, loaded in pairs
+        loaded.clone() if source[0] in written and source != target else loaded
+        for (_, loaded), (target, source) in zip(pairs, memories)
     ]
     for (live, _), source in zip(pairs, sources):
         _fill(live, source)
