@@ -131,7 +131,12 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] = ()) -> None:
-        """Launch on the current stream with the kernel's tensors, then its numbers, in the order of its signature."""
+        """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(tensors, numbers)
+            return
         if self._compiled is not None:
             self._compiled[self._grid](*[tensor.data_ptr() for tensor in tensors], *numbers, *self._constants)
             return
