@@ -28,6 +28,8 @@ PYTEST = ("python", "-m", "pytest", "-q", "--timeout=600")
 
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "no"  # a reused environment hides undeclared imports
+nox.options.parallel = 2
+nox.options.allow_parallel = True
 nox.options.sessions = ["lint", "typecheck", "tests", "together", "wheels"]
 
 # uv does not read pip's variable; a CPU build of torch that lies there is what every session should use.

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     results = [
         _run(arm, lr, settings, corpus, options, display)
         for arm in options.arms
-        for lr in (SWEEP[arm] if options.sweep else [options.lr or TUNED[options.model][arm]])
+        for lr in _learning_rates(arm, options)
     ]
     if is_first_rank and all(r.history.validation for r in results):
         display.table(HEADER, [r.row() for r in results])
@@ -70,6 +70,11 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     if dist.is_initialized():
         dist.destroy_process_group()
     return results
+
+
+def _learning_rates(arm: str, options: argparse.Namespace) -> list[float]:
+    lr = options.lr or TUNED[options.model][arm]
+    return [factor * lr for factor in SWEEP] if options.sweep else [lr]
 
 
 def _run(
@@ -131,7 +136,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="small", help="size of the GPT (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=list(TITLES), default=list(TITLES), help="what to train")
     parser.add_argument("--lr", type=float, help="learning rate of the arms (default: the tuned one of each)")
-    parser.add_argument("--sweep", action="store_true", help="train every arm at three learning rates")
+    parser.add_argument("--sweep", action="store_true", help="train every arm at half, once and twice its rate")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all ranks")
     parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
