@@ -1,7 +1,7 @@
 """The two arms of the comparison: this project's Muon + AdamW, and ``torch.optim.AdamW``.
 
-Each is tuned as well as the other: ``--sweep`` trains both at half, once and twice the learning rate in ``TUNED``, which
-is the best of the three. Both arms see the same batches, schedule, initial weights and weight decay of zero.
+Each is tuned as well as the other: ``--sweep`` trains both at half, once and twice the learning rate in ``TUNED``,
+which is the best of the three. Both see the same batches, schedule, initial weights and weight decay of zero.
 """
 
 from __future__ import annotations
