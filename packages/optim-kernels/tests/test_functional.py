@@ -129,6 +129,13 @@ def test_present_and_shared_steps() -> None:
     assert int(shared.steps[0]) == 8
 
 
+def test_a_step_count_that_two_launches_would_advance_is_refused() -> None:
+    problem = Problem((FP32, FP32, FP32, FP32))
+    problem.lists["params"][1] = problem.lists["params"][1].bfloat16()
+    with pytest.raises(ValueError, match=r"params\[0\] and params\[1\] share a step count"):
+        adamw_(grads=problem.grads, steps=problem.steps[0], impl="triton", **problem.lists, **OPTIONS)
+
+
 def test_hyperparameters_of_each_tensor() -> None:
     problem = Problem((FP32, FP32, FP32, FP32))
     problem.run(

@@ -114,6 +114,7 @@ class AdamWPlan:
         for tensor, grad in zip(tensors, grads, strict=True):
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
+        _check_shared_steps(tensors, grads)
         self._launches = [_AdamWLaunch(members, grads) for members in by_signature.values()]
         self._planned = planned
         self.num_tensors = count
@@ -272,6 +273,20 @@ class _Tensor:
         )
 
 
+def _check_shared_steps(tensors: Sequence[_Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none."""
+    first: dict[int, tuple[int, Any]] = {}
+    for tensor, grad in zip(tensors, grads):
+        flag = None if tensor.present is None else tensor.present.data_ptr()
+        kind = tensor.signature(grad), flag
+        place, other = first.setdefault(tensor.step.data_ptr(), (tensor.place, kind))
+        if other != kind:
+            raise ValueError(
+                f"params[{place}] and params[{tensor.place}] share a step count, but differ in dtypes, options or "
+                "'present'; give each its own step tensor"
+            )
+
+
 class _AdamWLaunch:
     """The tensors of one signature: their tables and the compiled kernel."""
 
@@ -286,6 +301,8 @@ class _AdamWLaunch:
         self._records, self._grads, self._hyperparameters = (DeviceTable(self._device) for _ in range(3))
         self._places = [member.place for member in members]
         self._key: list[Any] = []
+        # learning rates on the device, kept while the launch may read them
+        self._rates: list[Scalar] = []
         # gradients that had to be brought into their parameter's layout, kept while the launch may read them
         self.copies: list[Tensor] = []
         self._aligned: list[bool] | None = None
@@ -387,10 +404,12 @@ class _AdamWLaunch:
     ) -> None:
         """Launch on the current stream."""
         rows = array("d")
-        for each in scalars:
-            rows.extend(hyperparameter_row(each))
+        self._rates = [self._readable(each.lr) for each in scalars]
+        for each, lr in zip(scalars, self._rates):
+            rows.extend(hyperparameter_row(each._replace(lr=lr)))
         self._hyperparameters.update(rows)
-        keep_for_graphs(self._chunks.owners, self._counters, self._one, self._zero, *self.copies)
+        rates = [lr for lr in self._rates if isinstance(lr, Tensor)]
+        keep_for_graphs(self._chunks.owners, self._counters, self._one, self._zero, *rates, *self.copies)
         self._launch(
             (
                 self._chunks.owners,
@@ -404,6 +423,12 @@ class _AdamWLaunch:
             ),
             (self._chunks.num_chunks, self._chunks.num_full),
         )
+
+    def _readable(self, lr: Scalar) -> Scalar:
+        """A learning rate that the kernel can read: fp32 on its device, or a number."""
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            return lr.to(device=self._device, dtype=torch.float32)
+        return lr
 
     def _on_device(self, value: Tensor | None, neutral: Tensor) -> Tensor:
         return neutral if value is None else value.to(device=self._device, dtype=torch.float32)
