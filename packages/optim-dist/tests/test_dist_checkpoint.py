@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from dist_cases import assert_equal, assert_same_state, normal
+from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
 from torch import nn
 
 from optim_dist import TritonDistMuonAdamW, checkpoint
@@ -40,8 +40,8 @@ class Model(nn.Module):
         return self.head(x).logsumexp(-1).mean() + self.empty.sum() + self.frozen.sum()
 
 
-def build(**options):
-    model = Model()
+def build(device="cpu", **options):
+    model = Model().to(device)
     matrices = [p for name, p in model.named_parameters() if name.startswith(("layers", "wide")) and p.ndim == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -52,7 +52,7 @@ def build(**options):
 def steps(model, optimizer, rank, numbers):
     for number in numbers:
         tokens = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(100 * number + rank))
-        model(tokens).backward()
+        model(tokens.to(device_of(rank))).backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -62,14 +62,14 @@ def steps(model, optimizer, rank, numbers):
 
 def everything(model, optimizer):
     return {
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "model": {name: value.cpu().clone() for name, value in model.state_dict().items()},
         "state": optimizer.full_state_dict(),
         "lr": [group["lr"] for group in optimizer.param_groups],
     }
 
 
 def save_after_steps(rank, world_size, folder):
-    model, optimizer = build()
+    model, optimizer = build(device_of(rank))
     steps(model, optimizer, rank, range(2))
     checkpoint.save(f"{folder}/from-{world_size}", model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
     saved = everything(model, optimizer)
@@ -80,7 +80,7 @@ def save_after_steps(rank, world_size, folder):
 def load_each(rank, world_size, folder, saved_sizes):
     results = []
     for size in saved_sizes:
-        model, optimizer = build()
+        model, optimizer = build(device_of(rank))
         extra = checkpoint.load(f"{folder}/from-{size}", model, optimizer)
         assert extra["step"] == 2
         assert torch.equal(extra["rng"], torch.arange(3))
@@ -108,16 +108,26 @@ def checkpoints(tmp_path_factory):
     return folder, {size: run_ranks(save_after_steps, size, str(folder)) for size in SIZES}
 
 
-def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
-    folder, saved = checkpoints
-    for world_size in (*SIZES, 6):
-        loaded = run_ranks(load_each, world_size, str(folder), SIZES)
-        for place, size in enumerate(SIZES):
+def check_every_pair(folder, saved, world_sizes, backend="gloo"):
+    for world_size in world_sizes:
+        loaded = run_ranks(load_each, world_size, str(folder), tuple(saved), backend=backend)
+        for place, size in enumerate(saved):
             before, after = saved[size][0]
             for rank in range(world_size):
                 assert_everything(loaded[rank][place][0], before, with_state=rank == 0)
             if size == world_size:
                 assert_everything(loaded[0][place][1], after)
+
+
+def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
+    check_every_pair(*checkpoints, (*SIZES, 6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_loads_bitwise_on_devices(backend, tmp_path):
+    sizes = world_sizes(backend)
+    saved = {size: run_ranks(save_after_steps, size, str(tmp_path), backend=backend) for size in sizes}
+    check_every_pair(tmp_path, saved, sizes, backend)
 
 
 def test_latest_is_what_was_finished_last(checkpoints, tmp_path):

@@ -95,8 +95,15 @@ def check_model(model: nn.Module | None) -> None:
             )
 
 
-def check_parameters(found: Sequence[Entry], world_size: int) -> None:
-    """Refuse what has no place in a bucket, all findings in one error."""
+def check_parameters(found: Sequence[Entry], communicator: Communicator) -> None:
+    """Refuse what has no place in a bucket: all findings of all ranks in one error on every rank."""
+    gathered = communicator.gather_json(_findings(found, communicator.world_size))
+    findings = dict.fromkeys(finding for rank in gathered for finding in rank)
+    if findings:
+        raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
+
+
+def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
     findings = []
     owners: list[tuple[str, int, int, str]] = []
     names: set[str] = set()
@@ -123,8 +130,7 @@ def check_parameters(found: Sequence[Entry], world_size: int) -> None:
     for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(owners):
         if device == next_device and begin < end:
             findings.append(f"{name} and {next_name} overlap in memory; tie parameters by using one object twice")
-    if findings:
-        raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
+    return findings
 
 
 def check_plan(plan: Plan, communicator: Communicator) -> None:

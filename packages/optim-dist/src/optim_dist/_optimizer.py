@@ -110,7 +110,7 @@ class DistOptimizer(Optimizer):
     def _extend(self, found: Sequence[construction.Entry]) -> None:
         """Plan ``found`` behind what is planned already, and move it into buckets."""
         communicator, options, first_new = self._communicator, self._options, len(self.plan.buckets)
-        construction.check_parameters(found, communicator.world_size)
+        construction.check_parameters(found, communicator)
         planned = self.trained_ids()
         self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         specs = construction.specify(found)
