@@ -14,6 +14,7 @@ from optim_utils.rounding import (
     packed_philox_uint16,
     philox_4x32,
     philox_uint32,
+    random_bits,
     round_with_bits,
     split_master,
     stochastic_round,
@@ -92,6 +93,20 @@ def test_packed_stream_is_the_halves_of_the_reference(
         expected.append(words[element // 2] >> (16 * (element % 2)) & 0xFFFF)
     assert bits.dtype == torch.int32
     assert bits.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["generator", "seed"])
+def test_all_sixteen_bits_are_fair_and_independent(seed: int | None) -> None:
+    count = 1 << 14
+    bits = random_bits((count,), seed=seed, generator=None if seed is not None else torch.Generator().manual_seed(1))
+    assert bits.dtype == torch.int32
+    assert bits.min() >= 0
+    assert bits.max() < 1 << 16
+    signs = 2.0 * (bits[:, None] >> torch.arange(16) & 1) - 1
+    correlations = signs.T @ signs / count - torch.eye(16)
+    neighbours = signs[1:].T @ signs[:-1] / count
+    limit = 5 / math.sqrt(count)
+    assert max(signs.mean(0).abs().max(), correlations.abs().max(), neighbours.abs().max()) <= limit
 
 
 def test_plain_stream_of_many_words_is_made_of_its_parts() -> None:
@@ -201,6 +216,11 @@ def test_seeded_form_compiles_fullgraph(dtype: torch.dtype) -> None:
     x = torch.randn(33)
     assert torch.equal(compiled(x, torch.tensor(9)), stochastic_round(x, dtype, seed=9))
     assert torch.equal(compiled(x, 9), stochastic_round(x, dtype, seed=9))
+    default = torch.compile(lambda x: stochastic_round(x, dtype), fullgraph=True, backend="eager")
+    torch.manual_seed(0)
+    expected = stochastic_round(x, dtype)
+    torch.manual_seed(0)
+    assert torch.equal(default(x), expected)
 
 
 @given(patterns=st.lists(fp32_patterns, min_size=1, max_size=20))

@@ -14,7 +14,8 @@ Which format for what (bytes an element with the default block; errors in the RE
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
 The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`;
-kernels reproduce them bit for bit. Precision does not depend on sharding: a block-aligned part of a quantized tensor is
+kernels reproduce them bit for bit. (``torch.compile`` divides with an error of 2 ulp on a GPU: there about one code in a
+million goes to the other neighbour, see ``benchmarks/utils_benchmark.py``.) Precision does not depend on sharding: a block-aligned part of a quantized tensor is
 the quantized part of the tensor.
 """
 

@@ -165,11 +165,16 @@ def random_bits(
     offset: Word = 0,
 ) -> Tensor:
     """16 random bits an element (int32): of the plain stream if there is a seed, else of a generator of torch's."""
-    if seed is None:
-        return torch.randint(0, 1 << 16, tuple(shape), generator=generator, dtype=torch.int32, device=device)
-    if generator is not None:
-        raise ValueError("random bits come from a seed or a generator, got both")
-    return (philox_uint32(seed, offset, shape, device) & 0xFFFF).to(torch.int32)
+    if seed is not None:
+        if generator is not None:
+            raise ValueError("random bits come from a seed or a generator, got both")
+        return (philox_uint32(seed, offset, shape, device) & 0xFFFF).to(torch.int32)
+    # Four elements share a draw: drawing costs more than all the rest. (One of the 2**64 values is never drawn.)
+    count = _numel(shape)
+    draws = torch.randint(
+        -(1 << 63), (1 << 63) - 1, (-(-count // 4),), generator=generator, dtype=torch.int64, device=device
+    )
+    return (draws.view(torch.int16)[:count].to(torch.int32) & 0xFFFF).view(shape)
 
 
 def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
