@@ -25,7 +25,7 @@ def kernels(params: Any, lr: float | Tensor = 1e-3, **options: Any) -> TritonAda
 
 CASES = [
     OptimizerCase("TritonAdamW", TritonAdamW, {"lr": 0.01}),
-    OptimizerCase("TritonAdamW, kernels", kernels, {"lr": 0.01}),
+    OptimizerCase("TritonAdamW, kernels", kernels, {"lr": 0.01}, device=DEVICE),
     OptimizerCase("TritonAdamW, amsgrad", TritonAdamW, {"lr": 0.01, "amsgrad": True}),
     OptimizerCase("TritonAdamW, fp32 moments", TritonAdamW, {"lr": 0.01, "state_dtype": torch.float32}),
 ]
@@ -243,7 +243,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
 
 
 def test_wrong_inputs_are_refused_by_name() -> None:
-    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=DEVICE))
     with pytest.raises(RuntimeError, match=r"layer\.weight.*float64"):
         TritonAdamW([("layer.weight", q)], impl="triton")
     with pytest.raises(ValueError, match="max_norm"):
