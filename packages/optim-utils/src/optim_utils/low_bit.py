@@ -13,10 +13,10 @@ Which format for what (bytes an element with the default block; errors in the RE
     FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
-The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`;
-kernels reproduce them bit for bit. (``torch.compile`` divides with an error of 2 ulp on a GPU: there about one code in a
-million goes to the other neighbour, see ``benchmarks/utils_benchmark.py``.) Precision does not depend on sharding: a block-aligned part of a quantized tensor is
-the quantized part of the tensor.
+The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`,
+so that a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU: there about one code
+in a million goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision does not depend on
+sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
 """
 
 from __future__ import annotations
