@@ -246,9 +246,8 @@ def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any
     """One row of ``explain()`` for a Muon parameter."""
     config = ns_config_of(group)
     methods = sorted({config.method_for(min(shape[-2:]), max(shape[-2:])) for shape in view.shapes})
-    reason = "impl='torch'" if group["impl"] == "torch" else why_not_triton(param)
+    reason, path = _path_of(param, group)
     flops = sum(config.flops(*shape[-2:]) * shape[:-2].numel() for shape in map(torch.Size, view.shapes))
-    path = "torch" if reason else "triton"
     return [
         name,
         tuple(param.shape),
@@ -258,3 +257,13 @@ def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any
         reason or "",
         f"{flops / 1e9:.3g}",
     ]
+
+
+def _path_of(param: Tensor, group: dict[str, Any]) -> tuple[str | None, str]:
+    """Why plain torch does a parameter's step, or part of it, and who does what."""
+    reason = "impl='torch'" if group["impl"] == "torch" else why_not_triton(param)
+    if reason is not None:
+        return reason, "torch"
+    if group["stochastic_rounding"] or group["master_weights"] == "split16":
+        return "stochastic rounding and split16 masters", "triton products, torch around them"
+    return None, "triton"

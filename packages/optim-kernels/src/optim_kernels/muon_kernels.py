@@ -194,3 +194,35 @@ class PingPongProducts(TritonProducts):
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
     ) -> Tensor:
         return general_product(a, b, c=c, alpha=alpha, beta=beta, out=self._other[b.data_ptr()])
+
+
+def __getattr__(name: str) -> Any:
+    """The products with gradients, which are built on this module."""
+    if name in ("gram", "symmetric_matmul", "matmul_add"):
+        from optim_kernels import _product_ops
+
+        return getattr(_product_ops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
+    """Keller Jordan's function: Newton–Schulz with his coefficients, in bf16."""
+    from optim_kernels.orthogonalization import newton_schulz
+
+    result: Tensor = newton_schulz(G.bfloat16(), steps, eps_mode="add")
+    return result
+
+
+# flash-muon's name for it
+fast_newtonschulz = zeropower_via_newtonschulz5
+
+
+def matmul_transpose(x: Tensor) -> Tensor:
+    """``x xᵀ``, as flash-muon calls it."""
+    result: Tensor = __getattr__("gram")(x)
+    return result
+
+
+def matmul_transpose_assign(x: Tensor, out: Tensor) -> None:
+    """``out = x xᵀ``, as flash-muon calls it."""
+    __getattr__("gram")(x, out=out)

@@ -1,0 +1,62 @@
+"""Products with gradients: values, derivatives, ``torch.compile`` registration, other projects' names."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from torch.autograd import gradcheck
+
+from optim_kernels import muon_kernels as mk
+from optim_kernels._product_ops import _product
+
+
+def wide(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gram(side: str) -> None:
+    x = wide(2, 4, 6)
+    expected = 0.5 * (x @ x.mT if side == "left" else x.mT @ x)
+    torch.testing.assert_close(mk.gram(x, side=side, alpha=0.5), expected)
+    assert gradcheck(lambda x: mk.gram(x, side=side, alpha=0.5), x)
+
+
+def test_matmul_add() -> None:
+    a, b, c = wide(3, 4), wide(4, 5), wide(3, 5)
+    torch.testing.assert_close(mk.matmul_add(a, b, c=c, alpha=2.0, beta=0.5), 2 * a @ b + 0.5 * c)
+    assert gradcheck(lambda a, b, c: mk.matmul_add(a, b, c=c, alpha=2.0, beta=0.5), (a, b, c))
+
+
+def test_symmetric_matmul() -> None:
+    a = mk.gram(wide(2, 5, 7)).detach()
+    product = mk.symmetric_matmul(a, a, c=a, alpha=0.5, beta=-1.0)
+    torch.testing.assert_close(product, 0.5 * a @ a - a)
+    assert torch.equal(product, product.mT)
+
+
+def test_registration() -> None:
+    torch.library.opcheck(_product, (torch.randn(2, 3), torch.randn(3, 4), None, 1.0, 0.0, False))
+
+
+def test_names_of_others() -> None:
+    x = torch.randn(6, 9).bfloat16()
+    out = torch.empty(6, 6, dtype=torch.bfloat16)
+    mk.matmul_transpose_assign(x, out)
+    assert torch.equal(out, mk.matmul_transpose(x))
+    assert mk.fast_newtonschulz(x).dtype == torch.bfloat16
+    assert mk.zeropower_via_newtonschulz5(torch.randn(4, 5)).shape == (4, 5)
+
+
+def test_bad_operands() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="side"):
+        mk.gram(x, side="both")
+    with pytest.raises(ValueError, match="square"):
+        mk.symmetric_matmul(x, x)
+    with pytest.raises(ValueError, match="multiplied"):
+        mk.matmul_add(x, x)
+    with pytest.raises(ValueError, match="the other is"):
+        mk.matmul_add(x, torch.randn(4, 2).double())
+    with pytest.raises(ValueError, match="out has shape"):
+        mk.gram(x, out=torch.empty(2, 2))
