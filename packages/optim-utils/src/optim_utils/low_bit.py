@@ -3,7 +3,7 @@
     q = quantize(x, MOMENT8)        a LowBitTensor: uint8 codes and an fp32 scale for each block of 256
     dequantize(q)                   the numbers again
 
-Which format for what (bytes an element with the default block; errors in the README):
+Which format for what (bytes an element with the default block; the errors are in ``tests/test_low_bit.py``):
 
     INT8 1.063          matrices, eigenvectors, roots: even steps; small numbers are lost, so not second moments
     UINT8_AFFINE 1.031  one-sided data: even steps from the block's minimum to its maximum
@@ -14,8 +14,8 @@ Which format for what (bytes an element with the default block; errors in the RE
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
 The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`,
-so that a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU: there about one code
-in a million goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision does not depend on
+so that a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU: about one code in
+a million then goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision does not depend on
 sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
 """
 
