@@ -78,6 +78,7 @@ def test_eager_steps_leave_a_captured_table_alone() -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_capture_without_capturable_is_refused() -> None:
     params = make()
     optimizer = TritonAdamW(params)
@@ -87,11 +88,12 @@ def test_capture_without_capturable_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
 def test_max_norm_is_captured() -> None:
     ours, eager = make(), make()
     captured = TritonAdamW(ours, capturable=True, max_norm=1.0)
     reference = TritonAdamW(eager, max_norm=1.0)
-    graph = capture_plain(captured)
+    graph = capture(captured)
     reference.step()
     graph.replay()
     reference.step()
@@ -99,16 +101,13 @@ def test_max_norm_is_captured() -> None:
         assert torch.equal(p, q)
 
 
-def capture_plain(optimizer: TritonAdamW) -> torch.cuda.CUDAGraph:
-    return capture(optimizer, None)
-
-
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_synchronises() -> None:
     params = make()
     optimizer = TritonAdamW(params, max_norm=1.0)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()

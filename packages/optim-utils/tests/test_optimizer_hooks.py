@@ -19,7 +19,6 @@ from optim_utils import OptimizerModule, StateLoadError, attach_state_dict_hooks
 from optim_utils.low_bit import INT8, MOMENT8, LowBitTensor, quantize
 from optim_utils.testing import run_ranks
 
-
 # without a process group, torch.distributed.checkpoint says that it saves in one process: that is what is meant
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -54,8 +54,19 @@ class ChunkMap(NamedTuple):
             owners += [i] * (num_chunks - count)
             first_full += count
             first_masked += num_chunks - count
-        on_device = torch.frombuffer(array("i", owners), dtype=torch.int32).to(device)
+        on_device = _upload(torch.frombuffer(array("i", owners), dtype=torch.int32), device)
         return cls(on_device, num_full, len(owners), tensors)
+
+
+def _upload(source: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting; from pinned memory, as a graph capture asks for."""
+    if device.type != "cuda":
+        return source.clone()
+    pinned = source.pin_memory()
+    on_device = pinned.to(device, non_blocking=True)
+    # a copy that is captured is repeated by every replay, from the same source
+    keep_for_graphs(on_device, pinned)
+    return on_device
 
 
 # What captured graphs read: alive as long as the process, for nobody learns when a graph is gone. It is little: tables
