@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
 
 
 def _learning_rates(arm: str, options: argparse.Namespace) -> list[float]:
-    lr = options.lr or TUNED[options.model][arm]
+    lr = options.lr or getattr(TUNED[options.model], arm)
     return [factor * lr for factor in SWEEP] if options.sweep else [lr]
 
 
@@ -106,7 +106,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         seed=options.seed,
         warmup_steps=max(1, options.steps // 30),
         max_norm=options.max_norm,
-        adamw_lr=TUNED[options.model]["adamw"],
+        beside_muon=TUNED[options.model].beside_muon,
         device=device,
         dtype=getattr(torch, dtype),
         eval_every=max(1, options.steps // 10),

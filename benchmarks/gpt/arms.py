@@ -19,12 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from optim_dist import TritonDistMuonAdamW, checkpoint
 from optim_utils import route_parameters
 
-#: Learning rates by model: Muon's for the hidden matrices, and AdamW's for the reference and for what is beside Muon.
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of a model: of Muon, of the AdamW beside it (embedding, head, norms), of the reference's AdamW."""
+
+    muon: float
+    beside_muon: float
+    adamw: float
+
+
 TUNED = {
-    "tiny": {"muon": 0.02, "adamw": 0.02},
-    "small": {"muon": 0.02, "adamw": 0.02},
-    "d12": {"muon": 0.02, "adamw": 2e-3},
-    "d20": {"muon": 0.02, "adamw": 2e-3},
+    "tiny": Rates(muon=0.02, beside_muon=0.02, adamw=0.02),
+    "small": Rates(muon=0.02, beside_muon=0.02, adamw=0.02),
+    "d12": Rates(muon=0.02, beside_muon=2e-3, adamw=1e-3),
+    "d20": Rates(muon=0.02, beside_muon=2e-3, adamw=1e-3),
 }
 #: What ``--sweep`` multiplies a tuned learning rate by; 1 is best of the three, for each arm.
 SWEEP = (0.5, 1.0, 2.0)
@@ -52,10 +61,10 @@ class MuonArm:
     title: str = "Muon + AdamW (optim-dist)"
 
     @classmethod
-    def build(cls, model: nn.Module, lr: float, adamw_lr: float) -> MuonArm:
+    def build(cls, model: nn.Module, lr: float, beside_muon: float) -> MuonArm:
         groups = route_parameters(model).param_groups(
             muon={"lr": lr, "weight_decay": 0.0},
-            adamw={"lr": adamw_lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0},
+            adamw={"lr": beside_muon, "betas": BETAS, "eps": EPS, "weight_decay": 0.0},
         )
         return cls(model, TritonDistMuonAdamW(groups, model=model, accumulation_steps=1))
 
@@ -106,10 +115,10 @@ class AdamWArm:
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
 
-def build_arm(name: str, model: nn.Module, lr: float, *, adamw_lr: float) -> Arm:
+def build_arm(name: str, model: nn.Module, lr: float, *, beside_muon: float) -> Arm:
     """The arm called ``muon`` or ``adamw`` over a freshly initialised ``model``."""
     if name == "muon":
-        return MuonArm.build(model, lr, adamw_lr)
+        return MuonArm.build(model, lr, beside_muon)
     if name == "adamw":
         return AdamWArm.build(model, lr)
     raise ValueError(f"unknown arm {name!r}; known: muon, adamw")

@@ -35,7 +35,7 @@ class Settings:
     seed: int
     warmup_steps: int
     max_norm: float
-    adamw_lr: float
+    beside_muon: float  # learning rate of the AdamW beside Muon
     device: torch.device
     dtype: torch.dtype
     eval_every: int
@@ -51,7 +51,7 @@ class Settings:
             "seed",
             "warmup_steps",
             "max_norm",
-            "adamw_lr",
+            "beside_muon",
             "eval_every",
             "eval_batches",
         )
@@ -96,7 +96,7 @@ def train(
     curve = settings.what_decides_the_curve() | {"lr": lr}
     torch.manual_seed(settings.seed)
     model = GPT(settings.config).to(settings.device)
-    arm = build_arm(arm_name, model, lr, adamw_lr=settings.adamw_lr)
+    arm = build_arm(arm_name, model, lr, beside_muon=settings.beside_muon)
     history = _restore(arm, checkpoints, curve) if resume else _start_over(checkpoints, rank)
     validation = corpus.validation_batches(
         num_batches=settings.eval_batches, batch_size=settings.batch_size, context=settings.context
