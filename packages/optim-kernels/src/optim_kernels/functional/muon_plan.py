@@ -120,6 +120,10 @@ class MuonPlan:
         self._matrices = [matrix for i, t in enumerate(tensors) for matrix in _matrices_of(i, t, rule)]
         self._aligned = False
         self._grad_addresses: list[int] = []
+        # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
+        # nothing may be assumed to be as the latest step left it.
+        self._was_captured = False
+        self._captured_addresses: list[Any] = []
         self._build_batches()
         self._build_tables()
         self._hyper = torch.zeros(num_groups, step_kernels.NUM_HYPER, device=self._device)
@@ -143,7 +147,7 @@ class MuonPlan:
         found_inf: Tensor | None = None,
     ) -> None:
         """One step; ``hyper``: (lr, weight_decay, momentum, beta2) of each group; ``factor`` multiplies gradients."""
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._is_capturing()
         self._write_hyper(hyper, capturing)
         self._write_control(factor, found_inf)
         if capturing or self._device.type != "cuda" or not self._has_run:
@@ -164,7 +168,8 @@ class MuonPlan:
         ]
         addresses = [grad.data_ptr() for grad in used]
         self._grads = used
-        if addresses == self._grad_addresses:
+        capturing = self._is_capturing()
+        if addresses == self._grad_addresses and not (capturing or self._was_captured):
             return
         if any(grad.dtype != t.grad.dtype for grad, t in zip(used, self._tensors, strict=True)):
             raise ValueError("gradients changed their dtype; build a new plan")
@@ -175,6 +180,10 @@ class MuonPlan:
         if self._aligned and any(address % 16 for address in column):
             self._aligned, self._graph = False, None
         host = host.pin_memory() if self._device.type == "cuda" else host
+        if capturing:
+            # every replay reads it again
+            self._captured_addresses.append((host, used))
+            self._was_captured = True
         self._table[:, step_kernels.G].copy_(host, non_blocking=True)
 
     @property
@@ -284,7 +293,7 @@ class MuonPlan:
             for i, j in product(range(len(values)), range(step_kernels.NUM_HYPER)):
                 self._hyper[i, j].fill_(floats[i][j])
             self._hyper_values = None
-        elif floats != self._hyper_values:
+        elif floats != self._hyper_values or self._was_captured:
             host = torch.tensor(floats, dtype=torch.float32)
             self._hyper.copy_(host.pin_memory() if self._device.type == "cuda" else host, non_blocking=True)
             self._hyper_values = floats
@@ -296,7 +305,7 @@ class MuonPlan:
 
     def _write_control(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         if factor is None and found_inf is None:
-            if not self._control_is_default:
+            if not self._control_is_default or self._was_captured:
                 self._control[0].fill_(1.0)
                 self._control[1].fill_(0.0)
                 self._control_is_default = True
@@ -307,6 +316,9 @@ class MuonPlan:
                 slot.fill_(default)
             else:
                 slot.copy_(value.reshape(()))
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _launch(self, *, parallel: bool = False) -> None:
         self._momentum()
