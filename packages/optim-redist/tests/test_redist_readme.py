@@ -4,8 +4,13 @@ import re
 import shlex
 from pathlib import Path
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import optim_redist as redist
 from optim_redist.cli import main
-from optim_utils.testing import run_readme
+from optim_utils.testing import run_ranks, run_readme
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -15,6 +20,32 @@ def test_python_blocks_run(capsys):
     shown = capsys.readouterr().out
     assert "no plan moves less than 512 elements" in shown
     assert "split_2_2_2" in shown
+
+
+def on_every_rank(rank: int, world_size: int, code: str) -> dict[str, object]:
+    """Run the README's block about ranks with what it speaks of: a part, a DTensor, another mesh."""
+    full = torch.arange(64 * 64.0).view(64, 64)
+    mesh = redist.Mesh((2, 4), names=("dp", "tp"))
+    names = {
+        "redist": redist,
+        "src": redist.Layout(mesh, ["dp", "tp"]),
+        "dst": redist.Layout(mesh, ["tp", "dp"]),
+        "local": full[32 * (rank // 4) :, 16 * (rank % 4) :][:32, :16].contiguous(),
+        "dtensor": distribute_tensor(full, init_device_mesh("cpu", (2, 4)), [Shard(0), Shard(1)]),
+        "inference_mesh": init_device_mesh("cpu", (4, 2)),
+        "Shard": Shard,
+        "Replicate": Replicate,
+    }
+    before = names["local"]
+    exec(code, names)
+    assert torch.equal(names["local"], full[16 * (rank % 4) :, 32 * (rank // 4) :][:16, :32])
+    assert torch.equal(names["handle"].wait(), before)
+    assert torch.equal(names["weight"].to_local(), full[16 * (rank // 2) :][:16])
+
+
+def test_block_about_ranks_runs_on_ranks():
+    (code,) = re.findall(r"^```python skip\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    run_ranks(on_every_rank, 8, code)
 
 
 def test_commands_run(capsys):
