@@ -8,8 +8,9 @@ from math import inf, prod
 from pathlib import Path
 
 import pytest
+from redist_cases import random_case
 
-from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, same_ownership
+from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, plan, same_ownership, verify
 from optim_redist._collective_search import search_collectives
 from optim_redist._collective_states import prime_factors
 from optim_redist.index_sets import elements
@@ -265,3 +266,10 @@ def test_ragged_to_chunks_is_one_change_inside_the_group():
     steps = search_collectives((8, 4), src, dst)
     assert [(step.op, step.axes) for step in steps] == [("change_block", (0,))]
     check_steps((8, 4), src, dst, steps)
+
+
+@pytest.mark.parametrize("seed", [155, 299, 501, 574, 650, 706])
+def test_divisions_of_their_own_stay_whole_when_ranks_are_permuted(seed):
+    case = random_case(seed, families="COBU")
+    made = plan(case.shape, "bf16", case.src, case.dst, planners=("collectives", "direct"), budget=2000)
+    assert verify(made)

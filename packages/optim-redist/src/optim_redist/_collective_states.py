@@ -197,10 +197,11 @@ class Space:
         for here, there in zip(state.dims, self.target.dims):
             if here != there and (is_foreign(here) or is_foreign(there)):
                 return set()
-        orders = (
-            set(permutations(dim)) if self.even[k] and len({self.sizes[f] for f in dim}) > 1 else {dim}
-            for k, dim in enumerate(state.dims)
-        )
+        orders = []
+        for dim, even in zip(state.dims, self.even):
+            # factors of one size are told apart by their labels alone; a marker keeps its place
+            exchangeable = even and not is_foreign(dim) and len({self.sizes[factor] for factor in dim}) > 1
+            orders.append(set(permutations(dim)) if exchangeable else {dim})
         return {self.relabelled(State(dims, state.pending)) for dims in product(*orders)}
 
     def labelled(self, moves: list[Move]) -> list[Move]:
