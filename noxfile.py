@@ -117,9 +117,10 @@ def _build_wheels(folder: Path, *packages: str, root: Path = ROOT) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def wheels(session: nox.Session, package: str) -> None:
     """The built wheel, installed by name: the only check that sees a wrong bound on a sibling."""
-    folder = Path(session.create_tmp()).resolve() / "wheels"
-    _build_wheels(folder, package, *NEEDS[package])
-    _install(session, "--no-sources", *_find_links(folder), package, *TEST_TOOLS)
+    # a folder of its own every time: uv remembers a wheel by its path, and would install an older build of this version
+    with tempfile.TemporaryDirectory() as folder:
+        _build_wheels(Path(folder), package, *NEEDS[package])
+        _install(session, "--no-sources", *_find_links(Path(folder)), package, *TEST_TOOLS)
     module = package.replace("-", "_")
     session.run("python", "-I", "-c", f"import {module}; print({module}.__name__, 'imported from its wheel')")
     session.run(*PYTEST, "-m", "not slow", _tests(package), *session.posargs)
