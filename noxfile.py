@@ -102,9 +102,12 @@ def together(session: nox.Session) -> None:
     groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "cov", "bench")]
     _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *session.posargs)
+    packages = [_tests(package) for package in PACKAGES]
+    # the slow tests ran for each package alone; under coverage they would take minutes
+    session.run("coverage", "run", "-m", "pytest", "-q", "--timeout=600", "-m", "not slow", *packages, *session.posargs)
     session.run("coverage", "combine")
     session.run("coverage", "report", "--fail-under=80")
+    session.run(*PYTEST, "benchmarks", *session.posargs)
 
 
 def _build_wheels(folder: Path, *packages: str, root: Path = ROOT) -> None:
