@@ -41,11 +41,9 @@ def replayed(mesh: Mesh, placements, shape, order=None) -> dict[int, list[list[i
         for axis in axes:
             placement = placements[axis]
             if isinstance(placement, Shard | StridedShard):
-                alone = (
-                    type(placement)(0)
-                    if isinstance(placement, Shard)
-                    else StridedShard(0, split_factor=placement.split_factor)
-                )
+                # asked first: in torch 2.9 a strided shard is a Shard
+                is_strided = isinstance(placement, StridedShard)
+                alone = StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
                 parts, _ = alone._split_tensor(vectors[placement.dim], mesh.sizes[axis], with_padding=False)
                 vectors[placement.dim] = parts[point[axis]] if point[axis] < len(parts) else vectors[0][:0]
         held[rank] = [vector.tolist() for vector in vectors]

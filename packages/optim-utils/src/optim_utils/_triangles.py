@@ -20,7 +20,7 @@ def pack_upper_triangular(m: Tensor, *, check: bool = False) -> Tensor:
     if check and not torch.equal(m, m.mT):
         raise ValueError(f"a matrix of shape {tuple(m.shape)} is not symmetric: packing would lose its lower triangle")
     rows, columns = torch.triu_indices(m.shape[-1], m.shape[-1], device=m.device)
-    return m[..., rows, columns]
+    return _indexable(m)[..., rows, columns].view(m.dtype)
 
 
 def unpack_upper_triangular(p: Tensor) -> Tensor:
@@ -35,4 +35,13 @@ def unpack_upper_triangular(p: Tensor) -> Tensor:
     # element (i, j) above the diagonal is number i·n - i(i-1)/2 + (j-i); below it is that of (j, i)
     line = torch.arange(n, device=p.device)
     i, j = torch.minimum(line[:, None], line), torch.maximum(line[:, None], line)
-    return p[..., i * n - i * (i - 1) // 2 + (j - i)]
+    return _indexable(p)[..., i * n - i * (i - 1) // 2 + (j - i)].view(p.dtype)
+
+
+def _indexable(t: Tensor) -> Tensor:
+    """The same bits in a dtype that can be indexed by tensors.
+
+    On the CPU torch 2.9 lacks that for wide unsigned integers and 8-bit floats: drop with torch>=2.10.
+    """
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return t.view(signed.get(t.dtype, torch.uint8 if t.dtype.itemsize == 1 else t.dtype))

@@ -90,7 +90,8 @@ def _size_per_dim(split_size: int | float | tuple[int | float, ...], num_dims: i
     """The split size of each dimension, None where it stays whole."""
     sizes = split_size if isinstance(split_size, tuple) else (split_size,) * num_dims
     for size in sizes if isinstance(split_size, tuple) else (split_size,):
-        if isinstance(size, bool) or not isinstance(size, int | float | torch.SymInt):
+        # a tuple of types: dynamo of torch 2.9 cannot trace a union
+        if isinstance(size, bool) or not isinstance(size, (int, float, torch.SymInt)):
             raise TypeError(f"{split_size=} has to hold integers or math.inf, not {type(size).__name__}")
         if isinstance(size, float) and size != math.inf:
             raise AssertionError(f"{split_size=} has to be an integer or math.inf.")
