@@ -152,6 +152,7 @@ def test_whole_tensors_are_bound_by_one_item():
     assert "split" not in partition([1, 1, 1, 1], 2).report()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("skewed", [False, True])
 def test_8000_items_on_64_ranks_take_less_than_half_a_second(skewed):
     costs = [((7919 * i) % 8009 + 1) ** (6 if skewed else 1) for i in range(8000)]

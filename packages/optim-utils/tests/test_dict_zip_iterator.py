@@ -113,6 +113,7 @@ def test_copies_go_on_from_the_same_row():
         assert list(twin) == [{"a": 2}, {"a": 3}]
 
 
+@pytest.mark.timing
 def test_speed():
     data = {key: range(100_000) for key in "abcd"}
     best = min(_seconds(data) for _ in range(3))

@@ -534,6 +534,7 @@ def tensors_of(value: object):
         yield from (tensor for item in value for tensor in tensors_of(item))
 
 
+@pytest.mark.timing
 def test_speed_of_ten_thousand_tensors():
     bag = Bag(tensors={f"layer{i}": [torch.zeros(4)] for i in range(10_000)})
     store, load = [], []

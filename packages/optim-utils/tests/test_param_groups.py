@@ -576,6 +576,7 @@ def test_sharded_parameters_route_by_their_global_shape_on_every_rank():
     assert set(run_ranks(_fingerprint_of_sharded, 2)) == {route_parameters(gpt2(4, 1, 8)).fingerprint()}
 
 
+@pytest.mark.timing
 def test_10k_parameters_route_in_half_a_second():
     with torch.device("meta"):
         model = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(5000)})

@@ -213,6 +213,7 @@ def test_dotted_names_are_those_of_distributed_checkpoint():
         from_dotted({"other": 1}, mapping)
 
 
+@pytest.mark.timing
 def test_a_hundred_thousand_leaves_and_ten_thousand_levels():
     wide = {f"layer{i}": {j: {"weight": i, "bias": j} for j in range(100)} for i in range(500)}
     seconds = []
