@@ -120,7 +120,8 @@ def test_launches(max_norm: float | None, launches: int) -> None:
     params = make()
     optimizer = TritonAdamW(params, max_norm=max_norm)
     optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
         optimizer.step()
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]

@@ -1,5 +1,7 @@
 """The Triton kernels behind Muon: products, their tiles, and the grouped step against plain torch."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,7 +199,7 @@ def test_a_step_does_not_synchronise_and_can_be_captured() -> None:
     twin = nn.Parameter(p.detach().clone())
     twin.grad = p.grad.clone()
     other = TritonMuon([twin], lr=0.05)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a loaded tensor is kept, not copied
     other.param_groups[0]["lr"] = 0.05
     optimizer.param_groups[0]["lr"].fill_(0.05)
     graph.replay()
