@@ -312,6 +312,7 @@ def test_bad_parameters_are_named() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9, of the getter
 def test_no_global_flag_is_touched() -> None:
     """Emerging-Optimizers 229: a run failed on the global matmul precision."""
     before = torch.get_float32_matmul_precision()

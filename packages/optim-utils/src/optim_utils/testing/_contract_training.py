@@ -230,7 +230,7 @@ def _obeys(case: OptimizerCase, name: str, make: Callable[[Optimizer], Any], lr:
     model, optimizer = case.pair(lr=copy.copy(lr))
     written: list[dict[str, Any]] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)  # the category of torch's schedulers
         scheduler = make(optimizer)
         for step in range(_STEPS):
             group = optimizer.param_groups[0]
