@@ -2,100 +2,47 @@
 
     momentum → lines → equilibrate → normalize → Newton–Schulz, family by family → squares → lines → variance → update
 
-(`_muon_step_kernels` says what each does; the three before the last run with NorMuon or renormalisation only). Matrices
-of one shape are one batch, batches with one short side and one iteration are a family and share their m×m products.
-Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
-compiles, the sequence is recorded as a CUDA graph and replayed, families on parallel branches; hyperparameters and
-gradient addresses live in device tables, so a step with new ones replays the same graph.
+(`_muon_momentum_kernels` and `_muon_update_kernels` say what each does; the three before the last run with NorMuon or
+renormalisation only). Matrices of one shape are one batch, batches with one short side and one iteration are a family
+and share their m×m products. Everything decided per step in Python is decided here once: addresses, tiles, batches.
+After a first run, which compiles, the sequence is recorded as a CUDA graph and replayed, families on parallel branches;
+hyperparameters and gradient addresses live in device tables, so a step with new ones replays the same graph.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels import _muon_step_kernels as step_kernels
-from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
+from optim_kernels import _muon_momentum_kernels, _muon_update_kernels
+from optim_kernels import _muon_table as fields
+from optim_kernels._muon_tiles import lines_kernel
 from optim_kernels._tiles import cdiv
 from optim_kernels._triton import TRITON_DTYPES
+from optim_kernels.functional._muon_matrices import (
+    TILE,
+    MuonTensors,
+    address_of,
+    is_aligned,
+    matrices_of,
+    on_device,
+    why_not_plan,
+)
 from optim_kernels.muon_kernels import PingPongProducts
 from optim_kernels.orthogonalization import NSConfig, iterate
-from optim_kernels.reference.muon import MuonRule, lr_scale
-from optim_utils.param_groups import MatrixView
+from optim_kernels.reference.muon import MuonRule
 
-TILE = step_kernels.TILE
+__all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
+
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
 ROW_STEP = 8
-
-
-@dataclass(frozen=True)
-class MuonTensors:
-    """One parameter's tensors, all read through one view; of equal strides, except the second moment."""
-
-    param: Tensor
-    grad: Tensor
-    momentum_buffer: Tensor
-    second_moment: Tensor | None = None
-    master: Tensor | None = None
-    view: MatrixView | None = None
-    group: int = 0
-
-    def address_key(self) -> tuple[int, ...]:
-        """What the tables hold of the tensors that stay, to tell when they have been replaced."""
-        optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master))
-        return (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional, self.group)
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """One matrix inside a parameter, as it is stored: `outer` lines of `inner` adjacent elements."""
-
-    parameter: int
-    offset: int
-    stride: int
-    outer: int
-    inner: int
-    rows_are_inner: bool
-    scale: float
-
-    @property
-    def short_and_long(self) -> tuple[int, int]:
-        return min(self.outer, self.inner), max(self.outer, self.inner)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return cdiv(self.outer, TILE), cdiv(self.inner, TILE)
-
-
-def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
-    """What keeps the grouped launches from updating these tensors; ``None`` where they can."""
-    p, b = tensors.param, tensors.momentum_buffer
-    if not (p.is_cuda or (is_interpreted() and p.device.type == "cpu")):
-        return f"it is on {p.device.type}"
-    for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):
-        if tensor.dtype not in KERNEL_DTYPES:
-            return f"{name} dtype is {tensor.dtype}"
-    if ns.dtype == torch.float64:
-        return "it is orthogonalised in fp64"
-    if tensors.master is not None and tensors.master.dtype != torch.float32:
-        return "it has a split16 master"
-    if b.stride() != p.stride():
-        return "its momentum has other strides"
-    view = tensors.view or MatrixView.identity(p.shape)
-    for part in view.views(p):
-        if part.numel() == 0:
-            return "it is empty"
-        if 1 not in part.stride()[-2:]:
-            return "no dimension of its matrices is contiguous"
-    return None
 
 
 class MuonPlan:
@@ -117,7 +64,7 @@ class MuonPlan:
         first = tensors[0].param
         self._device = first.device
         self._x_dtype = ns.compute_dtype(first)
-        self._matrices = [matrix for i, t in enumerate(tensors) for matrix in _matrices_of(i, t, rule)]
+        self._matrices = [matrix for i, t in enumerate(tensors) for matrix in matrices_of(i, t, rule)]
         self._aligned = False
         self._grad_addresses: list[int] = []
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
@@ -126,7 +73,7 @@ class MuonPlan:
         self._captured_addresses: list[Any] = []
         self._build_batches()
         self._build_tables()
-        self._hyper = torch.zeros(num_groups, step_kernels.NUM_HYPER, device=self._device)
+        self._hyper = torch.zeros(num_groups, fields.NUM_HYPER.value, device=self._device)
         self._hyper_values: list[list[Any]] | None = None
         # what gradients are multiplied with, and found_inf
         self._control = torch.tensor([1.0, 0.0], device=self._device)
@@ -184,7 +131,7 @@ class MuonPlan:
             # every replay reads it again
             self._captured_addresses.append((host, used))
             self._was_captured = True
-        self._table[:, step_kernels.G].copy_(host, non_blocking=True)
+        self._table[:, fields.G.value].copy_(host, non_blocking=True)
 
     @property
     def launches(self) -> int:
@@ -222,7 +169,6 @@ class MuonPlan:
 
     def _build_tables(self) -> None:
         """Device tables of matrices, tiles and blocks of lines."""
-        fields = step_kernels
         rows: list[list[int]] = []
         scales: list[float] = []
         tile_map: list[tuple[int, int, int]] = []
@@ -231,11 +177,11 @@ class MuonPlan:
         for number, matrix in enumerate(self._matrices):
             t = self._tensors[matrix.parameter]
             outer_tiles, inner_tiles = matrix.tiles
-            row = [0] * fields.NUM_FIELDS
-            row[fields.P] = _address(t.param, matrix.offset)
-            row[fields.G] = _address(t.grad, matrix.offset)
-            row[fields.B] = _address(t.momentum_buffer, matrix.offset)
-            row[fields.MASTER] = 0 if t.master is None else _address(t.master, matrix.offset)
+            row = [0] * fields.NUM_FIELDS.value
+            row[fields.P] = address_of(t.param, matrix.offset)
+            row[fields.G] = address_of(t.grad, matrix.offset)
+            row[fields.B] = address_of(t.momentum_buffer, matrix.offset)
+            row[fields.MASTER] = 0 if t.master is None else address_of(t.master, matrix.offset)
             row[fields.X] = self._x_of[number].data_ptr()
             row[fields.P_STRIDE] = row[fields.G_STRIDE] = row[fields.B_STRIDE] = matrix.stride
             row[fields.X_STRIDE] = self._x_of[number].stride(0)
@@ -265,7 +211,7 @@ class MuonPlan:
         self._lines = torch.empty(first_line, dtype=torch.float64, device=device)
         self._factors = torch.empty(first_line, dtype=torch.float32, device=device)
         self._grad_addresses = [t.grad.data_ptr() for t in self._tensors]
-        self._aligned = all(_is_aligned(row, self._tensors[m.parameter]) for row, m in zip(rows, self._matrices))
+        self._aligned = all(is_aligned(row, self._tensors[m.parameter]) for row, m in zip(rows, self._matrices))
         if any(t.grad.stride() != t.param.stride() for t in self._tensors):
             self._grad_addresses = []
             self.refresh([t.grad for t in self._tensors])
@@ -279,7 +225,7 @@ class MuonPlan:
             moment = self._tensors[matrix.parameter].second_moment
             if moment is None or moment.dtype != torch.float32 or not moment.is_contiguous():
                 raise ValueError("second moments must be contiguous fp32 tensors (functional.new_second_moment)")
-            row[step_kernels.V] = _address(moment, taken[matrix.parameter])
+            row[fields.V] = address_of(moment, taken[matrix.parameter])
             taken[matrix.parameter] += max(matrix.outer, matrix.inner)
 
     # ---- a step ------------------------------------------------------------------------------------------------
@@ -287,10 +233,10 @@ class MuonPlan:
     def _write_hyper(self, hyper: Sequence[Sequence[float | Tensor]], capturing: bool) -> None:
         """Bring the device's hyperparameters up to date: floats when they changed, device scalars always."""
         values = [list(row) for row in hyper]
-        floats = [[0.0 if _on_device(value) else float(value) for value in row] for row in values]
+        floats = [[0.0 if on_device(value) else float(value) for value in row] for row in values]
         if capturing:
             # constants of the captured graph; an upload would read host memory at every replay
-            for i, j in product(range(len(values)), range(step_kernels.NUM_HYPER)):
+            for i, j in product(range(len(values)), range(fields.NUM_HYPER.value)):
                 self._hyper[i, j].fill_(floats[i][j])
             self._hyper_values = None
         elif floats != self._hyper_values or self._was_captured:
@@ -299,7 +245,7 @@ class MuonPlan:
             self._hyper_values = floats
         for i, row in enumerate(values):
             for j, value in enumerate(row):
-                if isinstance(value, Tensor) and _on_device(value):
+                if isinstance(value, Tensor) and on_device(value):
                     self._hyper[i, j].copy_(value.reshape(()))
                     self._hyper_values = None
 
@@ -332,9 +278,9 @@ class MuonPlan:
         of_gradient = {"NESTEROV": rule.nesterov, "MAXIMIZE": rule.maximize, "ALIGNED": self._aligned}
         tiles = (len(self._tile_map),)
         tables = (self._table, self._tile_map, self._hyper, self._control)
-        step_kernels.momentum_kernel[tiles](*tables, self._sums, **dtypes, **of_gradient)
+        _muon_momentum_kernels.momentum_kernel[tiles](*tables, self._sums, **dtypes, **of_gradient)
         self._add_lines(self._table, by_rows=True)
-        step_kernels.equilibrate_kernel[(len(self._matrices),)](
+        _muon_momentum_kernels.equilibrate_kernel[(len(self._matrices),)](
             self._table,
             self._lines,
             self._factors,
@@ -344,14 +290,12 @@ class MuonPlan:
             ADD_EPS=self._ns.eps_mode == "add",
             BLOCK=LINE_BLOCK,
         )
-        step_kernels.normalize_kernel[tiles](
+        _muon_momentum_kernels.normalize_kernel[tiles](
             *tables, self._factors, **dtypes, **of_gradient, X_DTYPE=TRITON_DTYPES[self._x_dtype]
         )
 
     def _add_lines(self, table: Tensor, *, by_rows: bool) -> None:
-        step_kernels.lines_kernel[(len(self._line_map),)](
-            table, self._line_map, self._sums, self._lines, BY_ROWS=by_rows
-        )
+        lines_kernel[(len(self._line_map),)](table, self._line_map, self._sums, self._lines, BY_ROWS=by_rows)
 
     def _orthogonalize(self, parallel: bool) -> None:
         """Newton–Schulz on every family; recorded, each on a branch of its own, filling the others' last rounds."""
@@ -377,11 +321,11 @@ class MuonPlan:
         has_factors = self._variance or rule.renormalize
         tiles = (len(self._tile_map),)
         if has_factors:
-            step_kernels.squares_kernel[tiles](
+            _muon_update_kernels.squares_kernel[tiles](
                 self._table_after, self._tile_map, self._sums, X_DTYPE=x_dtype, ALIGNED=self._aligned
             )
             self._add_lines(self._table_after, by_rows=False)
-            step_kernels.variance_kernel[(len(self._matrices),)](
+            _muon_update_kernels.variance_kernel[(len(self._matrices),)](
                 self._table_after,
                 self._hyper,
                 self._control,
@@ -391,7 +335,7 @@ class MuonPlan:
                 VARIANCE=self._variance,
                 BLOCK=LINE_BLOCK,
             )
-        step_kernels.update_kernel[tiles](
+        _muon_update_kernels.update_kernel[tiles](
             self._table_after,
             self._tile_map,
             self._hyper,
@@ -414,37 +358,3 @@ def _launches_of(family: list[tuple[Tensor, Tensor]], ns: NSConfig) -> int:
         return sum(2 * shapes + (1 if c != 0.0 else 0) for _, _, c in ns.triples)
     # of a block of k steps: Z each, P and R in all but the last, Q in all but the first
     return sum(len(block) + 3 * (len(block) - 1) + 2 * shapes for block in ns.blocks)
-
-
-def _matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[_Matrix]:
-    """Every matrix of a parameter, as it is stored."""
-    p = tensors.param
-    view = tensors.view or MatrixView.identity(p.shape)
-    matrices = []
-    for part in view.views(p):
-        rows, columns = part.shape[-2:]
-        row_stride, column_stride = part.stride()[-2:]
-        rows_are_inner = column_stride != 1 or (columns == 1 and row_stride == 1)
-        stride, outer, inner = (column_stride, columns, rows) if rows_are_inner else (row_stride, rows, columns)
-        scale = lr_scale(rule.scale, part.shape, p.shape)
-        for index in product(*(range(size) for size in part.shape[:-2])):
-            offset = int(part.storage_offset() - p.storage_offset())
-            offset += sum(i * step for i, step in zip(index, part.stride()))
-            matrices.append(_Matrix(parameter, offset, stride, outer, inner, rows_are_inner, scale))
-    return matrices
-
-
-def _address(tensor: Tensor, offset: int) -> int:
-    return tensor.data_ptr() + offset * tensor.element_size()
-
-
-def _is_aligned(row: list[int], tensors: MuonTensors) -> bool:
-    """Whether the matrix keeps the promise of ALIGNED (`_muon_step_kernels`)."""
-    addresses = [row[step_kernels.P], row[step_kernels.G], row[step_kernels.B]]
-    addresses += [] if tensors.master is None else [row[step_kernels.MASTER]]
-    sizes = (row[step_kernels.P_STRIDE], row[step_kernels.OUTER], row[step_kernels.INNER])
-    return all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
-
-
-def _on_device(value: float | Tensor) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
