@@ -1,0 +1,161 @@
+"""One parameter of an AdamW plan, with its state: what the kernels can take, and what tensors of one launch share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import KERNEL_DTYPES
+from optim_kernels.multi_tensor import is_dense
+
+
+class PlannedTensor:
+    """One parameter with its state, as the kernel sees it."""
+
+    def __init__(
+        self,
+        place: int,
+        param: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        max_exp_avg_sq: Tensor | None,
+        master: Tensor | None,
+        step: Tensor,
+        present: Tensor | None,
+        group: int,
+        index: int,
+        start: int,
+        stochastic_rounding: bool,
+        seed: int,
+    ) -> None:
+        self.place = place
+        self.param = param
+        self.exp_avg = exp_avg
+        self.exp_avg_sq = exp_avg_sq
+        self.max_exp_avg_sq = max_exp_avg_sq
+        self.master = master
+        self.step = step
+        self.present = present
+        self.group = group
+        self.index = index
+        self.start = start
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
+
+    def states(self) -> Iterable[tuple[str, Tensor | None]]:
+        return (
+            ("exp_avgs", self.exp_avg),
+            ("exp_avg_sqs", self.exp_avg_sq),
+            ("max_exp_avg_sqs", self.max_exp_avg_sq),
+            ("masters", self.master),
+        )
+
+    def check(self, grad: Tensor) -> None:
+        """Raise ``ValueError`` unless the kernels can update these tensors."""
+        p, name = self.param, f"params[{self.place}]"
+        if p.dtype not in KERNEL_DTYPES:
+            raise ValueError(f"{name} is {p.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+        if not is_dense(p):
+            raise ValueError(f"{name} has strides {p.stride()} for shape {tuple(p.shape)}: its elements are not dense")
+        for kind, state in self.states():
+            if state is None:
+                continue
+            if state.shape != p.shape or state.device != p.device or not _same_layout(state, p):
+                raise ValueError(
+                    f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
+                )
+        for kind, moment in (("exp_avgs", self.exp_avg), ("exp_avg_sqs", self.exp_avg_sq)):
+            if moment.dtype not in KERNEL_DTYPES:
+                raise ValueError(f"{kind}[{self.place}] is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+        if self.max_exp_avg_sq is not None and self.max_exp_avg_sq.dtype != self.exp_avg_sq.dtype:
+            raise ValueError(
+                f"max_exp_avg_sqs[{self.place}] is {self.max_exp_avg_sq.dtype}, exp_avg_sqs[{self.place}] "
+                f"{self.exp_avg_sq.dtype}; they must agree"
+            )
+        if self.master is not None and self.master.dtype not in (torch.float32, torch.int16):
+            raise ValueError(f"masters[{self.place}] must be float32 or int16, is {self.master.dtype}")
+        if self.master is not None and self.master.dtype == torch.int16 and p.dtype != torch.bfloat16:
+            raise ValueError(
+                f"masters[{self.place}] is int16, which completes a bfloat16 parameter; {name} is {p.dtype}"
+            )
+        for kind, scalar in (("steps", self.step), ("present", self.present)):
+            if scalar is not None and (
+                scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != p.device
+            ):
+                raise ValueError(
+                    f"{kind} of {name} must be one float32 element on {p.device}, is {description(scalar)}"
+                )
+        self.check_grad(grad)
+
+    def check_grad(self, grad: Tensor) -> None:
+        """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
+        p = self.param
+        if grad.dtype not in KERNEL_DTYPES:
+            raise ValueError(f"grads[{self.place}] is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+        sliced = grad.dim() == p.dim() + 1
+        if (
+            (grad.shape[1:] if sliced else grad.shape) != p.shape
+            or grad.device != p.device
+            or (sliced and not len(grad))
+        ):
+            raise ValueError(
+                f"grads[{self.place}] must be like params[{self.place}], {description(p)}, or a stack of such, but is "
+                f"{description(grad)}"
+            )
+
+    def has_layout_of(self, grad: Tensor) -> bool:
+        """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
+        return _same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
+
+    def in_own_layout(self, grad: Tensor) -> Tensor:
+        """A copy of ``grad`` that lies in memory as the parameter does."""
+        p, sliced = self.param, grad.dim() > self.param.dim()
+        pieces = grad if sliced else grad[None]
+        flat = torch.empty(pieces.numel(), dtype=grad.dtype, device=grad.device)
+        copy = flat.as_strided(pieces.shape, (p.numel(), *p.stride())).copy_(pieces)
+        return copy if sliced else copy[0]
+
+    def signature(self, grad: Tensor) -> tuple[Any, ...]:
+        """What tensors of one launch have in common."""
+        return (
+            self.param.device,
+            self.param.dtype,
+            grad.dtype,
+            self.exp_avg.dtype,
+            self.exp_avg_sq.dtype,
+            self.max_exp_avg_sq is not None,
+            None if self.master is None else self.master.dtype,
+            len(grad) if grad.dim() > self.param.dim() else 1,
+            self.present is not None,
+            self.stochastic_rounding,
+        )
+
+
+def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none."""
+    first: dict[int, tuple[int, Any]] = {}
+    for tensor, grad in zip(tensors, grads):
+        flag = None if tensor.present is None else tensor.present.data_ptr()
+        kind = tensor.signature(grad), flag
+        place, other = first.setdefault(tensor.step.data_ptr(), (tensor.place, kind))
+        if other != kind:
+            raise ValueError(
+                f"params[{place}] and params[{tensor.place}] share a step count, but differ in dtypes, options or "
+                "'present'; give each its own step tensor"
+            )
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape visit memory in the same order; strides of single elements do not matter."""
+    return a.stride() == b.stride() or all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape) if n != 1)
+
+
+def description(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
