@@ -1,11 +1,12 @@
 """Triton kernels of Newton–Schulz: one symmetric product and one general product, on batches of matrices.
 
-    symmetric_kernel    D = α A Bᵀ + β C,  Q = D + ω I      D symmetric: one triangle of tiles is computed, and mirrored
-    general_kernel      D = α A B + β C
+    symmetric_kernel    D = s (α A Bᵀ + β C),  Q = D + ω I     D symmetric: one triangle is computed, and mirrored
+    general_kernel      D = s (α A B + β C)
 
 Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like the
-product. Operands arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with
-zeros and drop what is stored there, so no size has to divide a tile. Sums are fp32 and rounded once.
+product; s is 1 or a number of each matrix, read on the device. Operands arrive through tensor descriptors (the bulk
+copy engine), which fill what lies outside a matrix with zeros and drop what is stored there, so no size has to divide a
+tile. Sums are fp32 and rounded once.
 
 D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
 a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
@@ -65,6 +66,7 @@ def symmetric_kernel(
     mirror_desc,
     q_desc,
     q_mirror_desc,
+    scale,
     tiles,
     T,
     K,
@@ -73,6 +75,7 @@ def symmetric_kernel(
     omega,
     HAS_C: tl.constexpr,
     HAS_Q: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     SAME: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,6 +99,8 @@ def symmetric_kernel(
     if HAS_C:
         c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
         acc += beta * c.to(tl.float32)
+    if HAS_SCALE:
+        acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if block_i != block_j:
@@ -120,6 +125,7 @@ def general_kernel(
     b_desc,
     c_desc,
     d_desc,
+    scale,
     tiles,
     rows,
     columns,
@@ -127,6 +133,7 @@ def general_kernel(
     alpha,
     beta,
     HAS_C: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,5 +151,7 @@ def general_kernel(
     if HAS_C:
         c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)
         acc += beta * c.to(tl.float32)
+    if HAS_SCALE:
+        acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)
     d_desc.store([batch, i * BLOCK_M, j * BLOCK_N], d.reshape(1, BLOCK_M, BLOCK_N))

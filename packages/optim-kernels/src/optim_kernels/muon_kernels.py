@@ -38,11 +38,13 @@ def symmetric_product(
     beta: float = 0.0,
     out: Tensor | None = None,
     shifted: tuple[Tensor, float] | None = None,
+    scale: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
-    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q.
+    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
+    multiplies each matrix before it is rounded.
     """
     batch, m, k = a.shape
     if out is None:
@@ -61,6 +63,7 @@ def symmetric_product(
         _descriptor(out, tile.columns, tile.rows),
         _descriptor(q, tile.rows, tile.columns),
         _descriptor(q, tile.columns, tile.rows),
+        out if scale is None else scale,
         tiles,
         cdiv(m, tile.columns),
         k,
@@ -69,6 +72,7 @@ def symmetric_product(
         omega,
         HAS_C=c is not None,
         HAS_Q=shifted is not None,
+        HAS_SCALE=scale is not None,
         SAME=same,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -88,9 +92,10 @@ def general_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     out: Tensor | None = None,
+    scale: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``."""
+    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given."""
     batch, m, k = a.shape
     n = b.shape[-1]
     if out is None:
@@ -104,6 +109,7 @@ def general_product(
         _descriptor(b, tile.depth, tile.columns),
         _descriptor(out if c is None else c, tile.rows, tile.columns),
         _descriptor(out, tile.rows, tile.columns),
+        out if scale is None else scale,
         rows * columns,
         rows,
         columns,
@@ -111,6 +117,7 @@ def general_product(
         alpha,
         beta,
         HAS_C=c is not None,
+        HAS_SCALE=scale is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
