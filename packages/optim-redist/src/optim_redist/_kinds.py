@@ -53,9 +53,12 @@ class Strided(Kind):
 
     Each piece is cut into p chunks, and coordinate c takes the c-th of every piece, one behind the other: torch's
     ``_StridedShard``. Factors of 1 throughout are ``Chunk``.
+
+    ``flat`` is how torch 2.9 cut: into all s·p chunks at once, which differs where sizes are uneven.
     """
 
     split_factors: tuple[int, ...]
+    flat: bool = False
 
     def __post_init__(self) -> None:
         if any(factor < 1 for factor in self.split_factors):
@@ -68,8 +71,11 @@ class Strided(Kind):
         for p, factor in zip(axis_sizes, self.split_factors):
             taken: list[list[tuple[int, int]]] = []
             for pieces in held:
-                parts = [_cut_in_chunks(piece, p) for piece in _cut_in_chunks(pieces, factor)]
-                taken += ([run for part in parts for run in part[c]] for c in range(p))
+                if self.flat:
+                    chunks = _cut_in_chunks(pieces, factor * p)
+                else:
+                    chunks = [chunk for piece in _cut_in_chunks(pieces, factor) for chunk in _cut_in_chunks(piece, p)]
+                taken += ([run for chunk in chunks[c::p] for run in chunk] for c in range(p))
             held = taken
         return tuple(from_intervals(pieces) for pieces in held)
 

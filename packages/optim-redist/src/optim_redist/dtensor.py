@@ -7,6 +7,7 @@ uneven and strided shards are read as torch stores them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from optim_redist.errors import LayoutError, NotRepresentableError, UnsupportedError
@@ -63,7 +64,9 @@ def from_placements(
     order = as_shard_order(shard_order)
     if order is None and isinstance(placements, Placements):
         order = placements.shard_order
-    return layout_from(mesh_from(device_mesh), [_ours(p) for p in placements], len(shape), order, strided)
+    ours = [_ours(placement) for placement in placements]
+    flat = any(placement.split_factor > 1 for placement in ours) and _cuts_flat()
+    return layout_from(mesh_from(device_mesh), ours, len(shape), order, strided, flat=flat)
 
 
 def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Layout:
@@ -97,8 +100,23 @@ def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:
     Raises:
         NotRepresentableError: if no placements of torch say what the layout says.
     """
-    placements, order = placements_of(layout, shape)
+    placements, order = placements_of(layout, shape, flat=_cuts_flat())
     return Placements([_theirs(placement) for placement in placements], order)
+
+
+@lru_cache(maxsize=1)
+def _cuts_flat() -> bool:
+    """Whether the installed torch cuts a strided shard into all its chunks at once, as 2.9 does."""
+    import torch
+    from torch.distributed.tensor import placement_types
+
+    # private in every torch so far, and absent from some
+    strided_shard = getattr(placement_types, "_StridedShard", None)
+    if strided_shard is None:
+        return False
+    # two indices, split factor 2, two ranks: ([0], []) flat, ([0, 1], []) nested
+    parts, _ = strided_shard(0, split_factor=2)._split_tensor(torch.arange(2), 2, with_padding=False)
+    return len(parts[0]) == 1
 
 
 def _ours(placement: TorchPlacement) -> Placement:

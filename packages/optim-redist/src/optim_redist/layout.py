@@ -212,8 +212,8 @@ class Layout:
         match split.kind:
             case Chunk():
                 return "/".join(names) if len(names) > 1 else f"{names[0]}/"
-            case Strided(factors):
-                return "/".join(f"{name}@{factor}" for name, factor in zip(names, factors))
+            case Strided(factors, flat):
+                return "/".join(f"{name}{'@@' if flat else '@'}{factor}" for name, factor in zip(names, factors))
             case Cyclic(block):
                 return f"{'.'.join(names)}~{block}"
             case Ragged(cuts):
@@ -264,8 +264,10 @@ def _as_op(op: str) -> ReduceOp:
 def _split_json(split: Split) -> dict[str, Any]:
     item: dict[str, Any] = {"axes": list(split.axes), "kind": type(split.kind).__name__.lower()}
     match split.kind:
-        case Strided(factors):
+        case Strided(factors, flat):
             item["split_factors"] = list(factors)
+            if flat:
+                item["flat"] = True
         case Cyclic(block):
             item["block"] = block
         case Ragged(cuts):

@@ -6,8 +6,9 @@
     placements       S(0), R, Partial(sum), _S(0,2)        DTensor's, one per mesh axis; order=0:1.0 behind
 
 In the own notation an item per tensor dimension is ``-`` (not split) or axes by name or number, major to minor:
-``x.y`` blocks, ``x/y`` nested chunks (``x/`` for one axis), ``x@2/y@1`` the same with split factors, ``x.y~4`` cyclic
-in blocks of 4, ``x!0:3:7`` ragged between cut points, ``x{0:2,4:6|2:4}`` intervals per coordinate.
+``x.y`` blocks, ``x/y`` nested chunks (``x/`` for one axis), ``x@2/y@1`` the same with split factors (``x@@2/y@@1`` cut
+flat, as torch 2.9 does), ``x.y~4`` cyclic in blocks of 4, ``x!0:3:7`` ragged between cut points, ``x{0:2,4:6|2:4}``
+intervals per coordinate.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def _parse_own_item(item: str, mesh: Mesh) -> Split | None:
         names = [name for name, _, _ in pairs]
         kind = Chunk()
         if any(factor for _, _, factor in pairs):
-            kind = Strided(tuple(_numbers(factor or "1", "split factors")[0] for _, _, factor in pairs))
+            flat = "@@" in found["axes"]
+            factors = (factor.removeprefix("@") or "1" for _, _, factor in pairs)
+            kind = Strided(tuple(_numbers(factor, "split factors")[0] for factor in factors), flat)
     if found["block"]:
         kind = Cyclic(int(found["block"]))
     elif found["cuts"]:

@@ -6,6 +6,7 @@ the ones before it have left:
 
     Shard(d)                            into p chunks, as torch.chunk does
     _StridedShard(d, split_factor=s)    into s chunks, each of those into p, and takes one of every s
+                                        (torch 2.9, "flat": into s·p chunks at once)
 
 With even sizes a strided shard only says in which order the axes count: an axis counts behind axes to its right whose
 sizes multiply to s. With uneven sizes the two readings differ ([0..8] over 4×2: the last pair holds ([8], []) strided
@@ -53,6 +54,8 @@ def layout_from(
     num_dims: int,
     shard_order: Mapping[int, Sequence[int]] | None = None,
     strided: StridedReading = "replay",
+    *,
+    flat: bool = False,
 ) -> Layout:
     """The layout that the placements, one per mesh axis, describe.
 
@@ -60,6 +63,7 @@ def layout_from(
         num_dims: dimensions of the tensor.
         shard_order: for tensor dimensions where axes do not cut from left to right, the axes in their order.
         strided: read split factors as torch's splitting does, or as the order of axes that they encode.
+        flat: whether torch's splitting cuts strided shards flat.
     """
     if len(placements) != mesh.num_axes:
         raise LayoutError(f"a mesh of {mesh.num_axes} axes needs as many placements, got {len(placements)}")
@@ -92,7 +96,7 @@ def layout_from(
         elif order is not None:
             raise LayoutError(f"dimension {tensor_dim} has both split factors and a shard_order; give one of them")
         elif strided == "replay":
-            dims[tensor_dim] = Split(tuple(axes), Strided(tuple(factors)))
+            dims[tensor_dim] = Split(tuple(axes), Strided(tuple(factors), flat))
         else:
             dims[tensor_dim] = Split(_order_of_factors(axes, factors, mesh), Chunk())
     return Layout(mesh, dims, partial)
@@ -112,8 +116,10 @@ def _order_of_factors(axes: Sequence[int], factors: Sequence[int], mesh: Mesh) -
     return tuple(order)
 
 
-def placements_of(layout: Layout, shape: Sequence[int]) -> tuple[list[Placement], ShardOrder]:
+def placements_of(layout: Layout, shape: Sequence[int], *, flat: bool = False) -> tuple[list[Placement], ShardOrder]:
     """One placement per mesh axis, and the orders of axes that are not left to right.
+
+    ``flat`` says how strided shards are cut, as for ``layout_from``.
 
     Raises:
         NotRepresentableError: if torch's splitting cannot give what the layout says.
@@ -125,7 +131,7 @@ def placements_of(layout: Layout, shape: Sequence[int]) -> tuple[list[Placement]
     order: ShardOrder = {}
     for tensor_dim, split in enumerate(layout.dims):
         if split is not None:
-            factors, cutting = _notation(layout, tensor_dim, shape[tensor_dim])
+            factors, cutting = _notation(layout, tensor_dim, shape[tensor_dim], flat)
             for axis in split.axes:
                 placements[axis] = Placement(tensor_dim, factors.get(axis, 1))
             if list(cutting) != sorted(cutting):
@@ -133,12 +139,12 @@ def placements_of(layout: Layout, shape: Sequence[int]) -> tuple[list[Placement]
     return placements, order
 
 
-def _notation(layout: Layout, tensor_dim: int, n: int) -> tuple[dict[int, int], tuple[int, ...]]:
+def _notation(layout: Layout, tensor_dim: int, n: int, flat: bool) -> tuple[dict[int, int], tuple[int, ...]]:
     """Split factors by axis and the order of cutting that give this split of a dimension of size n."""
     split = layout.dims[tensor_dim]
     assert split is not None
     axes, left_to_right = split.axes, tuple(sorted(split.axes))
-    if isinstance(split.kind, Strided) and axes == left_to_right:
+    if isinstance(split.kind, Strided) and axes == left_to_right and split.kind.flat == flat:
         return dict(zip(axes, split.kind.split_factors)), axes
     if isinstance(split.kind, Chunk) or (isinstance(split.kind, Block) and len(axes) == 1):
         return {}, axes
@@ -150,14 +156,8 @@ def _notation(layout: Layout, tensor_dim: int, n: int) -> tuple[dict[int, int], 
 
     if gives(Chunk(), left_to_right):
         return {}, left_to_right
-    # Dealing blocks of b out over P coordinates is cutting n / (b·P) pieces first; an axis that counts behind axes to
-    # its right cuts into so many more.
-    factors = {}
-    for place, axis in enumerate(axes):
-        factors[axis] = prod(layout.mesh.sizes[before] for before in axes[:place] if before > axis)
-        if isinstance(split.kind, Cyclic):
-            factors[axis] *= max(1, -(-n // (split.kind.block * prod(layout.axis_sizes(tensor_dim)))))
-    if gives(Strided(tuple(factors[axis] for axis in left_to_right)), left_to_right):
+    factors = _split_factors(split, layout.mesh, n)
+    if gives(Strided(tuple(factors[axis] for axis in left_to_right), flat), left_to_right):
         return factors, left_to_right
     for cutting in [axes, *permutations(left_to_right)]:
         if gives(Chunk(), cutting):
@@ -166,6 +166,23 @@ def _notation(layout: Layout, tensor_dim: int, n: int) -> tuple[dict[int, int], 
         f"dimension {tensor_dim} of {layout}, {n} indices over mesh axes {axes}, is no sequence of torch's chunks; "
         "redistribute it to a layout that is, or keep it as a plain local tensor"
     )
+
+
+def _split_factors(split: Split, mesh: Mesh, n: int) -> dict[int, int]:
+    """By axis the split factors that say this split where sizes are even.
+
+    Dealing blocks of b out over P coordinates is cutting n / (b·P) pieces first; an axis that counts behind axes to
+    its right cuts into so many more.
+    """
+    if isinstance(split.kind, Strided):
+        # by the other rule, or in another order of axes
+        return dict(zip(split.axes, split.kind.split_factors))
+    factors = {}
+    for place, axis in enumerate(split.axes):
+        factors[axis] = prod(mesh.sizes[before] for before in split.axes[:place] if before > axis)
+        if isinstance(split.kind, Cyclic):
+            factors[axis] *= max(1, -(-n // (split.kind.block * prod(mesh.sizes[a] for a in split.axes))))
+    return factors
 
 
 def _rearranged(

@@ -36,17 +36,18 @@ class _Place(NamedTuple):
     dtype: torch.dtype | None
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        return _layout(self.mesh, self.placements, tuple(shape), self.order)
+        return _layout(self.mesh, tuple((type(p), p) for p in self.placements), tuple(shape), self.order)
 
 
 @lru_cache(maxsize=4096)
 def _layout(
     mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
+    # with their types: in torch 2.9 Shard(0) == _StridedShard(0, split_factor=2)
+    placements: tuple[tuple[type[Placement], Placement], ...],
     shape: tuple[int, ...],
     order: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> Layout:
-    return from_placements(mesh, placements, shape, order)
+    return from_placements(mesh, [placement for _, placement in placements], shape, order)
 
 
 def redistribute(
@@ -78,6 +79,8 @@ def redistribute(
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
     mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
     order = tuple((dim, tuple(axes)) for dim, axes in (as_shard_order(shard_order) or {}).items())
+    if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
+        raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
     place = _Place(mesh, tuple(_normalized(p, dtensor.ndim) for p in placements), order, forward_dtype)
     if async_op:
         if torch.is_grad_enabled() and dtensor.requires_grad:
@@ -152,8 +155,6 @@ def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tenso
         return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
     # only the private specification of newer versions takes an order of axes
     specification = dtensor_package._dtensor_spec
-    if not hasattr(specification, "ShardOrderEntry"):
-        raise UnsupportedError(f"torch {torch.__version__} has no order of axes; use _StridedShard placements")
     entries = tuple(specification.ShardOrderEntry(dim, axes) for dim, axes in sorted(place.order))
     meta = specification.TensorMeta(shape, stride, part.dtype)
     spec = specification.DTensorSpec(place.mesh, place.placements, tensor_meta=meta, shard_order=entries)
