@@ -70,7 +70,7 @@ def run(rank, steps=3, micro_batches=1, mode="plain", skip=lambda rank, step, mi
             else:
                 net(batch(rank, step, micro), skip(rank, step, micro)).backward()
         if mode in ("no_sync", "counted") and last:
-            assert any(bucket.launched for bucket in optimizer._buckets), "nothing was reduced during backward"
+            assert any(bucket.launched for bucket in optimizer._bucketed.buckets), "nothing was reduced during backward"
         optimizer.step()
         optimizer.zero_grad(set_to_none=mode != "zeroed")
     return values(net)
@@ -565,7 +565,7 @@ def replicas_that_differ_are_named(rank, world_size):
     with torch.no_grad():
         net.layers[3].bias += rank
     with pytest.raises(RuntimeError, match=r"differ from rank 0's: layers\.3\.bias \(rank 1\)"):
-        check_replicas(optimizer._buckets, optimizer.communicator)
+        check_replicas(optimizer._bucketed.buckets, optimizer.communicator)
 
 
 def run_scenarios(rank, world_size):

@@ -9,39 +9,33 @@
 With one rank there are no buckets: phases 1, 2 and 5 are empty and the update works on parameters where they lie, so
 that results and state equal the single-device optimizer's bit for bit.
 
-What an update is belongs to a ``Route``; this module never looks inside one. No condition that may differ between
-ranks (a gradient is missing, nothing is owned, a gradient came early) decides whether or when a collective runs.
+What an update is belongs to a ``Route``, where parameters lie to ``_bucketed``; this module never looks inside.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from optim_dist import _construction as construction
 from optim_dist import _states as states
+from optim_dist import clip
+from optim_dist._bucketed import BucketedParameters
 from optim_dist._collectives import Communicator
 from optim_dist._explain import Explanation, explain
+from optim_dist._live import LiveOptimizer
 from optim_dist._norm import combine_powers, power_sum
 from optim_dist._options import Options
-from optim_dist._shards import Item, Route, Shard, StepContext, attach_gradients, bucket_shards, whole_shards
-from optim_dist.buckets import Bucket, build_bucket
-from optim_dist.overlap import BackwardReduction
+from optim_dist._shards import Item, Route, Shard, StepContext, whole_shards
 from optim_dist.plan import Plan, RouteName, plan_parameters
-from optim_dist.reducers import Exact, Reducer, ReduceScatter
 from optim_utils.param_groups import MatrixView
 
-# in order of construction, so that every rank goes through them alike
-live_optimizers: dict[int, weakref.ref[DistOptimizer]] = {}
 
-
-class DistOptimizer(Optimizer):
+class DistOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose step runs over the ranks of a process group.
 
     Subclasses say how a group is routed (``_route_name``) and give a ``Route`` for each name (``_routes``).
@@ -52,7 +46,6 @@ class DistOptimizer(Optimizer):
 
     _routes: ClassVar[Mapping[RouteName, Route]]
 
-    plan: Plan
     grad_norm: Tensor | None
     _closed = False
 
@@ -87,19 +80,13 @@ class DistOptimizer(Optimizer):
         self._average = (
             torch.tensor(1 / world_size, device=device) if self._options.average and world_size > 1 else None
         )
-        self._buckets: list[Bucket] = []
-        self._shards: dict[Bucket, list[Shard]] = {}
-        self._reducer: Reducer | None = None
-        self._reduction: BackwardReduction | None = None
+        self._bucketed = BucketedParameters(self._communicator, self._options) if world_size > 1 else None
         self._caches: dict[object, dict[Any, Any]] = {}
-        self._counts: Tensor | None = None
         self._factor: Tensor | None = None
-        self._presence: tuple[list[bool], Tensor] | None = None
         self.grad_norm = None
         self.plan = Plan(world_size, (), ())
         self._extend(self._entries)
-        live_optimizers[id(self)] = weakref.ref(self)
-        weakref.finalize(self, live_optimizers.pop, id(self), None)
+        self._register()
 
     def _find_entries(self, first_group: int = 0) -> list[construction.Entry]:
         groups = self.param_groups
@@ -109,32 +96,16 @@ class DistOptimizer(Optimizer):
 
     def _extend(self, found: Sequence[construction.Entry]) -> None:
         """Plan ``found`` behind what is planned already, and move it into buckets."""
-        communicator, options, first_new = self._communicator, self._options, len(self.plan.buckets)
+        communicator = self._communicator
         construction.check_parameters(found, communicator)
         planned = self.trained_ids()
         self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         specs = construction.specify(found)
-        self.plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=options.bucket_mb))
-        if communicator.world_size == 1:
-            return
-        construction.check_plan(self.plan, communicator)
-        parameters = [entry.parameter for entry in self._entries]
-        new = [
-            build_bucket(bucket, self.plan.parameters, parameters, communicator.rank)
-            for bucket in self.plan.buckets[first_new:]
-        ]
-        construction.synchronise(new, communicator, options.sync_params)
-        self._buckets += new
-        for bucket in new:
-            self._shards[bucket] = bucket_shards(bucket, self.plan.parameters, self._entries)
-        if options.reducer == "rs":
-            self._reducer = ReduceScatter(communicator, options.reduce_dtype)
-        else:
-            self._reducer = Exact(communicator, options.reduce_dtype, options.reduced_dtype, self._buckets)
-        if self._reduction is not None:
-            self._reduction.close()
-        self._reduction = BackwardReduction(self._buckets, self._reducer, options.accumulation_steps, options.overlap)
-        weakref.finalize(self, self._reduction.close)
+        bucket_mb = self._options.bucket_mb
+        self.plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
+        if self._bucketed is not None:
+            construction.check_plan(self.plan, communicator)
+            self._bucketed.extend(self.plan, self._entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
@@ -147,7 +118,7 @@ class DistOptimizer(Optimizer):
             raise
         if not hasattr(self, "plan"):
             return  # a group of the constructor
-        if self._reduction is not None and self._reduction.started:
+        if self._bucketed is not None and self._bucketed.started:
             raise RuntimeError("add_param_group between backward and step(): gradients are already being reduced")
         found = self._find_entries(first_group=len(self.param_groups) - 1)
         self._entries = [*self._entries, *found]
@@ -155,16 +126,9 @@ class DistOptimizer(Optimizer):
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
-        if self._reduction is None or self._closed:
-            return
-        self._finish_reductions()
-        self.wait()
-        self._reduction.close()
-        for bucket in self._buckets:
-            bucket.release()
-        for shards in self._shards.values():
-            shards.clear()
-        self._buckets, self._closed = [], True
+        if self._bucketed is not None and not self._closed:
+            self._bucketed.close()
+            self._closed = True
 
     # a step
 
@@ -186,13 +150,13 @@ class DistOptimizer(Optimizer):
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
             context = self._context(clip_factor)
-            if self._reduction is not None:
-                self._update_buckets(context)
+            if self._bucketed is not None:
+                self._bucketed.update(lambda bucket, shards: self._update(bucket.plan.route, shards, context, bucket))
             else:
                 self._update_in_place(context)
             self._restart()
-            if self._options.debug:
-                construction.check_replicas(self._buckets, self._communicator, "after the step, ")
+            if self._options.debug and self._bucketed is not None:
+                self._bucketed.check_replicas("after the step, ")
         return loss
 
     def _reduce(self) -> None:
@@ -200,22 +164,8 @@ class DistOptimizer(Optimizer):
         if self._closed:
             raise RuntimeError("this optimizer was closed; build a new one")
         self._check_left_out()
-        if self._reduction is None or self._counts is not None:
-            return
-        present = [False] * len(self.plan.parameters)
-        for bucket in self._buckets:
-            bucket.check_pointers()
-            for member, has_gradient in zip(bucket.members, bucket.presence()):
-                present[member.index] = has_gradient
-        if self._presence is None or self._presence[0] != present:
-            message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
-            self._presence = (present, message)
-        # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
-        # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
-        if self._reduction.eager:
-            self._reduction.launch_all()
-        self._counts = self._communicator.gather_message(self._presence[1]).sum(0)
-        self._reduction.launch_all()
+        if self._bucketed is not None:
+            self._bucketed.reduce(len(self.plan.parameters))
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
@@ -230,16 +180,8 @@ class DistOptimizer(Optimizer):
         for other in (self._factor, clip_factor):
             if other is not None:
                 factor = other if factor is None else factor * other.to(factor)
-        return StepContext(factor, getattr(self, "grad_scale", None), found_inf, self._counts)
-
-    def _update_buckets(self, context: StepContext) -> None:
-        """Phases 4 and 5: bucket by bucket, the gather of one under the update of the next."""
-        assert self._reducer is not None
-        for bucket in self._buckets:
-            attach_gradients(bucket, self._shards[bucket], self._reducer.finish(bucket))
-            self._update(bucket.plan.route, self._shards[bucket], context, bucket)
-            bucket.gathering = self._communicator.all_gather_(bucket.values)
-        self.wait()
+        counts = None if self._bucketed is None else self._bucketed.counts
+        return StepContext(factor, getattr(self, "grad_scale", None), found_inf, counts)
 
     def _update_in_place(self, context: StepContext) -> None:
         """Phase 4 of one rank: what has no gradient is left alone."""
@@ -269,50 +211,42 @@ class DistOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
-        self._finish_reductions()
+        if self._bucketed is not None:
+            self._bucketed.finish_reductions()
         super().zero_grad(set_to_none)
         self._restart()
 
-    def _finish_reductions(self) -> None:
-        for bucket in self._buckets:
-            if bucket.launched and self._reducer is not None:
-                self._reducer.finish(bucket)
-
     def _restart(self) -> None:
-        self._counts = self._factor = None
-        if self._reduction is not None:
-            self._reduction.restart()
+        self._factor = None
+        if self._bucketed is not None:
+            self._bucketed.restart()
 
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight; afterwards parameters may be read."""
-        for bucket in self._buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+        if self._bucketed is not None:
+            self._bucketed.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; once used, passes outside it reduce while they run."""
-        if self._reduction is None:
+        if self._bucketed is None:
             yield
         else:
-            with self._reduction.no_sync():
+            with self._bucketed.no_sync():
                 yield
 
     # norms
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients; the next ``step()`` scales them to ``max_norm``. See ``optim_dist.clip``."""
-        from optim_dist.clip import clip_grad_norm_
-
-        return clip_grad_norm_(self, max_norm, norm_type)
+        return clip.clip_grad_norm_(self, max_norm, norm_type)
 
     @torch.no_grad()
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         self._reduce()
-        if self._reducer is not None:
-            gradients = [self._reducer.finish(bucket) for bucket in self._buckets]
+        if self._bucketed is not None:
+            gradients = self._bucketed.reduced_gradients()
         else:
             gradients = [s.gradient for s in whole_shards(self._entries) if s.gradient is not None]
         mine = power_sum(gradients, float(norm_type), self._communicator.device)
@@ -325,10 +259,6 @@ class DistOptimizer(Optimizer):
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
         """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
         self._factor, self.grad_norm = factor, norm
-
-    def trained_ids(self) -> set[int]:
-        """``id`` of every parameter that is updated."""
-        return {id(entry.parameter) for entry in self._entries}
 
     # state
 
@@ -345,13 +275,12 @@ class DistOptimizer(Optimizer):
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step."""
-        return self._reduction is None or not self._reduction.has_gradients
+        return self._bucketed is None or not self._bucketed.has_gradients
 
     def gather_parameters(self) -> None:
         """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
-        for bucket in self._buckets:
-            bucket.gathering = self._communicator.all_gather_(bucket.values)
-        self.wait()
+        if self._bucketed is not None:
+            self._bucketed.gather()
 
     def new_state(self, shard: Shard) -> dict[str, Any]:
         """A fresh state for a shard, as its first step would find it."""
@@ -381,12 +310,11 @@ class DistOptimizer(Optimizer):
 
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
-        if self._reduction is None:
-            return whole_shards(self._entries)
-        return sorted((s for shards in self._shards.values() for s in shards), key=lambda shard: shard.index)
+        found = whole_shards(self._entries) if self._bucketed is None else self._bucketed.shards
+        return sorted(found, key=lambda shard: shard.index)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._reduction is not None:
+        if self._bucketed is not None:
             raise RuntimeError("an optimizer of several ranks cannot be pickled; save its state_dict() or a checkpoint")
         return {**super().__getstate__(), "_options": self._options.without_process()}
 
@@ -397,4 +325,5 @@ class DistOptimizer(Optimizer):
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
-        return explain(self.plan, self._options, self._communicator, self._buckets)
+        buckets = [] if self._bucketed is None else self._bucketed.buckets
+        return explain(self.plan, self._options, self._communicator, buckets)

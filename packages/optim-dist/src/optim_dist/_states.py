@@ -10,22 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_dist._collectives import Communicator
+from optim_dist._live import LiveOptimizer
 from optim_dist._shards import Shard
 from optim_dist.plan import ParameterSpec, Plan
 from optim_utils.param_groups import MatrixView
 
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
-
-if TYPE_CHECKING:
-    from optim_dist._optimizer import DistOptimizer
 
 
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def full_state_dict(optimizer: DistOptimizer, shards: Sequence[Shard], communicator: Communicator) -> dict[str, Any]:
+def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator) -> dict[str, Any]:
     """One-process state on the first rank's CPU, each piece sent once by its owner; ``{}`` on the others."""
     plan, states = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
     described = communicator.gather_json(
@@ -142,7 +140,7 @@ def full_state_dict(optimizer: DistOptimizer, shards: Sequence[Shard], communica
     return full if communicator.rank == 0 else {}
 
 
-def load_full_state_dict(optimizer: DistOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
+def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
     """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
     listed = _listed(optimizer)
     parts: dict[int, dict[str, Any]] = {}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_dist._live import LiveOptimizer, live_optimizers
 from optim_dist._norm import combine_norms
-from optim_dist._optimizer import DistOptimizer, live_optimizers
 from optim_kernels.clip import clip_factor
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizer_or_parameters: DistOptimizer | Iterable[DistOptimizer] | Tensor | Iterable[Tensor],
+    optimizer_or_parameters: LiveOptimizer | Iterable[LiveOptimizer] | Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -49,17 +49,16 @@ def clip_grad_norm_(
     return norm
 
 
-def _optimizers(given: Any) -> list[DistOptimizer]:
-    items: list[Any] = [given] if isinstance(given, DistOptimizer | Tensor) else list(given)
-    optimizers = [item for item in items if isinstance(item, DistOptimizer)]
+def _optimizers(given: Any) -> list[LiveOptimizer]:
+    items: list[Any] = [given] if isinstance(given, LiveOptimizer | Tensor) else list(given)
+    optimizers = [item for item in items if isinstance(item, LiveOptimizer)]
     if optimizers and len(optimizers) == len(items):
         return optimizers
     wanted = {id(item) for item in items}
     found, covered = [], set()
-    for reference in list(live_optimizers.values()):
-        optimizer = reference()
-        trained = set() if optimizer is None else optimizer.trained_ids()
-        if optimizer is not None and trained & wanted:
+    for optimizer in live_optimizers():
+        trained = optimizer.trained_ids()
+        if trained & wanted:
             if not trained <= wanted:
                 raise ValueError(
                     f"only some of the parameters of a {type(optimizer).__name__} were given; gradients are clipped "

@@ -1,0 +1,159 @@
+"""Plain parameters over several ranks: in buckets, reduced to their owners, updated there, and gathered from there.
+
+No condition that may differ between ranks (a gradient is missing, nothing is owned, a gradient came early) decides
+whether or when a collective runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from optim_dist._collectives import Communicator
+from optim_dist._construction import Entry, check_replicas, synchronise
+from optim_dist._options import Options
+from optim_dist._shards import Shard, attach_gradients, bucket_shards
+from optim_dist.buckets import Bucket, build_bucket
+from optim_dist.overlap import BackwardReduction
+from optim_dist.plan import Plan
+from optim_dist.reducers import Exact, Reducer, ReduceScatter
+
+Update = Callable[[Bucket, Sequence[Shard]], None]
+
+
+class BucketedParameters:
+    """The buckets of one optimizer, what reduces them, and what this rank owns of them."""
+
+    def __init__(self, communicator: Communicator, options: Options) -> None:
+        self._communicator = communicator
+        self._options = options
+        self._shards: dict[Bucket, list[Shard]] = {}
+        self._present: tuple[list[bool], Tensor] | None = None
+        self.buckets: list[Bucket] = []
+        self.reduction: BackwardReduction | None = None
+        self._reducer: Reducer | None = None
+        self.counts: Tensor | None = None
+
+    def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
+        """Move the parameters of the plan's latest buckets into storage."""
+        parameters = [entry.parameter for entry in entries]
+        new = [
+            build_bucket(bucket, plan.parameters, parameters, self._communicator.rank)
+            for bucket in plan.buckets[len(self.buckets) :]
+        ]
+        synchronise(new, self._communicator, self._options.sync_params)
+        self.buckets += new
+        for bucket in new:
+            self._shards[bucket] = bucket_shards(bucket, plan.parameters, entries)
+        options = self._options
+        if options.reducer == "rs":
+            self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
+        else:
+            self._reducer = Exact(self._communicator, options.reduce_dtype, options.reduced_dtype, self.buckets)
+        if self.reduction is not None:
+            self.reduction.close()
+        self.reduction = BackwardReduction(self.buckets, self._reducer, options.accumulation_steps, options.overlap)
+        weakref.finalize(self, self.reduction.close)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank owns, bucket by bucket."""
+        return [shard for shards in self._shards.values() for shard in shards]
+
+    @property
+    def started(self) -> bool:
+        """Whether a reduction of this step has been launched."""
+        return self.reduction is not None and self.reduction.started
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived since the last step."""
+        return self.reduction is not None and self.reduction.has_gradients
+
+    # a step
+
+    def reduce(self, num_parameters: int) -> None:
+        """Agree on which gradients exist, launch every reduction; once a step."""
+        if self.counts is not None or not self.buckets:
+            return
+        assert self.reduction is not None, "buckets come with their reduction"
+        present = [False] * num_parameters
+        for bucket in self.buckets:
+            bucket.check_pointers()
+            for member, has_gradient in zip(bucket.members, bucket.presence()):
+                present[member.index] = has_gradient
+        if self._present is None or self._present[0] != present:
+            message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
+            self._present = (present, message)
+        # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
+        # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
+        if self.reduction.eager:
+            self.reduction.launch_all()
+        self.counts = self._communicator.gather_message(self._present[1]).sum(0)
+        self.reduction.launch_all()
+
+    def reduced_gradients(self) -> list[Tensor]:
+        """The sums of this rank's chunks, one a bucket."""
+        return [self._finish(bucket) for bucket in self.buckets]
+
+    def update(self, update: Update) -> None:
+        """Bucket by bucket, the gather of one under the update of the next."""
+        for bucket in self.buckets:
+            attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
+            update(bucket, self._shards[bucket])
+            bucket.gathering = self._communicator.all_gather_(bucket.values)
+        self.wait()
+
+    def restart(self) -> None:
+        """Forget this step's reductions: the next gradients belong to a new step."""
+        self.counts = None
+        if self.reduction is not None:
+            self.reduction.restart()
+
+    def finish_reductions(self) -> None:
+        """Wait for what has been launched, to drop it."""
+        for bucket in self.buckets:
+            if bucket.launched:
+                self._finish(bucket)
+
+    def gather(self) -> None:
+        """Return every rank's part of the parameters to all ranks."""
+        for bucket in self.buckets:
+            bucket.gathering = self._communicator.all_gather_(bucket.values)
+        self.wait()
+
+    def wait(self) -> None:
+        """Let the current stream wait for every gather in flight."""
+        for bucket in self.buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate."""
+        assert self.reduction is not None, "extend() comes first"
+        return self.reduction.no_sync()
+
+    def check_replicas(self, context: str) -> None:
+        """Refuse parameters whose bits differ between ranks."""
+        check_replicas(self.buckets, self._communicator, context)
+
+    def close(self) -> None:
+        """Release hooks and storage; parameters and gradients become ordinary tensors again."""
+        self.finish_reductions()
+        self.wait()
+        if self.reduction is not None:
+            self.reduction.close()
+        for bucket in self.buckets:
+            bucket.release()
+        for shards in self._shards.values():
+            shards.clear()
+        self.buckets = []
+
+    def _finish(self, bucket: Bucket) -> Tensor:
+        assert self._reducer is not None, "buckets come with their reducer"
+        return self._reducer.finish(bucket)

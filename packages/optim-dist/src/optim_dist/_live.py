@@ -1,0 +1,63 @@
+"""What other modules may ask of an optimizer without knowing how it steps, and which optimizers there are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optim_dist._collectives import Communicator
+from optim_dist._construction import Entry
+from optim_dist._shards import Shard
+from optim_dist.plan import Plan
+
+# in order of construction, so that every rank goes through them alike
+_live: dict[int, weakref.ref[LiveOptimizer]] = {}
+
+
+class LiveOptimizer(Optimizer):
+    """An optimizer that shares out its parameters' gradients and state over ranks: what `DistOptimizer` implements."""
+
+    plan: Plan
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Trained parameters in the order of the plan."""
+        raise NotImplementedError
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks that share the work."""
+        raise NotImplementedError
+
+    def shards(self) -> list[Shard]:
+        """What this rank updates, in the order of the plan."""
+        raise NotImplementedError
+
+    def new_state(self, shard: Shard) -> dict[str, Any]:
+        """A fresh state for a shard, as its first step would find it."""
+        raise NotImplementedError
+
+    def measure_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
+        raise NotImplementedError
+
+    def clip_with(self, factor: Tensor, norm: Tensor) -> None:
+        """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
+        raise NotImplementedError
+
+    def trained_ids(self) -> set[int]:
+        """``id`` of every parameter that is updated."""
+        return {id(entry.parameter) for entry in self.entries}
+
+    def _register(self) -> None:
+        _live[id(self)] = weakref.ref(self)
+        weakref.finalize(self, _live.pop, id(self), None)
+
+
+def live_optimizers() -> list[LiveOptimizer]:
+    """Every optimizer of this package that exists, in order of construction."""
+    found = (reference() for reference in list(_live.values()))
+    return [optimizer for optimizer in found if optimizer is not None]
