@@ -235,8 +235,9 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
         state["master"] = param.detach().to(torch.float32, copy=True)
     if group["master_weights"] == "split16" and "master_low" not in state:
         state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
-    if group["stochastic_rounding"] and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+    if group["stochastic_rounding"]:
+        # on the device, for a captured step counts too
+        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).to(param.device)
 
 
 def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:

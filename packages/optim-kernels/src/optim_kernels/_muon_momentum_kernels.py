@@ -1,23 +1,33 @@
-"""Triton kernels in front of Muon's products: the momentum buffer moves, X = U / N is written.
+"""Triton kernels in front of Muon's products: the momentum buffer moves, and X is written before its norm is known.
 
-    momentum      g <- ±g f;  B <- μB + (1 − μ)g;  U = (1 − μ)g + μB or B;       sums of U² over each tile's lines
-    equilibrate   row factors  (‖U‖/√r) / max(‖U_i‖, 1e-6)  divided by N, or 1/N alone
-    normalize     X = U · factor of the row, in the compute dtype
+    guess        υ = 2^(6 − e), with 2^e near ‖U‖ by a sample of the matrix
+    momentum     g <- ±g f;  B <- μB + (1 − μ)g;  U = (1 − μ)g + μB or B;  X = υU;  Σ U² of each tile
+    norm         N from ‖U‖, σ = 1/(υN) and σ², with which the first products bring X to U/N
+                 (`functional._muon_products`);  where υ was far off, X again with a better one
 
-A launch covers the matrices of all parameters. U is formed from the stored B, in the one pass as in the other. Nothing
-is written when found_inf (control[1]) is nonzero.
+So nothing is read twice, and multiplying with a power of two loses nothing: in fp16 X keeps its digits while
+1 ≤ υ‖U‖ < 2^15. The guess is read from gradient and buffer alone, not from an earlier step, so a resumed run needs no
+more than they do to be bitwise equal. Row equilibration has to know a row's norm before X is written:
+
+    momentum     as above, without X;  Σ U² of each tile's rows, which `_muon_tiles.lines_kernel` adds up
+    equilibrate  row factors  (‖U‖/√r) / max(‖U_i‖, 1e-6) / N
+    normalize    X = U · factor of the row
+
+A launch covers the matrices of all parameters. U is formed from the stored B. B does not move when found_inf
+(control[1]) is nonzero.
 """
 
 from __future__ import annotations
 
 from optim_kernels._muon_table import (
-    B_STRIDE,
     FIRST_LINE,
-    G_STRIDE,
+    FIRST_TILE,
     GROUP,
+    INNER_TILES,
     MOMENTUM,
     NUM_FIELDS,
     NUM_HYPER,
+    OUTER_TILES,
     TILE,
     B,
     G,
@@ -29,11 +39,22 @@ from optim_kernels._muon_tiles import (
     lines_are_inner,
     num_lines,
     pointer_in,
+    sizes,
+    store_x,
+    stride_of,
     tile_of,
     tile_offsets,
-    x_offsets,
 )
 from optim_kernels._triton import narrow, tl, triton
+
+# υ‖U‖ is meant to be 2^6 to 2^7, and good from 1 to 2^15.
+_TARGET = tl.constexpr(6)
+_LARGEST = tl.constexpr(2.0**15)
+
+
+@triton.jit
+def _momentum_of(record, hyper):
+    return tl.load(hyper + tl.load(record + GROUP) * NUM_HYPER + MOMENTUM)
 
 
 @triton.jit
@@ -45,10 +66,9 @@ def _direction(g, b, momentum, NESTEROV: tl.constexpr):
 
 
 @triton.jit
-def _gradient(
-    record, first_outer, first_inner, control, G_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr
+def _load_gradient(
+    record, offsets, mask, control, G_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    offsets, mask = tile_offsets(record, G_STRIDE, first_outer, first_inner, ALIGNED)
     g = tl.load(pointer_in(record, G, G_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     g = g * tl.load(control)
     if MAXIMIZE:
@@ -57,45 +77,146 @@ def _gradient(
 
 
 @triton.jit
-def momentum_kernel(
+def _unit_for(norm):
+    """2^(6 − e) for a norm of at least 2^e and below 2^(e + 1); 2^6 for zero, infinity and NaN. fp64 -> fp32."""
+    biased = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
+    exponent = tl.where((biased == 0) | (biased == 0x7FF), 0, biased - 1023)
+    exponent = tl.minimum(tl.maximum(_TARGET - exponent, -126), 127)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def guess_kernel(
     table,
-    tile_map,
     hyper,
     control,
-    sums,
+    units,
     G_DTYPE: tl.constexpr,
     B_DTYPE: tl.constexpr,
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Move B; write the tile's sums of U² by the matrix's rows."""
+    """υ of a matrix, from TILE pieces of TILE elements that are spread over it. One program a matrix."""
+    matrix = tl.program_id(0).to(tl.int64)
+    record = table + matrix * NUM_FIELDS
+    momentum = _momentum_of(record, hyper)
+    outer_size, inner_size = sizes(record, ALIGNED)
+    piece = tl.arange(0, TILE)
+    outer = piece * outer_size // TILE
+    inner = ((piece * 37) % tl.load(record + INNER_TILES) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
+    offsets = outer[:, None] * stride_of(record, ALIGNED) + inner
+    mask = (inner < inner_size) & (outer < outer_size)[:, None]
+    g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+    b = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+    u = _direction(g, momentum * b + (1.0 - momentum) * g, momentum, NESTEROV)
+    squares = tl.sum(line_sums(u, False), axis=0)
+    taken = tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0).to(tl.float64)
+    share = outer_size.to(tl.float64) * inner_size.to(tl.float64) / taken
+    tl.store(units + matrix, _unit_for(tl.sqrt(squares * share)))
+
+
+@triton.jit
+def momentum_kernel(
+    table,
+    tile_map,
+    hyper,
+    control,
+    units,
+    sums,
+    G_DTYPE: tl.constexpr,
+    B_DTYPE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    EQUILIBRATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Move B; write X = υU and the tile's Σ U², or with EQUILIBRATE the sums of the tile's rows alone."""
     matrix, first_outer, first_inner = tile_of(tile_map)
     record = table + matrix * NUM_FIELDS
-    momentum = tl.load(hyper + tl.load(record + GROUP) * NUM_HYPER + MOMENTUM)
-    g = _gradient(record, first_outer, first_inner, control, G_DTYPE, MAXIMIZE, ALIGNED)
-    offsets, mask = tile_offsets(record, B_STRIDE, first_outer, first_inner, ALIGNED)
+    momentum = _momentum_of(record, hyper)
+    offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED)
     pointers = pointer_in(record, B, B_DTYPE, ALIGNED) + offsets
+    g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
     b = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     stored = narrow(momentum * b + (1.0 - momentum) * g, B_DTYPE)
     if tl.load(control + 1) == 0.0:
         tl.store(pointers, stored, mask=mask)
     u = _direction(g, stored.to(tl.float32), momentum, NESTEROV)
-    out = sums + tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(out, line_sums(u, lines_are_inner(record, True)))
+    tile = tl.program_id(0).to(tl.int64)
+    if EQUILIBRATE:
+        tl.store(sums + tile * TILE + tl.arange(0, TILE), line_sums(u, lines_are_inner(record, True)))
+    else:
+        tl.store(sums + tile, tl.sum(line_sums(u, False), axis=0))
+        store_x(record, X, first_outer, first_inner, narrow(u * tl.load(units + matrix), X_DTYPE), ALIGNED)
 
 
 @triton.jit
-def equilibrate_kernel(
+def _divisor(norm, norm_scale, eps, ADD_EPS: tl.constexpr):
+    """N, in fp64; 1 where it would be zero. A NaN norm stays NaN."""
+    divisor = norm * norm_scale
+    if ADD_EPS:
+        divisor = divisor + eps
+    else:
+        divisor = tl.where(divisor < eps, eps, divisor)
+    return tl.where(divisor == 0.0, 1.0, divisor)
+
+
+@triton.jit
+def norm_kernel(
     table,
-    lines,
-    factors,
+    hyper,
+    control,
+    units,
+    sums,
+    scales,
+    squared_scales,
     norm_scale,
     eps,
-    EQUILIBRATE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    B_DTYPE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
     ADD_EPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """σ and σ² of a matrix. Its programs (axis 1) share the work of writing X again, which is rarely needed."""
+    matrix = tl.program_id(0).to(tl.int64)
+    record = table + matrix * NUM_FIELDS
+    inner_tiles = tl.load(record + INNER_TILES).to(tl.int32)
+    tiles = tl.load(record + OUTER_TILES).to(tl.int32) * inner_tiles
+    first = sums + tl.load(record + FIRST_TILE)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        total += tl.load(first + tile, mask=tile < tiles, other=0.0)
+    norm = tl.sqrt(tl.sum(total, axis=0))
+    unit = tl.load(units + matrix)
+    scaled = norm * unit.to(tl.float64)
+    # false for NaN and infinity, which no other unit would mend
+    is_far_off = ((scaled < 1.0) & (norm > 0.0)) | ((scaled >= _LARGEST) & (scaled < float("inf")))
+    if is_far_off:
+        unit = _unit_for(norm)
+        momentum = _momentum_of(record, hyper)
+        for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+            first_outer, first_inner = tile // inner_tiles * TILE, tile % inner_tiles * TILE
+            offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED)
+            u = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+            if NESTEROV:
+                g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+                u = _direction(g, u, momentum, NESTEROV)
+            store_x(record, X, first_outer, first_inner, narrow(u * unit, X_DTYPE), ALIGNED)
+    if tl.program_id(1) == 0:
+        scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
+        tl.store(scales + matrix, scale.to(tl.float32))
+        tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
+
+
+@triton.jit
+def equilibrate_kernel(table, lines, factors, norm_scale, eps, ADD_EPS: tl.constexpr, BLOCK: tl.constexpr):
     """From sums of U² by row: each row's factor, which includes 1/N. One program a matrix."""
     record = table + tl.program_id(0).to(tl.int64) * NUM_FIELDS
     rows = num_lines(record, True)
@@ -104,29 +225,18 @@ def equilibrate_kernel(
     for start in range(0, rows, BLOCK):
         line = start + tl.arange(0, BLOCK)
         total += tl.load(lines + first + line, mask=line < rows, other=0.0)
-    squares = tl.sum(total, axis=0)
-    norm = tl.sqrt(squares)
-    if EQUILIBRATE:
-        target = norm / tl.sqrt(rows.to(tl.float64))
-        total = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, rows, BLOCK):
-            line = start + tl.arange(0, BLOCK)
-            of_row = tl.sqrt(tl.load(lines + first + line, mask=line < rows, other=0.0))
-            scaled = of_row * target / tl.maximum(of_row, 1e-6)
-            total += scaled * scaled
-        norm = tl.sqrt(tl.sum(total, axis=0))
-    divisor = norm * norm_scale
-    if ADD_EPS:
-        divisor = divisor + eps
-    else:
-        divisor = tl.where(divisor < eps, eps, divisor)  # a NaN norm stays NaN
-    divisor = tl.where(divisor == 0.0, 1.0, divisor)
+    target = tl.sqrt(tl.sum(total, axis=0) / rows.to(tl.float64))
+    total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         line = start + tl.arange(0, BLOCK)
-        factor = tl.zeros((BLOCK,), tl.float64) + 1.0 / divisor
-        if EQUILIBRATE:
-            of_row = tl.sqrt(tl.load(lines + first + line, mask=line < rows, other=0.0))
-            factor = target / tl.maximum(of_row, 1e-6) / divisor
+        of_row = tl.sqrt(tl.load(lines + first + line, mask=line < rows, other=0.0))
+        scaled = of_row * target / tl.maximum(of_row, 1e-6)
+        total += scaled * scaled
+    divisor = _divisor(tl.sqrt(tl.sum(total, axis=0)), norm_scale, eps, ADD_EPS)
+    for start in range(0, rows, BLOCK):
+        line = start + tl.arange(0, BLOCK)
+        of_row = tl.sqrt(tl.load(lines + first + line, mask=line < rows, other=0.0))
+        factor = target / tl.maximum(of_row, 1e-6) / divisor
         tl.store(factors + first + line, factor.to(tl.float32), mask=line < rows)
 
 
@@ -147,16 +257,10 @@ def normalize_kernel(
     """X = U times its row's factor, rounded once."""
     matrix, first_outer, first_inner = tile_of(tile_map)
     record = table + matrix * NUM_FIELDS
-    momentum = tl.load(hyper + tl.load(record + GROUP) * NUM_HYPER + MOMENTUM)
-    offsets, mask = tile_offsets(record, B_STRIDE, first_outer, first_inner, ALIGNED)
-    b = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
-    u = b
+    offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED)
+    u = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     if NESTEROV:
-        g = _gradient(record, first_outer, first_inner, control, G_DTYPE, MAXIMIZE, ALIGNED)
-        u = _direction(g, b, momentum, NESTEROV)
+        g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+        u = _direction(g, u, _momentum_of(record, hyper), NESTEROV)
     x = narrow(u * factor_tile(record, factors, first_outer, first_inner, True), X_DTYPE)
-    places, x_mask, transposed = x_offsets(record, first_outer, first_inner, ALIGNED)
-    pointers = pointer_in(record, X, X_DTYPE, True) + places
-    if transposed:
-        x = tl.trans(x)
-    tl.store(pointers, x, mask=x_mask)
+    store_x(record, X, first_outer, first_inner, x, ALIGNED)

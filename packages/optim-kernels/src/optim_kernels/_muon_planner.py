@@ -73,6 +73,7 @@ class MuonPlanner:
                 rule=rule_of(group),
                 ns=ns_config_of(group),
                 variance=group["beta2"] is not None,
+                stochastic_rounding=group["stochastic_rounding"],
                 num_groups=len(batch.groups),
             )
             self._plans[key] = plan
@@ -88,24 +89,25 @@ def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
         return f"it is on {entry.param.device.type}"
     if not has_triton():
         return "triton is not installed"
-    if group["stochastic_rounding"]:
-        return "stochastic rounding is done by torch"
     from optim_kernels.functional.muon_plan import why_not_plan
 
-    return why_not_plan(_tensors_of(entry, 0), ns_config_of(group))
+    return why_not_plan(_tensors_of(entry, group, 0), ns_config_of(group))
 
 
 def _add(batches: dict[Hashable, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
     """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
-    dtypes = (entry.param.dtype, entry.grad.dtype, entry.state["momentum_buffer"].dtype, "master" in entry.state)
-    key = (rule_of(group), ns_config_of(group), group["beta2"] is None, dtypes, entry.param.device)
+    tensors = _tensors_of(entry, group, 0)
+    master = None if tensors.master is None else tensors.master.dtype
+    dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
+    options = (rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"])
+    key = (options, dtypes, entry.param.device)
     batch = batches.setdefault(key, _Batch([], []))
     if not batch.groups or batch.groups[-1] is not group:
         batch.groups.append(group)
-    batch.tensors.append(_tensors_of(entry, len(batch.groups) - 1))
+    batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
 
 
-def _tensors_of(entry: MuonEntry, group: int) -> MuonTensors:
+def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> MuonTensors:
     from optim_kernels.functional.muon_plan import MuonTensors
 
     state = entry.state
@@ -115,8 +117,11 @@ def _tensors_of(entry: MuonEntry, group: int) -> MuonTensors:
         momentum_buffer=state["momentum_buffer"],
         second_moment=state.get("second_momentum_buffer"),
         master=state.get("master", state.get("master_low")),
+        step=state.get("step") if group["stochastic_rounding"] else None,
         view=entry.view,
-        group=group,
+        group=number,
+        place=entry.index,
+        seed=group["seed"],
     )
 
 

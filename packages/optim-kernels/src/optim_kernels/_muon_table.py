@@ -1,23 +1,31 @@
 """The device tables of a Muon step: which column holds what, for the kernels that read and the plan that fills them.
 
-A matrix is a row of int64: addresses of its parameter's tensors and of its X, strides in elements, sizes. It is stored
-as OUTER lines of INNER adjacent elements (rows of columns, or the reverse for transposed storage) and cut into
-TILE×TILE tiles; a tile is a row (matrix, first outer index, first inner index) of an int32 map. A group's
-hyperparameters are a row of fp32.
+A matrix is a row of int64: addresses, strides in elements, sizes. It is stored as OUTER lines of INNER adjacent
+elements (rows of columns, or the reverse for transposed storage) and cut into TILE×TILE tiles; a tile is a row (matrix,
+first outer index, first inner index) of an int32 map. A group's hyperparameters are a row of fp32.
 """
 
 from __future__ import annotations
 
 from optim_kernels._triton import tl
 
-# Columns of a matrix.
-P, G, B, X, V, MASTER = (tl.constexpr(column) for column in range(6))
-P_STRIDE, G_STRIDE, B_STRIDE, X_STRIDE = (tl.constexpr(column) for column in range(6, 10))
-OUTER, INNER, FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(10, 15))
-FIRST_LINE, ROWS_ARE_INNER, GROUP, NUM_FIELDS = (tl.constexpr(column) for column in range(15, 19))
+# Addresses, 0 where there is none: of the matrix's first element in parameter, gradient, momentum buffer, second
+# moment, master, and Newton–Schulz's first and last X; of its parameter's step count.
+P, G, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(8))
+# One stride for parameter, gradient, buffer and master, one for both X.
+STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(8, 12))
+FIRST_TILE, OUTER_TILES, INNER_TILES, FIRST_LINE = (tl.constexpr(column) for column in range(12, 16))
+# Whether the inner index numbers the rows; the group; and for random bits the parameter's place, the matrix's first
+# element in the parameter's memory, and the seed.
+ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(16, 21))
+NUM_FIELDS = tl.constexpr(21)
 
 # Columns of a group's hyperparameters.
-LR, WEIGHT_DECAY, MOMENTUM, BETA2, NUM_HYPER = (tl.constexpr(column) for column in range(5))
+LR, WEIGHT_DECAY, MOMENTUM, BETA2 = (tl.constexpr(column) for column in range(4))
+NUM_HYPER = tl.constexpr(4)
 
 # Side of a tile; lines are padded to a multiple of it in buffers.
 TILE = tl.constexpr(64)
+
+# What a parameter keeps beside itself: nothing, an fp32 master, or the int16 low half of one.
+NO_MASTER, MASTER_FP32, MASTER_LOW = (tl.constexpr(kind) for kind in range(3))

@@ -19,9 +19,9 @@ from optim_kernels._muon_table import (
     OUTER,
     OUTER_TILES,
     ROWS_ARE_INNER,
+    STRIDE,
     TILE,
     X_STRIDE,
-    X,
 )
 from optim_kernels._triton import tl, triton
 
@@ -46,16 +46,29 @@ def sizes(record, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(record, stride_field: tl.constexpr, first_outer, first_inner, ALIGNED: tl.constexpr):
-    """Element offsets of a tile in a stored tensor, and the mask of what exists; [TILE, TILE]."""
-    stride = tl.load(record + stride_field)
+def stride_of(record, ALIGNED: tl.constexpr):
+    """Elements from one stored line to the next; aligned ones are multiples of 8."""
+    stride = tl.load(record + STRIDE)
     if ALIGNED:
         stride = tl.multiple_of(stride, 8)
+    return stride
+
+
+@triton.jit
+def tile_offsets(
+    record,
+    first_outer,
+    first_inner,
+    ALIGNED: tl.constexpr,
+    LINES: tl.constexpr = TILE,
+    LENGTH: tl.constexpr = TILE,
+):
+    """Element offsets of a tile in a stored tensor, and the mask of what exists; [LINES, LENGTH]."""
     outer_size, inner_size = sizes(record, ALIGNED)
-    outer = first_outer + tl.arange(0, TILE)
-    inner = first_inner + tl.arange(0, TILE)
+    outer = first_outer + tl.arange(0, LINES)
+    inner = first_inner + tl.arange(0, LENGTH)
     mask = (outer < outer_size)[:, None] & (inner < inner_size)[None, :]
-    return outer.to(tl.int64)[:, None] * stride + inner[None, :], mask
+    return outer.to(tl.int64)[:, None] * stride_of(record, ALIGNED) + inner[None, :], mask
 
 
 @triton.jit
@@ -82,13 +95,23 @@ def x_offsets(record, first_outer, first_inner, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_x(record, first_outer, first_inner, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def load_x(record, field: tl.constexpr, first_outer, first_inner, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """A tile of X in fp32, in the storage's order."""
     offsets, mask, transposed = x_offsets(record, first_outer, first_inner, ALIGNED)
-    x = tl.load(pointer_in(record, X, dtype, True) + offsets, mask=mask, other=0.0)
+    x = tl.load(pointer_in(record, field, dtype, True) + offsets, mask=mask, other=0.0)
     if transposed:
         x = tl.trans(x)
     return x.to(tl.float32)
+
+
+@triton.jit
+def store_x(record, field: tl.constexpr, first_outer, first_inner, x, ALIGNED: tl.constexpr):
+    """Store a tile that is in the storage's order to X, which rounded values ``x`` have the dtype of."""
+    offsets, mask, transposed = x_offsets(record, first_outer, first_inner, ALIGNED)
+    pointers = pointer_in(record, field, x.dtype, True) + offsets
+    if transposed:
+        x = tl.trans(x)
+    tl.store(pointers, x, mask=mask)
 
 
 @triton.jit
@@ -120,6 +143,7 @@ def lines_are_inner(record, BY_ROWS: tl.constexpr):
 
 @triton.jit
 def num_lines(record, BY_ROWS: tl.constexpr):
+    """How many lines the matrix has."""
     inner = lines_are_inner(record, BY_ROWS)
     return tl.where(inner, tl.load(record + INNER), tl.load(record + OUTER))
 

@@ -1,42 +1,23 @@
-"""Triton kernels behind Muon's products: NorMuon's variance, and the parameter's update.
+"""Triton kernels behind Muon's products, each over the matrices of all parameters.
 
     squares       sums of O² over each tile's lines, which `_muon_tiles.lines_kernel` adds up
     variance      ρ = √min(r, c)/max(‖O‖, 1e-6) with renormalize, else 1;  q = ρ² mean O² of a line;
                   V <- β2 V + (1 − β2)q;  s = rsqrt(max(V, 1e-10));  line factor ρ s ‖O‖/max(‖O s‖, 1e-10)
-    update        p <- p − lr (λp + scale · O · factor), or its cautious form
+    advance       step counts + 1, which stochastic rounding draws its bits by
+    update        O · factor subtracted from the parameter (`_muon_parameter`)
+    last product  the update in the epilogue of Newton–Schulz's last product, where nothing needs all of O first:
+                  O = s (α S X + β X)
 
-A launch covers the matrices of all parameters. Nothing is written when found_inf (control[1]) is nonzero.
+Nothing is written when found_inf (control[1]) is nonzero.
 """
 
 from __future__ import annotations
 
-from optim_kernels._muon_table import (
-    BETA2,
-    FIRST_LINE,
-    GROUP,
-    INNER,
-    LR,
-    MASTER,
-    NUM_FIELDS,
-    NUM_HYPER,
-    OUTER,
-    P_STRIDE,
-    TILE,
-    WEIGHT_DECAY,
-    P,
-    V,
-)
-from optim_kernels._muon_tiles import (
-    factor_tile,
-    line_sums,
-    lines_are_inner,
-    load_x,
-    num_lines,
-    pointer_in,
-    tile_of,
-    tile_offsets,
-)
-from optim_kernels._triton import div_rn, narrow, sqrt_rn, tl, triton
+from optim_kernels._muon_parameter import update_tile
+from optim_kernels._muon_table import BETA2, FIRST_LINE, GROUP, INNER, NUM_FIELDS, NUM_HYPER, OUTER, TILE, O, V
+from optim_kernels._muon_tiles import factor_tile, line_sums, lines_are_inner, load_x, num_lines, tile_of
+from optim_kernels._product_kernels import rectangle_tile
+from optim_kernels._triton import div_rn, dot, sqrt_rn, tl, triton
 
 
 @triton.jit
@@ -44,7 +25,7 @@ def squares_kernel(table, tile_map, sums, X_DTYPE: tl.constexpr, ALIGNED: tl.con
     """The tile's sums of O² by V's lines: rows of a matrix with r ≥ c, else columns."""
     matrix, first_outer, first_inner = tile_of(tile_map)
     record = table + matrix * NUM_FIELDS
-    o = load_x(record, first_outer, first_inner, X_DTYPE, ALIGNED)
+    o = load_x(record, O, first_outer, first_inner, X_DTYPE, ALIGNED)
     out = sums + tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     tl.store(out, line_sums(o, lines_are_inner(record, False)))
 
@@ -104,18 +85,27 @@ def variance_kernel(
 
 
 @triton.jit
+def advance_kernel(step_addresses, control):
+    """Add one to the step counts, one program each."""
+    step = tl.load(step_addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
+    if tl.load(control + 1) == 0.0:
+        tl.store(step, tl.load(step) + 1.0)
+
+
+@triton.jit
 def update_kernel(
     table,
     tile_map,
     hyper,
     control,
-    scales,
+    lr_scales,
     factors,
-    P_DTYPE: tl.constexpr,
     X_DTYPE: tl.constexpr,
-    CAUTIOUS: tl.constexpr,
+    P_DTYPE: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Decay the parameter and subtract its update; rounded once."""
@@ -123,24 +113,68 @@ def update_kernel(
         return
     matrix, first_outer, first_inner = tile_of(tile_map)
     record = table + matrix * NUM_FIELDS
-    row = hyper + tl.load(record + GROUP) * NUM_HYPER
-    lr, weight_decay = tl.load(row + LR), tl.load(row + WEIGHT_DECAY)
-    o = load_x(record, first_outer, first_inner, X_DTYPE, ALIGNED)
+    o = load_x(record, O, first_outer, first_inner, X_DTYPE, ALIGNED)
     if HAS_FACTORS:
         o = o * factor_tile(record, factors, first_outer, first_inner, False)
-    offsets, mask = tile_offsets(record, P_STRIDE, first_outer, first_inner, ALIGNED)
-    pointers = pointer_in(record, P, P_DTYPE, ALIGNED) + offsets
-    if HAS_MASTER:
-        masters = pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets
-        p = tl.load(masters, mask=mask, other=0.0)
-    else:
-        p = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    step_size = lr * tl.load(scales + matrix)
-    if CAUTIOUS:
-        decay = tl.where(o * p >= 0.0, step_size * weight_decay * p, 0.0)
-        p = p - step_size * o - decay
-    else:
-        p = p * (1.0 - lr * weight_decay) - step_size * o
-    if HAS_MASTER:
-        tl.store(masters, p, mask=mask)
-    tl.store(pointers, narrow(p, P_DTYPE), mask=mask)
+    scale = tl.load(lr_scales + matrix)
+    update_tile(record, hyper, scale, first_outer, first_inner, o, P_DTYPE, MASTER_KIND, CAUTIOUS, STOCHASTIC, ALIGNED)
+
+
+@triton.jit
+def last_product_kernel(
+    s_desc,
+    x_desc,
+    c_desc,
+    table,
+    hyper,
+    control,
+    lr_scales,
+    scales,
+    first_matrix,
+    tiles,
+    rows,
+    columns,
+    K,
+    alpha,
+    beta,
+    HAS_C: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    P_DTYPE: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PANEL: tl.constexpr,
+):
+    """One tile of the batch of matrices that starts with number ``first_matrix``: O, and the parameter's update."""
+    if tl.load(control + 1) != 0.0:
+        return
+    pid = tl.program_id(0)
+    batch = pid // tiles
+    i, j = rectangle_tile(pid % tiles, rows, columns, PANEL)
+    row, column = i * BLOCK_M, j * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = s_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+        b = x_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
+        acc = dot(a, b, acc)
+    acc = acc * alpha
+    if HAS_C:
+        acc += beta * c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+    if HAS_SCALE:
+        acc *= tl.load(scales + batch)
+    matrix = (first_matrix + batch).to(tl.int64)
+    record = table + matrix * NUM_FIELDS
+    scale = tl.load(lr_scales + matrix)
+    # X has its short side first, the storage its outer lines
+    transposed = tl.load(record + OUTER) > tl.load(record + INNER)
+    # in halves, for the whole tile's parameters do not fit in registers beside it
+    halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        o, first = halves[half], column + half * (BLOCK_N // 2)
+        if transposed:
+            update_tile(record, hyper, scale, first, row, o.T, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)
+        else:
+            update_tile(record, hyper, scale, row, first, o, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)

@@ -260,10 +260,6 @@ def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any
 
 
 def _path_of(param: Tensor, group: dict[str, Any]) -> tuple[str | None, str]:
-    """Why plain torch does a parameter's step, or part of it, and who does what."""
+    """Why plain torch does a parameter's step, and who does it."""
     reason = "impl='torch'" if group["impl"] == "torch" else why_not_triton(param)
-    if reason is not None:
-        return reason, "torch"
-    if group["stochastic_rounding"] or group["master_weights"] == "split16":
-        return "stochastic rounding and split16 masters", "triton products, torch around them"
-    return None, "triton"
+    return reason, "triton" if reason is None else "torch"

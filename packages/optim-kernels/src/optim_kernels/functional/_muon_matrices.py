@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
 
-from optim_kernels import _muon_table as table
+from optim_kernels import _muon_table as fields
 from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
 from optim_kernels._tiles import cdiv
 from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule, lr_scale
 from optim_utils.param_groups import MatrixView
 
-TILE: int = table.TILE.value
+TILE: int = fields.TILE.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MuonTensors:
-    """One parameter's tensors, all read through one view; of equal strides, except the second moment."""
+    """One parameter's tensors, all read through one view; of equal strides, except the second moment.
+
+    Args:
+        master: an fp32 master, or the int16 low half of one (split16).
+        step: with stochastic rounding, the number of steps taken, fp32 on the device; the plan advances it.
+        place, seed: with stochastic rounding, the parameter's number and the seed, which choose the bits.
+        group: the row of hyperparameters that is used.
+    """
 
     param: Tensor
     grad: Tensor
     momentum_buffer: Tensor
     second_moment: Tensor | None = None
     master: Tensor | None = None
+    step: Tensor | None = None
     view: MatrixView | None = None
     group: int = 0
+    place: int = 0
+    seed: int = 0
 
     def address_key(self) -> tuple[int, ...]:
         """What the tables hold of the tensors that stay, to tell when they have been replaced."""
-        optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master))
-        return (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional, self.group)
+        optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master, self.step))
+        return (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional, self.group, self.place, self.seed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix inside a parameter, as it is stored: `outer` lines of `inner` adjacent elements."""
+    """One matrix inside a parameter, as it is stored: `outer` lines of `inner` adjacent elements.
+
+    Args:
+        parameter: number of the parameter in the plan's list.
+        offset: elements from the parameter's first to the matrix's first.
+        moment_offset: elements from the second moment's first to the matrix's own.
+        scale: what the learning rate is multiplied by.
+    """
 
     parameter: int
     offset: int
@@ -47,9 +66,11 @@ class Matrix:
     inner: int
     rows_are_inner: bool
     scale: float
+    moment_offset: int
 
     @property
-    def short_and_long(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
+        """X's: the short side first."""
         return min(self.outer, self.inner), max(self.outer, self.inner)
 
     @property
@@ -67,10 +88,10 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
             return f"{name} dtype is {tensor.dtype}"
     if ns.dtype == torch.float64:
         return "it is orthogonalised in fp64"
-    if tensors.master is not None and tensors.master.dtype != torch.float32:
-        return "it has a split16 master"
-    if b.stride() != p.stride():
-        return "its momentum has other strides"
+    if ns.steps == 0:
+        return "it takes no Newton–Schulz step"
+    if b.stride() != p.stride() or (tensors.master is not None and tensors.master.stride() != p.stride()):
+        return "its state has other strides"
     view = tensors.view or MatrixView.identity(p.shape)
     for part in view.views(p):
         if part.numel() == 0:
@@ -85,6 +106,7 @@ def matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[Ma
     p = tensors.param
     view = tensors.view or MatrixView.identity(p.shape)
     matrices = []
+    moment_offset = 0
     for part in view.views(p):
         rows, columns = part.shape[-2:]
         row_stride, column_stride = part.stride()[-2:]
@@ -94,21 +116,37 @@ def matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[Ma
         for index in product(*(range(size) for size in part.shape[:-2])):
             offset = int(part.storage_offset() - p.storage_offset())
             offset += sum(i * step for i, step in zip(index, part.stride()))
-            matrices.append(Matrix(parameter, offset, stride, outer, inner, rows_are_inner, scale))
+            matrices.append(Matrix(parameter, offset, stride, outer, inner, rows_are_inner, scale, moment_offset))
+            moment_offset += max(outer, inner)
     return matrices
 
 
-def address_of(tensor: Tensor, offset: int) -> int:
-    """The address of an element, ``offset`` elements from the tensor's first."""
-    return tensor.data_ptr() + offset * tensor.element_size()
+def is_aligned(matrix: Matrix, *tensors: Tensor | None) -> bool:
+    """Whether the matrix keeps the promise of ALIGNED (`_muon_tiles`) in each of the tensors."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    sizes = (matrix.stride, matrix.outer, matrix.inner, matrix.offset)
+    return all(address_of(t, matrix.offset) % 16 == 0 for t in there) and all(size % 8 == 0 for size in sizes)
 
 
-def is_aligned(row: list[int], tensors: MuonTensors) -> bool:
-    """Whether the matrix keeps the promise of ALIGNED (`_muon_tiles`)."""
-    addresses = [row[table.P], row[table.G], row[table.B]]
-    addresses += [] if tensors.master is None else [row[table.MASTER]]
-    sizes = (row[table.P_STRIDE], row[table.OUTER], row[table.INNER])
-    return all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
+def address_of(tensor: Tensor | None, offset: int) -> int:
+    """The address of an element, ``offset`` elements from the tensor's first; 0 for no tensor."""
+    return 0 if tensor is None else tensor.data_ptr() + offset * tensor.element_size()
+
+
+def check_moments(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> None:
+    """Raise ``ValueError`` unless every parameter has a second moment as `functional.new_second_moment` makes it."""
+    wanted = [0] * len(tensors)
+    for matrix in matrices:
+        wanted[matrix.parameter] += max(matrix.outer, matrix.inner)
+    for number, (t, size) in enumerate(zip(tensors, wanted, strict=True)):
+        v = t.second_moment
+        if v is None or v.dtype != torch.float32 or not v.is_contiguous() or v.numel() != size:
+            found = "none" if v is None else f"{v.dtype} of shape {tuple(v.shape)} and strides {v.stride()}"
+            raise ValueError(
+                f"second_moments[{number}] must be contiguous fp32 of {size} elements (functional.new_second_moment "
+                f"makes it) for a parameter of shape {tuple(t.param.shape)} with {prod(t.param.shape)} elements; "
+                f"got {found}"
+            )
 
 
 def on_device(value: float | Tensor) -> bool:

@@ -1,0 +1,94 @@
+"""A parameter's elements inside Muon's kernels: read at full precision, updated, stored.
+
+    plain       p <- p (1 − lr λ) − lr' O
+    cautious    p <- p − lr' O − lr' λ p [O p ≥ 0],        lr' = lr · scale of the matrix
+
+With a master the parameter is its rounded copy; with stochastic rounding a bf16 parameter is rounded by the bits of the
+packed stream of `optim_utils.rounding`, which belong to an element's place in the parameter's memory.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._muon_table import (
+    GROUP,
+    LR,
+    MASTER,
+    MASTER_FP32,
+    MASTER_LOW,
+    NO_MASTER,
+    NUM_HYPER,
+    PLACE,
+    SEED,
+    START,
+    STEP,
+    WEIGHT_DECAY,
+    P,
+)
+from optim_kernels._muon_tiles import pointer_in, stride_of, tile_offsets
+from optim_kernels._rounding_kernels import bits_of_blocks, bits_of_elements, join_master, round_with_bits, split_master
+from optim_kernels._triton import narrow, tl, triton
+from optim_kernels.reference.adamw import STREAM_PARAM
+
+_STREAM = tl.constexpr(STREAM_PARAM)
+
+
+@triton.jit
+def _random_bits(record, first_outer, first_inner, ALIGNED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr):
+    """16 random bits for each element of a tile [LINES, LENGTH]."""
+    seed, place, start = tl.load(record + SEED), tl.load(record + PLACE), tl.load(record + START)
+    step = tl.load(tl.load(record + STEP).to(tl.pointer_type(tl.float32)))
+    line = start + (first_outer + tl.arange(0, LINES)).to(tl.int64) * stride_of(record, ALIGNED) + first_inner
+    if ALIGNED:
+        block = line[:, None] // 8 + tl.arange(0, LENGTH // 8)[None, :]
+        bits = bits_of_blocks(block, seed, place, _STREAM, step)
+    else:
+        bits = bits_of_elements(line[:, None] + tl.arange(0, LENGTH)[None, :], seed, place, _STREAM, step)
+    return bits
+
+
+@triton.jit
+def update_tile(
+    record,
+    hyper,
+    scale,
+    first_outer,
+    first_inner,
+    o,
+    P_DTYPE: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Subtract the update ``o``, a tile in the storage's order, from the parameter."""
+    row = hyper + tl.load(record + GROUP) * NUM_HYPER
+    lr, weight_decay = tl.load(row + LR), tl.load(row + WEIGHT_DECAY)
+    offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED, o.shape[0], o.shape[1])
+    pointers = pointer_in(record, P, P_DTYPE, ALIGNED) + offsets
+    if MASTER_KIND == MASTER_FP32:
+        masters = pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets
+        p = tl.load(masters, mask=mask, other=0.0)
+    else:
+        p = tl.load(pointers, mask=mask, other=0.0)
+        if MASTER_KIND == MASTER_LOW:
+            lows = pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets
+            p = join_master(p, tl.load(lows, mask=mask, other=0))
+        else:
+            p = p.to(tl.float32)
+    step_size = lr * scale
+    if CAUTIOUS:
+        decay = tl.where(o * p >= 0.0, step_size * weight_decay * p, 0.0)
+        p = p - step_size * o - decay
+    else:
+        p = p * (1.0 - lr * weight_decay) - step_size * o
+    if MASTER_KIND == MASTER_LOW:
+        rounded, low = split_master(p)
+        tl.store(lows, low, mask=mask)
+    elif STOCHASTIC and MASTER_KIND == NO_MASTER and tl.bfloat16 == P_DTYPE:
+        bits = _random_bits(record, first_outer, first_inner, ALIGNED, o.shape[0], o.shape[1])
+        rounded = round_with_bits(p, bits)
+    else:
+        rounded = narrow(p, P_DTYPE)
+    if MASTER_KIND == MASTER_FP32:
+        tl.store(masters, p, mask=mask)
+    tl.store(pointers, rounded, mask=mask)

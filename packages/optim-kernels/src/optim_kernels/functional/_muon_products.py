@@ -1,0 +1,69 @@
+"""Newton–Schulz's products inside a Muon step: the first ones bring X to norm 1, the last one is left to the update.
+
+X arrives as υU (`_muon_momentum_kernels`), and U/N = σ·υU. With S formed from A = σ²·(υU)(υU)ᵀ the first rectangular
+product becomes σ(aX + SX), in the Gram iteration σQX: the same iteration of U/N, without a pass to divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
+from optim_kernels.muon_kernels import TritonProducts, empty_matrices, general_product, symmetric_product
+from optim_kernels.orthogonalization import NSConfig
+
+
+@dataclass(frozen=True)
+class LastProduct:
+    """``scale (alpha s x + beta c)``, which is O of a batch."""
+
+    batch: Batch
+    s: Tensor
+    x: Tensor
+    c: Tensor | None
+    alpha: float
+    beta: float
+    scale: Tensor | None
+
+
+class StepProducts(TritonProducts):
+    """The products of one family's iteration in one step.
+
+    Args:
+        tables: holds σ and σ² where the norm is to be folded in; ``None`` where X comes normalised.
+        leave_last: do not compute the last rectangular products; they are in ``last`` afterwards.
+    """
+
+    def __init__(self, family: Family, ns: NSConfig, *, tables: MuonTables | None, leave_last: bool) -> None:
+        self._family, self._ns = family, ns
+        self._tables = tables
+        self._leave_last = leave_last
+        self._grams = 0
+        self._rectangular = {batch.first: 0 for batch in family}
+        self.last: list[LastProduct] = []
+
+    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+        self._grams += 1
+        if self._tables is None or self._grams > 1:
+            return super().gram(xs)
+        m, counts = xs[0].shape[-2], [len(x) for x in xs]
+        out = empty_matrices(sum(counts), m, m, like=xs[0])
+        for x, part, batch in zip(xs, out.split(counts), self._family, strict=True):
+            symmetric_product(x, x, out=part, scale=self._tables.squared_scales[batch.numbers])
+        return out
+
+    def matmul_add(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        batch = next(each for each in self._family if b.data_ptr() in (each.x.data_ptr(), each.other.data_ptr()))
+        out = batch.other if b.data_ptr() == batch.x.data_ptr() else batch.x
+        done = self._rectangular[batch.first]
+        self._rectangular[batch.first] = done + 1
+        scale = self._tables.scales[batch.numbers] if self._tables is not None and done == 0 else None
+        if self._leave_last and done + 1 == num_rectangular(b.shape, self._ns):
+            self.last.append(LastProduct(batch, a, b, c, alpha, beta, scale))
+            return out
+        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)

@@ -1,0 +1,138 @@
+"""What a Muon plan keeps on the device: tables of its matrices and tiles, X buffers, room for sums.
+
+Matrices are numbered so that those of one shape are neighbours, a batch, and batches that share a short side and an
+iteration are too, a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels import _muon_table as fields
+from optim_kernels._tiles import cdiv
+from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
+from optim_kernels.orthogonalization import NSConfig
+
+# Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
+ROW_STEP = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The matrices ``first …`` of one shape, and two buffers ``[count, m, n]`` that X goes back and forth between."""
+
+    first: int
+    x: Tensor
+    other: Tensor
+
+    @property
+    def numbers(self) -> slice:
+        return slice(self.first, self.first + len(self.x))
+
+
+Family = list[Batch]
+
+
+def in_order(matrices: Sequence[Matrix], ns: NSConfig) -> list[Matrix]:
+    """The matrices by family, then by shape."""
+    return sorted(matrices, key=lambda matrix: _family_key(matrix, ns))
+
+
+def families_of(matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device) -> list[Family]:
+    """The families of ordered matrices, with their buffers."""
+    families: list[Family] = []
+    first = 0
+    for _, family in groupby(matrices, key=lambda matrix: _family_key(matrix, ns)[:2]):
+        batches = []
+        for (m, n), members in groupby(family, key=lambda matrix: matrix.shape):
+            count = len(list(members))
+            padded = cdiv(n, ROW_STEP) * ROW_STEP
+            x, other = (torch.empty(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+            batches.append(Batch(first, x, other))
+            first += count
+        families.append(batches)
+    return families
+
+
+def num_rectangular(shape: Sequence[int], ns: NSConfig) -> int:
+    """How often the iteration multiplies X, and so moves it to the other buffer."""
+    return len(ns.blocks) if ns.method_for(*shape[-2:]) == "gram" else ns.steps
+
+
+def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, str, int]:
+    m, n = matrix.shape
+    return m, ns.method_for(m, n), n
+
+
+class MuonTables:
+    """Device tensors of a plan over ordered ``matrices``; see `_muon_table` for the columns."""
+
+    def __init__(
+        self, tensors: Sequence[MuonTensors], matrices: Sequence[Matrix], families: Sequence[Family], ns: NSConfig
+    ) -> None:
+        rows: list[list[int]] = []
+        tile_map: list[tuple[int, int, int]] = []
+        line_map: list[tuple[int, int]] = []
+        xs = [place for family in families for batch in family for place in _places(batch, ns)]
+        for number, (matrix, (x, o)) in enumerate(zip(matrices, xs, strict=True)):
+            t = tensors[matrix.parameter]
+            outer_tiles, inner_tiles = matrix.tiles
+            row = [0] * fields.NUM_FIELDS.value
+            for column, value in (
+                (fields.P, address_of(t.param, matrix.offset)),
+                (fields.G, address_of(t.grad, matrix.offset)),
+                (fields.B, address_of(t.momentum_buffer, matrix.offset)),
+                (fields.V, address_of(t.second_moment, matrix.moment_offset)),
+                (fields.MASTER, address_of(t.master, matrix.offset)),
+                (fields.X, x.data_ptr()),
+                (fields.O, o.data_ptr()),
+                (fields.STEP, address_of(t.step, 0)),
+                (fields.STRIDE, matrix.stride),
+                (fields.X_STRIDE, x.stride(0)),
+                (fields.OUTER, matrix.outer),
+                (fields.INNER, matrix.inner),
+                (fields.FIRST_TILE, len(tile_map)),
+                (fields.OUTER_TILES, outer_tiles),
+                (fields.INNER_TILES, inner_tiles),
+                (fields.FIRST_LINE, len(line_map) * TILE),
+                (fields.ROWS_ARE_INNER, int(matrix.rows_are_inner)),
+                (fields.GROUP, t.group),
+                (fields.PLACE, t.place),
+                (fields.START, matrix.offset),
+                (fields.SEED, t.seed),
+            ):
+                row[column] = value
+            rows.append(row)
+            tile_map += [(number, i * TILE, j * TILE) for i, j in product(range(outer_tiles), range(inner_tiles))]
+            line_map += [(number, block) for block in range(max(outer_tiles, inner_tiles))]
+        device = tensors[0].param.device
+
+        def on_device(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        def room(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.matrices = on_device(rows, torch.int64)
+        self.tile_map = on_device(tile_map, torch.int32)
+        self.line_map = on_device(line_map, torch.int32)
+        self.lr_scales = on_device([matrix.scale for matrix in matrices], torch.float32)
+        steps = {t.step.data_ptr() for t in tensors if t.step is not None}
+        self.steps = on_device(sorted(steps), torch.int64)
+        # of each matrix: the power of two that X is first written with, what is missing to norm 1, and its square
+        self.units, self.scales, self.squared_scales = (room(len(rows), dtype=torch.float32) for _ in range(3))
+        self.sums = room(len(tile_map), TILE, dtype=torch.float64)
+        self.lines = room(len(line_map) * TILE, dtype=torch.float64)
+        self.factors = room(len(line_map) * TILE, dtype=torch.float32)
+
+
+def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor]]:
+    """Where each matrix's first and last X are."""
+    last = batch.other if num_rectangular(batch.x.shape, ns) % 2 else batch.x
+    return list(zip(batch.x, last, strict=True))
