@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements
+from benchmarks.newton_schulz_peers import installed_peers
 from benchmarks.report import Report, clocks
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
 
@@ -69,6 +70,7 @@ def measure_iteration(arguments: argparse.Namespace, device: str) -> Report | No
     rows: dict[str, Callable[[Tensor], object]] = {"ours": ours, "torch built-in": lambda x: torch_built_in(x, config)}
     if arguments.peers == "all" and device == "cuda":
         rows["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config))
+        rows |= installed_peers()
     error = relative_error(ours(inputs[0]), inputs[0], config)
     if not error <= ERROR_LIMITS[device]:
         print(f"Newton–Schulz is wrong: relative error {error:.3g}; no speed is printed")
@@ -156,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
     parser.add_argument("--coefficients", default="keller")
     parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
-    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all adds torch.compile")
+    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all: torch.compile, and packages found")
     parser.add_argument("--json", help="write rows, machine and versions to this file")
     arguments = parser.parse_args()
     if arguments.dtype is None:

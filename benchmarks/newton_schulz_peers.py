@@ -1,0 +1,86 @@
+"""Newton–Schulz of other packages, those that are installed: a function of one name each, on a matrix or a batch.
+
+Each takes ``x`` [..., M, N] in fp16 or bf16 and runs five steps with its own kernels. Coefficients and the method are
+those that the package runs fastest; all cost the same products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+Iteration = Callable[[Tensor], Tensor]
+
+STEPS = 5
+KELLER = (3.4445, -4.7750, 2.0315)
+
+
+def installed_peers() -> dict[str, Iteration]:
+    """The peers whose packages can be found and imported; one that cannot be is said so."""
+    peers: dict[str, Iteration] = {}
+    for name, (package, make) in PEERS.items():
+        try:
+            peers |= {name: make()} if find_spec(package) else {}
+        except ImportError as problem:
+            print(f"{name} is installed but cannot be imported: {problem}")
+    return peers
+
+
+def gram_newton_schulz() -> Iteration:
+    """gram-newton-schulz: the Gram form, symmetric products by quack's kernels where quack is installed."""
+    from gram_newton_schulz import GramNewtonSchulz  # type: ignore[import-not-found]
+
+    # the compiled form's own CUDA graphs would be nested in the one that is timed
+    return GramNewtonSchulz(ns_use_kernels=find_spec("quack") is not None, compile_kwargs={"fullgraph": True})
+
+
+def triton_muon_adamw() -> Iteration:
+    """triton-muon-adamw: a launch for each of the three products of a step, one matrix at a time."""
+    from triton_muon_adamw.muon.triton_muon import newton_shultz_step  # type: ignore[import-not-found]
+
+    def one(x: Tensor) -> Tensor:
+        tall = x.shape[0] > x.shape[1]
+        x = x.T.contiguous() if tall else x
+        x = x / x.norm().clamp(min=1e-7)
+        other = torch.empty_like(x)
+        for _ in range(STEPS):
+            newton_shultz_step(x, *KELLER, other)
+            x, other = other, x
+        return x.T if tall else x
+
+    return lambda x: one(x) if x.ndim == 2 else torch.stack([one(matrix) for matrix in x])
+
+
+def muonium() -> Iteration:
+    """muonium: its symmetric Triton kernel inside a compiled loop."""
+    from muonium.orthogonalize.newton_schulz import ns_loop_triton  # type: ignore[import-not-found]
+
+    return lambda x: ns_loop_triton(x if x.ndim == 3 else x[None], STEPS).view(x.shape)
+
+
+def emerging_optimizers() -> Iteration:
+    """Emerging-Optimizers: plain products, from fp32 to fp32; bf16 inside needs torch's global precision flag."""
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import (  # type: ignore[import-not-found]
+        newton_schulz,
+    )
+
+    def run(x: Tensor) -> Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return newton_schulz(x.float(), STEPS, use_syrk=x.ndim == 2)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
+PEERS: dict[str, tuple[str, Callable[[], Iteration]]] = {
+    "gram-newton-schulz": ("gram_newton_schulz", gram_newton_schulz),
+    "triton-muon-adamw": ("triton_muon_adamw", triton_muon_adamw),
+    "muonium": ("muonium", muonium),
+    "Emerging-Optimizers": ("emerging_optimizers", emerging_optimizers),
+}
