@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
     parser.add_argument("--coefficients", default="keller")
     parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
-    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all: torch.compile, and packages found")
+    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all: also compiled, packages")
     parser.add_argument("--json", help="write rows, machine and versions to this file")
     arguments = parser.parse_args()
     if arguments.dtype is None:
