@@ -1,0 +1,194 @@
+"""The grouped Muon step: the folded norm, masters and random bits, what one matrix may not do to another, resuming."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim_kernels import TritonMuon
+from optim_utils.param_groups import MatrixView
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Exact products, so that what is left to compare is the step around them.
+EXACT: dict[str, Any] = {"ns_dtype": torch.float32, "impl": "triton"}
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)) for shape in shapes]
+
+
+def give_gradients(params: list[nn.Parameter], *, seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(DEVICE, p.dtype)
+
+
+def steps(optimizer: TritonMuon, params: list[nn.Parameter], seeds: range, scale: float = 1.0) -> None:
+    for seed in seeds:
+        give_gradients(params, seed=seed, scale=scale)
+        optimizer.step()
+
+
+def assert_same_bits(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e12], ids=str)
+def test_the_folded_norm_is_the_norm(scale: float) -> None:
+    """The power of two that X is first written with must not show, whatever the gradients' size."""
+    ours, plain = parameters((16, 40), (40, 24)), parameters((16, 40), (40, 24))
+    steps(TritonMuon(ours, lr=0.1, eps=0.0, **EXACT), ours, range(1), scale)
+    steps(TritonMuon(plain, lr=0.1, eps=0.0, ns_dtype=torch.float32, impl="torch"), plain, range(1), scale)
+    for p, q in zip(ours, plain, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("ns_dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -> None:
+    """Of 130 lines the sample takes lines 0, 2, 4, …: here only line 1 and a large entry in line 3 are there."""
+    ours, plain = parameters((130, 8)), parameters((130, 8))
+    for (p,), impl in ((ours, "triton"), (plain, "torch")):
+        p.grad = torch.zeros_like(p)
+        p.grad[1] = 1e-3 * torch.arange(1, 9, device=DEVICE)
+        p.grad[3, 5] = 1e4
+        TritonMuon([p], lr=0.1, ns_dtype=ns_dtype, impl=impl).step()
+    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)
+@pytest.mark.parametrize("cautious", [False, True], ids=["plain", "cautious"])
+def test_the_update_in_the_last_product(masters: str | None, cautious: bool) -> None:
+    """Sizes in multiples of 8, wide and tall: the parameter is read, updated and stored by the product itself."""
+    dtype = torch.float32 if masters is None else torch.bfloat16
+    runs = []
+    for impl in ("triton", "torch"):
+        params = parameters((16, 40), (40, 8), (24, 24), dtype=dtype)
+        options = {"ns_dtype": torch.float32, "impl": impl, "master_weights": masters, "cautious": cautious}
+        optimizer = TritonMuon(params, lr=0.05, weight_decay=0.5, momentum_dtype=torch.float32, **options)
+        steps(optimizer, params, range(2))
+        runs.append([(p, optimizer.state[p]) for p in params])
+    for (p, p_state), (q, q_state) in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6 if masters is None else 2e-3, rtol=0)
+        if masters == "fp32":
+            torch.testing.assert_close(p_state["master"], q_state["master"], atol=1e-6, rtol=0)
+        if masters == "split16":
+            values = [
+                (state["master_low"].int() + (x.view(torch.int16).int() << 16)).view(torch.float32)
+                for x, state in ((p.detach(), p_state), (q.detach(), q_state))
+            ]
+            torch.testing.assert_close(*values, atol=1e-6, rtol=0)
+
+
+def test_who_updates_the_parameters() -> None:
+    """The last product where it can; a kernel behind it where all of O is needed first, or an address is odd."""
+    assert launched({}, (16, 24)) == ["last_product_kernel"]
+    assert launched({}, (16, 20)) == ["update_kernel"]
+    assert launched({"beta2": 0.9}, (16, 24)) == ["update_kernel"]
+
+
+def launched(options: dict[str, Any], shape: tuple[int, int]) -> list[str]:
+    """Which of the kernels that update parameters a step launches."""
+    from optim_kernels import _muon_update_kernels as kernels
+
+    names: list[str] = []
+    params = parameters(shape)
+    give_gradients(params, seed=9)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("update_kernel", "last_product_kernel"):
+            patch.setattr(kernels, name, _Recorder(name, getattr(kernels, name), names))
+        TritonMuon(params, **EXACT, **options).step()
+    return names
+
+
+class _Recorder:
+    def __init__(self, name: str, kernel: Any, names: list[str]) -> None:
+        self._name, self._kernel, self._names = name, kernel, names
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._names.append(self._name)
+        return self._kernel[grid]
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (9, 13)], ids=["aligned", "unaligned"])
+def test_stochastic_rounding_takes_the_same_bits_as_torch(shape: tuple[int, int]) -> None:
+    """Without a gradient the parameter only decays, which both compute exactly alike: every bit must agree."""
+    runs = []
+    for impl in ("triton", "torch"):
+        params = parameters((8, 8), shape, dtype=torch.bfloat16)
+        params[1] = nn.Parameter(params[1].detach().mT)  # stored by columns: bits follow the memory
+        optimizer = TritonMuon(params, lr=1e-3, weight_decay=0.7, stochastic_rounding=True, seed=5, impl=impl)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 2.0]
+        runs.append(params)
+    assert_same_bits(*runs)
+    assert not torch.equal(runs[0][1], parameters((8, 8), shape, dtype=torch.bfloat16)[1].mT)
+
+
+def test_found_inf_stops_the_count_too() -> None:
+    params = parameters((8, 16), dtype=torch.bfloat16)
+    optimizer = TritonMuon(params, stochastic_rounding=True, impl="triton")
+    steps(optimizer, params, range(1))
+    before = params[0].detach().clone()
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    steps(optimizer, params, range(1, 2))
+    assert torch.equal(params[0], before)
+    assert float(optimizer.state[params[0]]["step"]) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, in the interpreter
+def test_nan_and_zero_stay_in_their_matrix() -> None:
+    """Matrices of one batch: each equals, to the last bit, what it is without the others."""
+    params = parameters(*[(16, 24)] * 4)
+    give_gradients(params, seed=0)
+    params[0].grad.zero_()
+    params[1].grad[3, 4] = float("nan")
+    params[2].grad[0, 0] = float("inf")
+    before = params[0].detach().clone()
+    (alone,) = parameters((16, 24))
+    alone.data, alone.grad = params[3].detach().clone(), params[3].grad.clone()
+    for group in (params, [alone]):
+        TritonMuon(group, lr=0.1, weight_decay=0.5, **EXACT).step()
+    torch.testing.assert_close(params[0].detach(), 0.95 * before)
+    assert params[1].isnan().all()
+    assert params[2].isnan().all()
+    assert torch.equal(params[3], alone)
+
+
+def test_a_resumed_run_is_the_same_run() -> None:
+    """Also where the gradients' size jumps by 2^40 in between: nothing is guessed from an earlier step."""
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "ns_dtype": torch.float16, "impl": "triton"}
+    params = parameters((16, 40), (24, 8))
+    optimizer = TritonMuon(params, **options)
+    steps(optimizer, params, range(1))
+    resumed = [nn.Parameter(p.detach().clone()) for p in params]
+    other = TritonMuon(resumed, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, own in ((optimizer, params), (other, resumed)):
+        steps(each, own, range(1, 2), scale=2.0**-40)
+    assert_same_bits(params, resumed)
+
+
+def test_views_of_one_parameter_are_not_neighbours() -> None:
+    """Blocks of several shapes go to several batches; second moments and learning rates stay with their block."""
+    runs = []
+    for impl in ("triton", "torch"):
+        params = parameters((24, 16), (8, 40))
+        views = [MatrixView(shape=(24, 16), split=(8, 16)), None]
+        optimizer = TritonMuon(
+            [{"params": params, "views": views}], lr=0.1, beta2=0.9, ns_dtype=torch.float32, impl=impl
+        )
+        steps(optimizer, params, range(2))
+        runs.append([*params, *(optimizer.state[p]["second_momentum_buffer"].flatten() for p in params)])
+    for x, y in zip(*runs, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-5, rtol=0)
