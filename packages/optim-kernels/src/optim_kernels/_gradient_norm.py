@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, is_interpreted, use_triton
-from optim_kernels.multi_tensor import ChunkMap, DeviceTable, is_aligned, is_dense, keep_for_graphs
+from optim_kernels.multi_tensor import (
+    ALIGNMENT,
+    ChunkMap,
+    DeviceTable,
+    TensorList,
+    is_capturing,
+    is_dense,
+    keep_for_graphs,
+)
 
 # Elements of a tile (four make a chunk) and threads of a program; programs for each multiprocessor of the device.
 TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
@@ -28,43 +35,50 @@ class GradientNorm:
         self._rows = DeviceTable(device)
         self._counter = torch.zeros((), dtype=torch.int32, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        self._key: list[tuple[int, int]] = []
-        self._chunked: tuple[list[int], list[bool]] | None = None
+        self._addresses: list[int] = []
+        self._numels: list[int] = []
+        self._aligned: list[bool] = []
         self._launches: dict[Any, Callable[..., None]] = {}
         self._chunks: ChunkMap
         self._partials: Tensor
 
-    def refresh(self, grads: Sequence[Tensor]) -> None:
+    def refresh(self, addresses: list[int], numels: list[int]) -> None:
         """Take note of where the gradients are; nothing is uploaded unless that changed."""
-        key = [(grad.data_ptr(), grad.numel()) for grad in grads]
-        if key != self._key:
-            self._key = key
-            chunked = [numel for _, numel in key], [is_aligned(address) for address, _ in key]
-            if chunked != self._chunked:
-                self._cut(*chunked)
-        rows = array("q")
-        for (address, numel), chunks in zip(key, self._chunks.tensors):
-            rows.extend((address, numel, chunks.first_full, chunks.first_masked))
-        self._rows.update(rows)
+        if addresses == self._addresses and numels == self._numels:
+            return
+        aligned = [address % ALIGNMENT == 0 for address in addresses]
+        if aligned != self._aligned or numels != self._numels:
+            self._cut(numels, aligned)
+        self._addresses = addresses
+        rows = array("q", bytes(8 * 4 * len(addresses)))
+        columns = (addresses, numels, *zip(*((c.first_full, c.first_masked) for c in self._chunks.tensors)))
+        for i, column in enumerate(columns):
+            rows[i::4] = array("q", column)
+        self._rows.update(rows.tobytes())
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
-        self._chunked = numels, aligned
+        self._numels, self._aligned = numels, aligned
         self._tile = INTERPRETED_TILE if is_interpreted() else TILE
         self._chunks = ChunkMap.build(numels, aligned, 4 * self._tile, self.device)
         self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
         self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
         self._launches.clear()
 
+    def _keep_if_captured(self) -> None:
+        if is_capturing(self.device):
+            self._rows.keep_for_graph()
+            keep_for_graphs(self._chunks.owners, self._partials, self._counter, self._total)
+
     def norm(self, norm_type: float, max_norm: float, result: Tensor, total: Tensor | None = None) -> None:
         """Write ``[norm, clip factor]`` to the fp32 ``result``, and Σ|g|^p (or the maximum) to the fp64 ``total``."""
         launch = self._launches.get(norm_type)
         if launch is None:
             launch = self._launches[norm_type] = self._norm_launch(norm_type)
-        keep_for_graphs(self._chunks.owners, self._partials, self._counter, self._total)
+        self._keep_if_captured()
         launch(
             (
                 self._chunks.owners,
-                self._rows.read(),
+                self._rows.words,
                 self._partials,
                 self._counter,
                 self._total if total is None else total,
@@ -78,8 +92,8 @@ class GradientNorm:
         launch = self._launches.get("scale")
         if launch is None:
             launch = self._launches["scale"] = self._scale_launch()
-        keep_for_graphs(self._chunks.owners)
-        launch((self._chunks.owners, self._rows.read(), factor), (self._chunks.num_chunks, self._chunks.num_full))
+        self._keep_if_captured()
+        launch((self._chunks.owners, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
 
     def _norm_launch(self, norm_type: float) -> Callable[..., None]:
         from optim_kernels import clip_kernels as kernels
@@ -107,21 +121,38 @@ class GradientNorm:
         )
 
 
+class _Split(NamedTuple):
+    """A list of gradients by device and dtype."""
+
+    kinds: list[Any]
+    addresses: list[int]
+    devices: list[torch.device]
+    # of each part: device, dtype, and the places of its gradients in the list
+    parts: list[tuple[torch.device, torch.dtype, list[int]]]
+
+
 class GradientNorms:
-    """Norms of gradients of any devices and dtypes: one ``GradientNorm`` for each, kept from step to step."""
+    """Norms of gradients of any devices and dtypes: one ``GradientNorm`` for each, kept from step to step.
+
+    Every stream has scratch of its own, for norms may be taken in several at once.
+    """
 
     def __init__(self, impl: Impl = "auto") -> None:
         self._impl = impl
         self._parts: dict[Any, GradientNorm] = {}
+        self._split: _Split | None = None
 
-    def norm_and_factor(self, grads: Sequence[Tensor], norm_type: float, max_norm: float) -> tuple[Tensor, Tensor]:
+    def norm_and_factor(
+        self, grads: Sequence[Tensor] | TensorList, norm_type: float, max_norm: float
+    ) -> tuple[Tensor, Tensor]:
         """``(norm, clip factor)``, 0-d on the first gradient's device, without a synchronisation on one device."""
         parts = self._refreshed(grads, norm_type)
         if parts is not None and len(parts) == 1:
-            result = torch.empty(2, dtype=torch.float32, device=grads[0].device)
+            result = torch.empty(2, dtype=torch.float32, device=parts[0].device)
             parts[0].norm(norm_type, max_norm, result)
-            return result[0], result[1]
-        norm = self._combined(parts, grads, norm_type)
+            norm, factor = result.unbind()
+            return norm, factor
+        norm = self._combined(parts, grads.tensors if isinstance(grads, TensorList) else grads, norm_type)
         return norm, reference.clip_factor(norm, max_norm)
 
     def norm(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -133,36 +164,67 @@ class GradientNorms:
         parts = self._refreshed(grads, norm_type)
         return [] if parts is None else [self._total(part, norm_type) for part in parts]
 
-    def scale_(self, grads: Sequence[Tensor], factor: Tensor) -> bool:
+    def scale_(self, grads: Sequence[Tensor] | TensorList, factor: Tensor) -> bool:
         """Multiply by the factor; ``False``, and nothing done, if the kernels cannot."""
         parts = self._refreshed(grads, 2.0, in_place=True)
         for part in parts or []:
             part.scale_(factor.to(device=part.device, dtype=torch.float32))
         return parts is not None
 
+    def look_at(self, grads: Sequence[Tensor]) -> TensorList | None:
+        """The gradients as the kernels take them, to be looked at once for several calls; ``None`` if they cannot."""
+        if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
+            return None
+        try:
+            return TensorList(grads)
+        except RuntimeError:  # a sparse tensor has no address
+            return None
+
     def _refreshed(
-        self, grads: Sequence[Tensor], norm_type: float, *, in_place: bool = False
+        self, grads: Sequence[Tensor] | TensorList, norm_type: float, *, in_place: bool = False
     ) -> list[GradientNorm] | None:
         """The parts that know these gradients; ``None`` if the kernels cannot read one of them."""
-        names = (f"gradient {i}" for i in range(len(grads)))
-        if not reference.is_kernel_norm(norm_type) or not all(map(partial(use_triton, self._impl), grads, names)):
+        seen = grads if isinstance(grads, TensorList) else self.look_at(grads)
+        if seen is None or not reference.is_kernel_norm(norm_type):
             return None
-        if not all(map(is_dense, grads)):
+        split = self._split_of(seen)
+        if split is None:
+            return None
+        if not all(seen.kinds[2]) and not all(map(is_dense, seen.tensors)):
             if in_place:
                 return None
-            grads = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
-        by_kind: dict[Any, list[Tensor]] = {}
-        for grad in grads:
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+            seen = TensorList([grad if is_dense(grad) else grad.contiguous() for grad in seen.tensors])
+        numels: list[int] = seen.kinds[1]
         parts = []
-        for (device, dtype), members in by_kind.items():
-            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-            key = (device, dtype, stream, len(members))
-            if key not in self._parts:
-                self._parts[key] = GradientNorm(device, dtype)
-            self._parts[key].refresh(members)
-            parts.append(self._parts[key])
+        for device, dtype, places in split.parts:
+            key = (device, dtype, _stream(device), len(places))
+            part = self._parts.get(key)
+            if part is None:
+                part = self._parts[key] = GradientNorm(device, dtype)
+            if len(split.parts) == 1:
+                part.refresh(seen.addresses, numels)
+            else:
+                part.refresh([seen.addresses[place] for place in places], [numels[place] for place in places])
+            parts.append(part)
         return parts
+
+    def _split_of(self, grads: TensorList) -> _Split | None:
+        """The gradients by device and dtype, as last time if they are as then; ``None`` if the kernels cannot."""
+        split = self._split
+        if split is not None and grads.kinds == split.kinds and grads.addresses == split.addresses:
+            return split
+        devices = [grad.device for grad in grads.tensors]
+        if split is None or grads.kinds != split.kinds or devices != split.devices:
+            if not all(use_triton(self._impl, grad, f"gradient {i}") for i, grad in enumerate(grads.tensors)):
+                return None
+            by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+            for place, grad in enumerate(grads.tensors):
+                by_kind.setdefault((grad.device, grad.dtype), []).append(place)
+            parts = [(*kind, places) for kind, places in by_kind.items()]
+        else:
+            parts = split.parts
+        self._split = _Split(grads.kinds, grads.addresses, devices, parts)
+        return self._split
 
     def _combined(self, parts: list[GradientNorm] | None, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         if parts is None:
@@ -185,3 +247,12 @@ def _num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _stream(device: torch.device) -> int:
+    """The stream that a launch on the device would go to."""
+    if device.type != "cuda":
+        return 0
+    from optim_kernels._triton import current_stream
+
+    return current_stream(device)

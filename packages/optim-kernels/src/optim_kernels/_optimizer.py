@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +84,32 @@ class StatefulOptimizer(Optimizer):
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
 
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``step`` with torch's hooks around it and its name in profiles, out of sight of ``torch.compile``.
+
+    torch wraps every optimizer's step to that end, and takes 10 µs for the name alone. Its wrapper is used here too,
+    but entered only while somebody profiles or has registered a hook.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            return with_hooks(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    wrapped: Any = torch.compiler.disable(run)
+    # torch's sign that the step needs no wrapper
+    wrapped.hooked = True
+    return wrapped
+
+
 def run_closure(closure: Callable[[], Any] | None) -> Any:
     """The loss of ``closure``, run with gradients enabled; ``None`` without one."""
     if closure is None:
@@ -92,7 +120,8 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 def check_capture(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
-    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+    # before CUDA is initialised nothing is captured, and asking costs more than the answer
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
         return
     if not all(group["capturable"] for group in optimizer.param_groups):
         raise RuntimeError(

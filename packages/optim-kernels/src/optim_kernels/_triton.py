@@ -17,7 +17,19 @@ import triton.language as tl
 
 from optim_kernels._impl import is_interpreted
 
-__all__ = ["INTERPRETED", "TRITON_DTYPES", "Launch", "div_rn", "dot", "narrow", "sqrt_rn", "tl", "triton", "tuned"]
+__all__ = [
+    "INTERPRETED",
+    "TRITON_DTYPES",
+    "Launch",
+    "current_stream",
+    "div_rn",
+    "dot",
+    "narrow",
+    "sqrt_rn",
+    "tl",
+    "triton",
+    "tuned",
+]
 
 INTERPRETED = tl.constexpr(is_interpreted())
 
@@ -115,6 +127,12 @@ def tuned(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:
     return triton.heuristics({name: lambda _, value=value: value for name, value in first.items()})
 
 
+def current_stream(device: torch.device) -> int:
+    """The handle of the device's current stream, by the short way that Triton takes at every launch."""
+    stream: int = triton.runtime.driver.active.get_current_stream(device.index)
+    return stream
+
+
 class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
@@ -128,18 +146,25 @@ class Launch:
         self._grid = (grid, 1, 1)
         self._constants = tuple(constants)
         self._options = options
-        self._compiled: Any = None
+        # the compiled kernel, bound to the grid; the device it was loaded on
+        self._run: Any = None
+        self._device = -1
 
-    def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] = ()) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""
-        device = tensors[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self(tensors, numbers)
+        if self._run is None:
+            self._first(tensors, numbers)
+        elif torch.cuda.current_device() == self._device:
+            self._run(*map(torch.Tensor.data_ptr, tensors), *numbers, *self._constants)
+        else:
+            with torch.cuda.device(self._device):
+                self._run(*map(torch.Tensor.data_ptr, tensors), *numbers, *self._constants)
+
+    def _first(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        if INTERPRETED.value:
+            self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
             return
-        if self._compiled is not None:
-            self._compiled[self._grid](*[tensor.data_ptr() for tensor in tensors], *numbers, *self._constants)
-            return
-        compiled = self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
-        if not INTERPRETED.value:
-            self._compiled = compiled
+        self._device = tensors[0].device.index
+        with torch.cuda.device(self._device):
+            compiled = self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
+        self._run = compiled[self._grid]

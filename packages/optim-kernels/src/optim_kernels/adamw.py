@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,25 +10,30 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from optim_kernels import reference
+from optim_kernels._adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._adamw_state import (
     MasterWeights,
     StateDtype,
-    bytes_per_element,
     check_storage,
-    moment_dtypes,
     new_state,
     placed_state,
     plain_state,
-    stored_dtypes,
     torch_state,
 )
+from optim_kernels._adamw_step import AdamWStep, is_dtensor
 from optim_kernels._adamw_torch import step_with_torch
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._impl import KERNEL_DTYPES, Impl, check_impl, why_not_triton
-from optim_kernels._optimizer import StatefulOptimizer, check_capture, log_fallback, run_closure, text_table
+from optim_kernels._impl import Impl, check_impl
+from optim_kernels._optimizer import (
+    StatefulOptimizer,
+    check_capture,
+    hooked_step,
+    log_fallback,
+    run_closure,
+    text_table,
+)
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import is_dense
-from optim_kernels.reference.adamw import AdamWScalars
+from optim_kernels.multi_tensor import TensorList
 
 __all__ = ["TritonAdamW"]
 
@@ -131,7 +135,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             if reason is not None and (group["fused"] or group["impl"] == "triton"):
                 asked = "fused=True" if group["fused"] else "impl='triton'"
                 raise RuntimeError(f"{asked} asks for the kernels, but {names[param]} cannot have them: {reason}")
-            if group["max_norm"] is not None and _is_dtensor(param):
+            if group["max_norm"] is not None and is_dtensor(param):
                 raise ValueError(
                     f"max_norm needs the gradients of all ranks, and {names[param]} is a DTensor; clip with "
                     "optim_dist, whose optimizers reduce the norm"
@@ -148,14 +152,13 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what was planned: the parameters, states or options are not what they were."""
-        self._plan = AdamWPlan()
+        """Drop what was prepared: the parameters, states or options are not what they were."""
         self._norms = GradientNorms(self.param_groups[0]["impl"] if self.__dict__.get("param_groups") else "auto")
         self._prepared: _Prepared | None = None
         self._logged_fallback = False
         self.grad_norm: Tensor | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @hooked_step
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """One step; the loss of ``closure``, if there is one.
 
@@ -164,30 +167,37 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         """
         check_capture(self)
         loss = run_closure(closure)
-        grads = [param.grad for _, param in self._parameters()]
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params]
         prepared = self._prepared
-        key = [None if grad is None else grad.dtype for grad in grads]
-        if prepared is None or prepared.key != key or prepared.is_stale():
-            prepared = self._prepared = self._prepare(key, grads)
+        if prepared is None or not prepared.is_for(params, grads):
+            prepared = self._prepared = self._prepare(params, grads)
+        try:
+            seen = prepared.look_at(grads)
+        except RuntimeError:
+            # no address: a gradient has become sparse, which the next line says better
+            self._prepare(params, grads)
+            raise
         grad_scale, found_inf = self._loss_scaling()
-        factor = self._clipped([grad for grad in grads if grad is not None], grad_scale, clip_factor)
-        if prepared.places:
-            own = [_local(grads[place]) for place in prepared.places]
-            self._step_kernels(own, grad_scale, found_inf, factor)
-            torch.autograd.graph.increment_version(prepared.params)
-        for group, places, params in prepared.with_torch:
-            states = [self.state[param] for param in params]
-            step_with_torch(group, params, states, places, grad_scale, found_inf, factor)
+        max_norm = self.param_groups[0]["max_norm"]
+        if max_norm is not None:
+            all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
+            clip_factor = self._clip(all_grads, max_norm, grad_scale, clip_factor)
+        if prepared.kernels is not None:
+            prepared.kernels.run(seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+        for group, places, own in prepared.with_torch:
+            states = [self.state[param] for param in own]
+            step_with_torch(group, own, states, places, grad_scale, found_inf, clip_factor)
         return loss
 
-    def _prepare(self, key: list[torch.dtype | None], grads: list[Tensor | None]) -> _Prepared:
+    def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> _Prepared:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
         names = self._parameter_names()
+        members = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         places: list[int] = []
         with_torch: dict[int, tuple[dict[str, Any], list[int], list[Tensor]]] = {}
         reasons: list[str] = []
-        parameters = list(self._parameters())
-        for place, ((group, param), grad) in enumerate(zip(parameters, grads)):
+        for place, (param, grad) in enumerate(zip(params, grads)):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -195,22 +205,31 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
                     f"TritonAdamW takes dense gradients, but that of {names[param]} is {grad.layout}; make it dense "
                     "(sparse=False in nn.Embedding) or give the parameter to torch.optim.SparseAdam"
                 )
+            group = self.param_groups[members[place]]
             self._ensure_state(param, group)
             reason = why_not_kernels(param, group)
             if reason is None:
                 places.append(place)
             else:
                 reasons.append(reason)
-                _, own_places, own = with_torch.setdefault(id(group), (group, [], []))
+                _, own_places, own = with_torch.setdefault(members[place], (group, [], []))
                 own_places.append(place)
                 own.append(param)
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        params = [parameters[place][1] for place in places]
+        kernels = None
         if places:
-            self._plan_kernels(places, [parameters[place] for place in places], grads)
-        return _Prepared(key, places, params, [self.state[param] for param in params], list(with_torch.values()))
+            chosen = [params[place] for place in places]
+            kernels = AdamWStep(
+                self.param_groups,
+                chosen,
+                [self.state[param] for param in chosen],
+                [grads[place] for place in places],
+                members=[members[place] for place in places],
+                places=places,
+            )
+        return _Prepared(grads, places, kernels, list(with_torch.values()))
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any]) -> None:
         """Make the state of a parameter that gets its first gradient; put its step count where it is advanced."""
@@ -221,58 +240,18 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         if step.device != device:
             self.state[param]["step"] = step.to(device)
 
-    def _plan_kernels(
-        self, places: list[int], chosen: list[tuple[dict[str, Any], Tensor]], grads: list[Tensor | None]
-    ) -> None:
-        """Plan the launch over all parameters that the kernels update, whatever their group."""
-        states = [self.state[param] for _, param in chosen]
-        group_ids = [id(group) for group in self.param_groups]
-        self._plan.prepare(
-            [_local(param).detach() for _, param in chosen],
-            [_local(grads[place]) for place in places],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
-            steps=[state["step"] for state in states],
-            max_exp_avg_sqs=[
-                _local(state["max_exp_avg_sq"]) if group["amsgrad"] else None
-                for (group, _), state in zip(chosen, states)
-            ],
-            masters=[_local(state.get("master", state.get("master_low"))) for state in states],
-            groups=[group_ids.index(id(group)) for group, _ in chosen],
-            stochastic_rounding=[group["stochastic_rounding"] for group, _ in chosen],
-            seed=[group["seed"] for group, _ in chosen],
-            indices=places,
-        )
-
-    def _clipped(self, grads: list[Tensor], grad_scale: Tensor | None, clip_factor: Tensor | None) -> Tensor | None:
-        """What gradients are to be multiplied with: the given factor, or the one that ``max_norm`` asks for."""
-        max_norm, norm_type = self.param_groups[0]["max_norm"], self.param_groups[0]["norm_type"]
-        if max_norm is None:
-            return clip_factor
+    def _clip(
+        self, grads: TensorList, max_norm: float, grad_scale: Tensor | None, clip_factor: Tensor | None
+    ) -> Tensor | None:
+        """The factor that ``max_norm`` asks for; the norm is that of the unscaled gradients."""
         if clip_factor is not None:
             raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
-        norm, factor = self._norms.norm_and_factor(grads, norm_type, max_norm)
+        norm, factor = self._norms.norm_and_factor(grads, self.param_groups[0]["norm_type"], max_norm)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm)
             factor = reference.clip_factor(norm, max_norm)
         self.grad_norm = norm
         return factor
-
-    def _step_kernels(
-        self, grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None, factor: Tensor | None
-    ) -> None:
-        scalars = [
-            AdamWScalars(
-                group["lr"],
-                group["betas"][0],
-                group["betas"][1],
-                group["eps"],
-                group["weight_decay"],
-                group["maximize"],
-            )
-            for group in self.param_groups
-        ]
-        self._plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=factor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats."""
@@ -311,103 +290,44 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches."""
         names = self._parameter_names()
-        rows = []
-        for group, param in self._parameters():
-            reason = why_not_kernels(param, group)
-            state = self.state.get(param) or {}
-            dtypes = stored_dtypes(param, group, state)
-            path = "triton" if reason is None else "torch"
-            notes = [reason] if reason is not None else []
-            if dtypes["exp_avg_sq"] == torch.float16:
-                notes.append("fp16 second moment: zero where |g| < 2e-4")
-            if dtypes["exp_avg_sq"] == torch.bfloat16 and not group["stochastic_rounding"]:
-                notes.append("bf16 second moment rounded to nearest: cannot fall at beta2 > 0.996")
-            rows.append(
-                (
-                    names[param],
-                    tuple(param.shape),
-                    path,
-                    "; ".join(notes),
-                    *(_short(dtypes[key]) for key in ("param", "grad", "exp_avg", "exp_avg_sq", "master")),
-                    f"{bytes_per_element(dtypes, amsgrad=group['amsgrad']):g}",
-                )
-            )
-        header = ("parameter", "shape", "path", "notes", "p", "g", "m", "v", "master", "B/elt")
-        launches = self._plan.num_launches + (1 if self.param_groups[0]["max_norm"] is not None else 0)
-        planned = (
-            f"{launches} launch{'es' * (launches != 1)} a step"
-            if self._prepared is not None
-            else "not planned before the first step"
+        rows = [explain_row(names[p], p, group, self.state.get(p) or {}) for group, p in self._parameters()]
+        return text_table(EXPLAIN_HEADER, rows, footer=self._explain_launches())
+
+    def _explain_launches(self) -> list[str]:
+        if self._prepared is None:
+            return ["not planned before the first step"]
+        plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
+        launches = plan.num_launches + (1 if self.param_groups[0]["max_norm"] is not None else 0)
+        footer = [f"{launches} launch{'es' * (launches != 1)} a step"]
+        return footer + (
+            [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
-        copied = self._plan.num_copied
-        footer = [planned] + ([f"{copied} gradients are copied to their parameter's layout"] if copied else [])
-        return text_table(header, rows, footer=footer)
 
 
 class _Prepared:
-    """What a step needs that depends on which parameters have gradients, of what dtype, and on their states."""
+    """What a step needs that depends on which parameters have gradients, and on where they and their states are."""
 
     def __init__(
         self,
-        key: list[torch.dtype | None],
+        grads: list[Tensor | None],
         places: list[int],
-        params: list[Tensor],
-        states: list[dict[str, Any]],
+        kernels: AdamWStep | None,
         with_torch: list[tuple[dict[str, Any], list[int], list[Tensor]]],
     ) -> None:
-        self.key = key
-        self.places = places
-        self.params = params
+        self.kernels = kernels
         self.with_torch = with_torch
-        self._states = states
-        self._seen = self._look()
+        self._types = list(map(type, grads))
+        self._places = None if len(places) == len(grads) else places
 
-    def is_stale(self) -> bool:
-        """Whether a parameter was moved, or a state tensor replaced, since this was made."""
-        return self._look() != self._seen
+    def is_for(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
+        """Whether the same parameters have gradients, at their old places and with their old states."""
+        if list(map(type, grads)) != self._types:
+            return False
+        return self.kernels is None or self.kernels.is_for(self._of_kernels(params))
 
-    def _look(self) -> list[int]:
-        moments = map(itemgetter("exp_avg"), self._states)
-        if any(map(_is_dtensor, self.params[:1])):
-            return [*map(id, moments)]
-        return [*map(Tensor.data_ptr, self.params), *map(id, moments)]
+    def look_at(self, grads: list[Tensor | None]) -> TensorList:
+        """The gradients of the parameters that the kernels update."""
+        return TensorList([]) if self.kernels is None else self.kernels.look_at(self._of_kernels(grads))
 
-
-def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
-    """What keeps the kernels from updating ``param``, in a few words; ``None`` if they do."""
-    if group["impl"] == "torch":
-        return "impl='torch'"
-    if group["differentiable"]:
-        return "differentiable=True"
-    if group["fused"] is False:
-        return "fused=False"
-    if group["foreach"]:
-        return "foreach=True"
-    local = _local(param)
-    if group["impl"] == "auto" and not group["fused"] and not local.is_cuda:
-        return f"it is on {local.device.type}"
-    reason = why_not_triton(local)
-    if reason is not None:
-        return reason
-    if any(dtype not in KERNEL_DTYPES for dtype in moment_dtypes(param, group["state_dtype"])):
-        return "the kernels take moments in fp32, fp16 and bf16"
-    return None if is_dense(local) else "its elements are not dense in memory"
-
-
-def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
-    """Where the step count of ``param`` lives: with it where a kernel or a graph reads it, else on the CPU."""
-    on_device = group["capturable"] or group["fused"] or why_not_kernels(param, group) is None
-    return param.device if on_device else torch.device("cpu")
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
-
-
-def _local(tensor: Any) -> Any:
-    """The part of a DTensor that is here; any other tensor (or ``None``) itself."""
-    return tensor.to_local() if tensor is not None and _is_dtensor(tensor) else tensor
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
+    def _of_kernels(self, tensors: list[Any]) -> list[Any]:
+        return tensors if self._places is None else [tensors[place] for place in self._places]

@@ -47,8 +47,11 @@ def clip_grad_norm_(
     parameters = _as_list(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
-        norm, factor = _NORMS.norm_and_factor(gradients, float(norm_type), max_norm)
-        _scale_(gradients, factor)
+        # looked at once for the norm and the scaling
+        seen = _NORMS.look_at(gradients) or gradients
+        norm, factor = _NORMS.norm_and_factor(seen, float(norm_type), max_norm)
+        if not _NORMS.scale_(seen, factor):
+            _scale_(gradients, factor, use_kernels=False)
         return norm
     norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     clip_grads_with_norm_(parameters, max_norm, norm, foreach)

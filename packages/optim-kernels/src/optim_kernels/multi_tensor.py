@@ -12,9 +12,11 @@ Tables are uploaded only when their content changes, and a table that a CUDA gra
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,19 +56,28 @@ class ChunkMap(NamedTuple):
             owners += [i] * (num_chunks - count)
             first_full += count
             first_masked += num_chunks - count
-        on_device = _upload(torch.frombuffer(array("i", owners), dtype=torch.int32), device)
+        on_device = torch.empty(len(owners), dtype=torch.int32, device=device)
+        _upload(array("i", owners).tobytes(), on_device)
         return cls(on_device, num_full, len(owners), tensors)
 
 
-def _upload(source: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, made without waiting; from pinned memory, as a graph capture asks for."""
-    if device.type != "cuda":
-        return source.clone()
-    pinned = source.pin_memory()
-    on_device = pinned.to(device, non_blocking=True)
-    # a copy that is captured is repeated by every replay, from the same source
-    keep_for_graphs(on_device, pinned)
-    return on_device
+def _upload(content: bytes, on_device: Tensor) -> None:
+    """Fill a tensor, without waiting: from pinned memory, as a graph capture asks for too."""
+    if not on_device.is_cuda:
+        ctypes.memmove(on_device.data_ptr(), content, len(content))
+        return
+    # torch keeps pinned memory in a pool and hands out what no copy still reads, so this allocates nothing for long
+    pinned = torch.empty(len(content) // on_device.element_size(), dtype=on_device.dtype, pin_memory=True)
+    ctypes.memmove(pinned.data_ptr(), content, len(content))
+    on_device.copy_(pinned, non_blocking=True)
+    if is_capturing(on_device.device):
+        # a copy that is captured is repeated by every replay, from the same source
+        keep_for_graphs(on_device, pinned)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # What captured graphs read: alive as long as the process, for nobody learns when a graph is gone. It is little: tables
@@ -74,16 +85,13 @@ def _upload(source: Tensor, device: torch.device) -> Tensor:
 _OWNED_BY_GRAPHS: list[Tensor] = []
 
 
-def keep_for_graphs(*tensors: Tensor) -> bool:
-    """Whether the current stream is being captured; if so, the tensors are kept for the graph's replays."""
-    capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing:
-        _OWNED_BY_GRAPHS.extend(tensors)
-    return capturing
+def keep_for_graphs(*tensors: Tensor) -> None:
+    """Keep tensors that a captured launch reads, for the graph's replays."""
+    _OWNED_BY_GRAPHS.extend(tensors)
 
 
 class DeviceTable:
-    """Rows of 64-bit numbers on the device, equal to those given to ``update`` last.
+    """64-bit words on the device, equal to those given to ``update`` last.
 
     A table that a captured launch reads is never written again: the next update makes a new one.
     """
@@ -92,30 +100,43 @@ class DeviceTable:
         self._device = device
         self._content = b""
         self._captured = False
-        self._tensor = torch.empty(0, dtype=torch.int64, device=device)
+        self.words = torch.empty(0, dtype=torch.int64, device=device)
 
-    def update(self, rows: array[int] | array[float]) -> None:
-        """Make ``rows`` (type code "q" or "d") the content; it is uploaded, without waiting, if it changed."""
-        content = rows.tobytes()
+    def update(self, content: bytes) -> bool:
+        """Make ``content`` the table's; it is uploaded, without waiting, if it changed. Whether ``words`` is new."""
         if content == self._content:
-            return
+            return False
         self._content = content
-        source = torch.frombuffer(rows, dtype=torch.float64 if rows.typecode == "d" else torch.int64)
-        if self._device.type != "cuda":
-            self._tensor = source.clone()
-            return
-        if self._captured or self._tensor.shape != source.shape or self._tensor.dtype != source.dtype:
-            self._tensor = torch.empty_like(source, device=self._device)
+        is_new = self._captured or 8 * self.words.numel() != len(content)
+        if is_new:
+            self.words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device)
             self._captured = False
-        pinned = source.pin_memory()
-        # an upload that is captured is repeated by every replay, from the same source
-        keep_for_graphs(self._tensor, pinned)
-        self._tensor.copy_(pinned, non_blocking=True)
+        _upload(content, self.words)
+        return is_new
 
-    def read(self) -> Tensor:
-        """The table, for a launch on the current stream."""
-        self._captured = keep_for_graphs(self._tensor) or self._captured
-        return self._tensor
+    def keep_for_graph(self) -> None:
+        """Take note that a launch which reads ``words`` is being captured."""
+        self._captured = True
+        keep_for_graphs(self.words)
+
+
+class TensorList:
+    """Tensors as the host sees them in one pass: where they lie (``addresses``), and what they are (``kinds``).
+
+    Two lists with equal addresses and kinds are the same to a kernel. An address alone says too little: memory that
+    was freed comes back as another dtype or layout.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        contiguous = list(map(Tensor.is_contiguous, tensors))
+        self.kinds: list[Any] = [list(map(_dtype, tensors)), list(map(Tensor.numel, tensors)), contiguous]
+        if not all(contiguous):
+            self.kinds.append([(t.shape, t.stride()) for t, plain in zip(tensors, contiguous) if not plain])
+
+
+_dtype = attrgetter("dtype")
 
 
 def is_dense(tensor: Tensor) -> bool:

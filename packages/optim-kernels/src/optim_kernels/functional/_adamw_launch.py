@@ -1,22 +1,32 @@
-"""The tensors of an AdamW plan that one launch updates: their tables on the device and the compiled kernel."""
+"""The tensors of an AdamW plan that one launch updates: their tables on the device and the compiled kernel.
+
+Three tables, by how often they change: the chunk map and the records with the plan's tensors, which stay; and one table
+of what a step may bring anew, first an ``address, slice stride`` for each gradient, then a row of hyperparameters for
+each group. A step in which nothing changed uploads nothing, any other step uploads the last table in one copy.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
-from optim_kernels.functional._adamw_scalars import hyperparameter_row
+from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, on_device, readable, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, description
-from optim_kernels.multi_tensor import ChunkMap, DeviceTable, is_aligned, keep_for_graphs
-from optim_kernels.reference.adamw import AdamWScalars, Scalar
-
-_dtype = attrgetter("dtype")
+from optim_kernels.multi_tensor import (
+    ALIGNMENT,
+    ChunkMap,
+    DeviceTable,
+    TensorList,
+    is_aligned,
+    is_capturing,
+    keep_for_graphs,
+)
+from optim_kernels.reference.adamw import AdamWScalars
 
 
 class Tuning(NamedTuple):
@@ -41,6 +51,9 @@ class AdamWLaunch:
     """The tensors of one signature: their tables and the compiled kernel."""
 
     def __init__(self, members: list[PlannedTensor], grads: Sequence[Tensor]) -> None:
+        self.places = [member.place for member in members]
+        # gradients that had to be brought into their parameter's layout, kept while the launch may read them
+        self.copies: list[Tensor] = []
         self._members = members
         self._signature = members[0].signature(grads[members[0].place])
         self._device = members[0].param.device
@@ -48,22 +61,43 @@ class AdamWLaunch:
         self._counters = torch.zeros(len(self._slots), dtype=torch.int32, device=self._device)
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._records, self._grads, self._hyperparameters = (DeviceTable(self._device) for _ in range(3))
-        self._places = [member.place for member in members]
-        self._key: list[Any] = []
-        # learning rates on the device, kept while the launch may read them
-        self._rates: list[Scalar] = []
-        # gradients that had to be brought into their parameter's layout, kept while the launch may read them
-        self.copies: list[Tensor] = []
-        self._aligned: list[bool] | None = None
+        self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
+        self._own_aligned = [_is_aligned(member) for member in members]
+        self._aligned: list[bool] = []
+        # what the changing table holds, and what of it has still to be uploaded
+        self._addresses: list[int] = []
+        self._kinds: list[Any] = []
+        self._slice_strides: list[int] = []
+        self._scalars: Sequence[AdamWScalars] = ()
+        self._grad_rows = self._scalar_rows = b""
+        self._is_uploaded = False
+        # learning rates and betas on the device, kept while the launch may read them
+        self._scalar_tensors: list[Tensor] = []
+        self._grads_view = self._scalars_view = self._zero
         self._chunks: ChunkMap
 
-    def refresh(self, grads: Sequence[Tensor]) -> None:
-        """Bring the table of gradient addresses up to date, and the chunks if an alignment changed."""
-        own = [grads[place] for place in self._places]
-        key = [*map(Tensor.data_ptr, own), *map(Tensor.stride, own), *map(Tensor.numel, own), *map(_dtype, own)]
-        if key == self._key and not self.copies:
-            return
+    def refresh(self, grads: TensorList) -> None:
+        """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
+        if grads.kinds != self._kinds or self.copies:
+            addresses = self._take(grads.tensors)
+            self._kinds = grads.kinds
+        else:
+            addresses = grads.addresses
+            if addresses == self._addresses:
+                return
+        self._addresses = addresses
+        aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
+        if aligned != self._aligned:
+            self._cut(aligned)
+        rows = array("q", bytes(16 * len(addresses)))
+        rows[0::2] = array("q", addresses)
+        rows[1::2] = array("q", self._slice_strides)
+        self._grad_rows = rows.tobytes()
+        self._is_uploaded = False
+
+    def _take(self, grads: Sequence[Tensor]) -> list[int]:
+        """Check gradients of a new kind and copy those of a foreign layout; where each is to be read."""
+        own = list(grads)
         self.copies = []
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
@@ -72,32 +106,23 @@ class AdamWLaunch:
             if not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])
-        self._key = key
-        slice_strides = [
+        self._slice_strides = [
             grad.stride(0) if grad.dim() > member.param.dim() else 0 for member, grad in zip(self._members, own)
         ]
-        aligned = [self._is_aligned(*each) for each in zip(self._members, own, slice_strides)]
-        if aligned != self._aligned:
-            self._cut(aligned)
-        rows = array("q")
-        for grad, stride in zip(own, slice_strides):
-            rows.extend((grad.data_ptr(), stride))
-        self._grads.update(rows)
-
-    def _is_aligned(self, member: PlannedTensor, grad: Tensor, slice_stride: int) -> bool:
-        states = [state.data_ptr() for _, state in member.states() if state is not None]
-        return is_aligned(member.param.data_ptr(), grad.data_ptr(), slice_stride * grad.element_size(), *states) and (
-            not member.stochastic_rounding or member.start % 8 == 0
-        )
+        self._own_aligned = [
+            _is_aligned(member) and is_aligned(stride * grad.element_size())
+            for member, grad, stride in zip(self._members, own, self._slice_strides)
+        ]
+        return list(map(Tensor.data_ptr, own))
 
     def _cut(self, aligned: list[bool]) -> None:
         """Cut the tensors into chunks, write their records and bind the kernel to the number of chunks."""
         from optim_kernels import adamw_kernels as kernels
         from optim_kernels._triton import TRITON_DTYPES, Launch
 
-        members = self._members
-        _, p_dtype, g_dtype, m_dtype, v_dtype, amsgrad, master_dtype, num_slices, presence, stochastic = self._signature
-        tuned = tuning(sum(dtype.itemsize for dtype in (p_dtype, g_dtype, m_dtype, v_dtype)))
+        members, kind = self._members, self._signature
+        dtypes = (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)
+        tuned = tuning(sum(dtype.itemsize for dtype in dtypes))
         self._aligned = aligned
         self._chunks = ChunkMap.build([m.param.numel() for m in members], aligned, tuned.chunk, self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
@@ -109,10 +134,10 @@ class AdamWLaunch:
                 param=member.param.data_ptr(),
                 exp_avg=member.exp_avg.data_ptr(),
                 exp_avg_sq=member.exp_avg_sq.data_ptr(),
-                max_exp_avg_sq=0 if member.max_exp_avg_sq is None else member.max_exp_avg_sq.data_ptr(),
-                master=0 if member.master is None else member.master.data_ptr(),
+                max_exp_avg_sq=_address(member.max_exp_avg_sq),
+                master=_address(member.master),
                 step=member.step.data_ptr(),
-                present=0 if member.present is None else member.present.data_ptr(),
+                present=_address(member.present),
                 numel=member.param.numel(),
                 first_full=chunks.first_full,
                 first_masked=chunks.first_masked,
@@ -124,8 +149,9 @@ class AdamWLaunch:
                 seed=member.seed & 0xFFFFFFFF,
             )
             records.extend(record)
-        self._records.update(records)
+        self._records.update(records.tobytes())
 
+        masters = {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}
         self._launch = Launch(
             kernels.adamw_kernel,
             self._chunks.num_chunks,
@@ -133,14 +159,12 @@ class AdamWLaunch:
                 tuned.chunk,
                 tuned.tile,
                 tuned.tile if is_interpreted() else 128,
-                *(TRITON_DTYPES[dtype] for dtype in (p_dtype, g_dtype, m_dtype, v_dtype)),
-                amsgrad,
-                {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}[
-                    master_dtype
-                ],
-                stochastic,
-                num_slices,
-                presence,
+                *(TRITON_DTYPES[dtype] for dtype in dtypes),
+                kind.amsgrad,
+                masters[kind.master],
+                kind.stochastic_rounding,
+                kind.num_slices,
+                kind.presence,
             ),
             num_warps=tuned.num_warps,
         )
@@ -152,33 +176,63 @@ class AdamWLaunch:
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
     ) -> None:
-        """Launch on the current stream."""
-        rows = array("d")
-        self._rates = [self._readable(each.lr) for each in scalars]
-        for each, lr in zip(scalars, self._rates):
-            rows.extend(hyperparameter_row(each._replace(lr=lr)))
-        self._hyperparameters.update(rows)
-        rates = [lr for lr in self._rates if isinstance(lr, Tensor)]
-        keep_for_graphs(self._chunks.owners, self._counters, self._one, self._zero, *rates, *self.copies)
+        """Launch on the current stream, with the gradients of the last ``refresh``."""
+        numbers = are_numbers(scalars)
+        if not numbers or scalars != self._scalars:
+            self._set_scalars(scalars, numbers)
+        if not self._is_uploaded:
+            self._upload()
+        if not numbers and any(on_device(beta) for each in scalars for beta in (each.beta1, each.beta2)):
+            write_betas(self._scalars_view.view(len(scalars), -1), scalars)
+        factor, scale = self._as_scalar(clip_factor, self._one), self._as_scalar(grad_scale, self._one)
+        skip = self._as_scalar(found_inf, self._zero)
+        chunks = self._chunks
+        if is_capturing(self._device):
+            self._records.keep_for_graph()
+            self._changing.keep_for_graph()
+            keep_for_graphs(chunks.owners, self._counters, self._one, self._zero)
+            keep_for_graphs(*self._scalar_tensors, *self.copies)
         self._launch(
             (
-                self._chunks.owners,
-                self._records.read(),
-                self._grads.read(),
-                self._hyperparameters.read(),
+                chunks.owners,
+                self._records.words,
+                self._grads_view,
+                self._scalars_view,
                 self._counters,
-                self._on_device(clip_factor, self._one),
-                self._on_device(grad_scale, self._one),
-                self._on_device(found_inf, self._zero),
+                factor,
+                scale,
+                skip,
             ),
-            (self._chunks.num_chunks, self._chunks.num_full),
+            (chunks.num_chunks, chunks.num_full),
         )
 
-    def _readable(self, lr: Scalar) -> Scalar:
-        """A learning rate that the kernel can read: fp32 on its device, or a number."""
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            return lr.to(device=self._device, dtype=torch.float32)
-        return lr
+    def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
+        if not numbers:
+            scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
+        self._scalars = scalars if numbers else ()
+        self._scalar_tensors = [value for each in scalars for value in each if isinstance(value, Tensor)]
+        rows = hyperparameter_rows(scalars)
+        if rows != self._scalar_rows:
+            self._scalar_rows = rows
+            self._is_uploaded = False
 
-    def _on_device(self, value: Tensor | None, neutral: Tensor) -> Tensor:
+    def _upload(self) -> None:
+        if self._changing.update(self._grad_rows + self._scalar_rows):
+            words, split = self._changing.words, len(self._grad_rows) // 8
+            self._grads_view, self._scalars_view = words[:split], words[split:].view(torch.float64)
+        self._is_uploaded = True
+
+    def _as_scalar(self, value: Tensor | None, neutral: Tensor) -> Tensor:
+        """One fp32 number on the device."""
         return neutral if value is None else value.to(device=self._device, dtype=torch.float32)
+
+
+def _is_aligned(member: PlannedTensor) -> bool:
+    """Whether parameter and state, and the blocks of random bits, start at multiples of 16 bytes."""
+    states = (state.data_ptr() for _, state in member.states() if state is not None)
+    blocks = not member.stochastic_rounding or member.start % 8 == 0
+    return blocks and is_aligned(member.param.data_ptr(), *states)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,20 +1,43 @@
-"""The hyperparameters of a group as the kernels read them: a row of fp64 numbers, or addresses of them."""
+"""The hyperparameters of all groups as the kernels read them: rows of fp64 numbers.
+
+Numbers are written by the host. A learning rate on the device is an address, which the kernel follows, and betas on the
+device are copied into their row on the device: so a tensor is read when the step runs, also when a CUDA graph replays
+it, and nothing waits for its value.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
+import torch
 from torch import Tensor
 
 from optim_kernels.reference.adamw import AdamWScalars, Scalar
 
+_NUMBERS = {float, int, bool}
 
-def hyperparameter_row(scalars: AdamWScalars) -> list[float]:
-    """A group's row of the hyperparameter table (``adamw_kernels.Hyperparameters``)."""
-    lr, beta1, beta2 = scalars.lr, _number(scalars.beta1), _number(scalars.beta2)
+
+def are_numbers(scalars: Iterable[AdamWScalars]) -> bool:
+    """Whether all of them are Python numbers, which can be compared; a tensor may change unseen."""
+    return _NUMBERS.issuperset(map(type, chain.from_iterable(scalars)))
+
+
+def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
+    """The table of the groups (``adamw_kernels.Hyperparameters``); betas on the device are left to ``write_betas``."""
+    rows = array("d")
+    for each in scalars:
+        rows.extend(_row(each))
+    return rows.tobytes()
+
+
+def _row(scalars: AdamWScalars) -> list[float]:
+    lr = scalars.lr
+    beta1, beta2 = (0.5 if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
     address = 0
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+    if isinstance(lr, Tensor) and on_device(lr):
         address, lr = lr.data_ptr(), 0.0
     return [
         float(lr),
@@ -29,5 +52,23 @@ def hyperparameter_row(scalars: AdamWScalars) -> list[float]:
     ]
 
 
-def _number(x: Scalar) -> float:
-    return x.item() if isinstance(x, Tensor) else x
+def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
+    """Fill in the betas that are on a device: ``β1, β2, log2 β1, log2 β2`` from the third column on, in fp64."""
+    for row, each in zip(table, scalars, strict=True):
+        for column, beta in enumerate((each.beta1, each.beta2), start=2):
+            if isinstance(beta, Tensor) and on_device(beta):
+                value = beta.detach().reshape(()).double()
+                row[column].copy_(value)
+                torch.log2(value, out=row[column + 2])
+
+
+def readable(lr: Scalar, device: torch.device) -> Scalar:
+    """A learning rate that a kernel on ``device`` can read: fp32 there, or a number."""
+    if isinstance(lr, Tensor) and on_device(lr):
+        return lr.detach().to(device=device, dtype=torch.float32)
+    return lr
+
+
+def on_device(value: Scalar) -> bool:
+    """Whether a hyperparameter is a tensor that the host cannot read without waiting."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optim_kernels._impl import KERNEL_DTYPES
 from optim_kernels.multi_tensor import is_dense
+
+
+class Signature(NamedTuple):
+    """What tensors of one launch have in common: the device, the dtypes, and what the kernel is compiled for."""
+
+    device: torch.device
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    amsgrad: bool
+    master: torch.dtype | None
+    num_slices: int
+    presence: bool
+    stochastic_rounding: bool
 
 
 class PlannedTensor:
@@ -118,9 +133,9 @@ class PlannedTensor:
         copy = flat.as_strided(pieces.shape, (p.numel(), *p.stride())).copy_(pieces)
         return copy if sliced else copy[0]
 
-    def signature(self, grad: Tensor) -> tuple[Any, ...]:
-        """What tensors of one launch have in common."""
-        return (
+    def signature(self, grad: Tensor) -> Signature:
+        """What this tensor has in common with others of its launch."""
+        return Signature(
             self.param.device,
             self.param.dtype,
             grad.dtype,

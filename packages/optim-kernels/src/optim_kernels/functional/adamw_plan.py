@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, check_shared_steps
+from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 
@@ -83,7 +84,7 @@ class AdamWPlan:
                 strict=True,
             )
         )
-        layouts = [(grad.dtype, grad.dim(), len(grad) if grad.dim() else 0) for grad in grads]
+        layouts = [(grad.dtype, grad.shape, grad.device) for grad in grads]
         planned = [layouts, *(item for row in rows for item in row)]
         if len(planned) == len(self._planned) and all(map(_same, planned, self._planned)):
             return
@@ -107,16 +108,21 @@ class AdamWPlan:
         """Gradients that the last step copied, because they lie in memory otherwise than their parameter."""
         return sum(len(launch.copies) for launch in self._launches)
 
-    def refresh(self, grads: Sequence[Tensor]) -> None:
-        """Take note of this step's gradients; tables are uploaded only where an address changed."""
-        if len(grads) != self.num_tensors:
-            raise ValueError(f"the plan is for {self.num_tensors} gradients, got {len(grads)}")
+    def refresh(self, grads: Sequence[Tensor] | TensorList) -> None:
+        """Take note of this step's gradients."""
+        if not isinstance(grads, TensorList):
+            grads = TensorList(grads)
+        if len(grads.tensors) != self.num_tensors:
+            raise ValueError(f"the plan is for {self.num_tensors} gradients, got {len(grads.tensors)}")
+        if len(self._launches) == 1:
+            self._launches[0].refresh(grads)
+            return
         for launch in self._launches:
-            launch.refresh(grads)
+            launch.refresh(TensorList([grads.tensors[place] for place in launch.places]))
 
     def step(
         self,
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor] | TensorList,
         scalars: Sequence[AdamWScalars],
         *,
         grad_scale: Tensor | None = None,

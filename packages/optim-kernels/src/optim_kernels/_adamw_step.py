@@ -1,0 +1,107 @@
+"""The kernels' part of an AdamW step of an optimizer: parameters of all its groups, planned once, one launch a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels.functional.adamw_plan import AdamWPlan
+from optim_kernels.multi_tensor import TensorList
+from optim_kernels.reference.adamw import AdamWScalars
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+_exp_avg = itemgetter("exp_avg")
+
+
+class AdamWStep:
+    """A plan over given parameters, their states and their groups' hyperparameters.
+
+    Args:
+        groups: all groups of the optimizer, whose hyperparameters are looked up at every step.
+        params, states, grads: what is updated; ``members`` says for each the number of its group, and ``places`` its
+            number among all parameters of the optimizer, which with the group's seed is the key of its random bits.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        params: list[Tensor],
+        states: list[State],
+        grads: Sequence[Tensor | None],
+        *,
+        members: Sequence[int],
+        places: Sequence[int],
+    ) -> None:
+        self.plan = AdamWPlan()
+        self._groups, self._params, self._states = groups, params, states
+        self._moments = list(map(_exp_avg, states))
+        self._has_dtensors = any(map(is_dtensor, params))
+        self._addresses = self._where(params)
+        own_groups = [groups[number] for number in members]
+        self.plan.prepare(
+            [local(param).detach() for param in params],
+            [local(grad) for grad in grads],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            steps=[state["step"] for state in states],
+            max_exp_avg_sqs=[
+                local(state["max_exp_avg_sq"]) if group.get("amsgrad") else None
+                for group, state in zip(own_groups, states)
+            ],
+            masters=[local(state.get("master", state.get("master_low"))) for state in states],
+            groups=members,
+            stochastic_rounding=[bool(group.get("stochastic_rounding")) for group in own_groups],
+            seed=[group.get("seed", 0) for group in own_groups],
+            indices=places,
+        )
+
+    def is_for(self, params: list[Tensor]) -> bool:
+        """Whether these parameters lie where the plan has them, and have the states that it has."""
+        return self._where(params) == self._addresses and all(map(is_, map(_exp_avg, self._states), self._moments))
+
+    def _where(self, params: list[Tensor]) -> list[int]:
+        return list(map(Tensor.data_ptr, map(local, params) if self._has_dtensors else params))
+
+    def look_at(self, grads: list[Tensor]) -> TensorList:
+        """This step's gradients, as norm and update take them."""
+        return TensorList(list(map(local, grads)) if self._has_dtensors else grads)
+
+    def run(
+        self,
+        grads: TensorList,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        clip_factor: Tensor | None = None,
+    ) -> None:
+        """One step."""
+        scalars = [
+            AdamWScalars(
+                group["lr"],
+                group["betas"][0],
+                group["betas"][1],
+                group["eps"],
+                group["weight_decay"],
+                group["maximize"],
+            )
+            for group in self._groups
+        ]
+        self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+        # for autograd, which then refuses to differentiate through values that are gone
+        torch.autograd.graph.increment_version(self._params)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether the tensor is spread over ranks."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def local(tensor: Any) -> Any:
+    """The part of a DTensor that is here; any other tensor (or ``None``) itself."""
+    return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor
