@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
+from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._tiles import INTERPRETED, Tile, general_tile, symmetric_tile, symmetric_tiles
 from optim_utils.param_groups import MatrixView
 
@@ -173,7 +174,7 @@ def test_replay_takes_new_hyperparameters_and_gradients() -> None:
                 p.grad = torch.randn_like(p)
             optimizer.param_groups[0]["lr"].fill_(0.02 / (step + 1))
             if not recorded:
-                optimizer._planner._plans.clear()
+                optimizer._planner = MuonPlanner()
             optimizer.step(clip_factor=torch.tensor(1.0 / (step + 1), device="cuda"))
         results.append([p.detach().clone() for p in params])
     for p, q in zip(*results, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optim_kernels import TritonMuon
+from optim_kernels._muon_planner import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -192,3 +193,54 @@ def test_views_of_one_parameter_are_not_neighbours() -> None:
         runs.append([*params, *(optimizer.state[p]["second_momentum_buffer"].flatten() for p in params)])
     for x, y in zip(*runs, strict=True):
         torch.testing.assert_close(x, y, atol=2e-5, rtol=0)
+
+
+def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes between steps, the optimizer does as one that looks at everything anew."""
+    repeated: list[bool] = []
+    repeat = MuonPlanner.repeat
+
+    def remembering(self: MuonPlanner, *arguments: Any, **options: Any) -> bool:
+        repeated.append(repeat(self, *arguments, **options))
+        return repeated[-1]
+
+    monkeypatch.setattr(MuonPlanner, "repeat", remembering)
+    ours, twins = parameters((8, 16), (16, 8)), parameters((8, 16), (16, 8))
+    optimizer, other = TritonMuon(ours, lr=0.1, **EXACT), TritonMuon(twins, lr=0.1, **EXACT)
+
+    def same_step(seed: int, *, without: int | None = None) -> bool:
+        for params in (ours, twins):
+            give_gradients(params, seed=seed)
+            if without is not None:
+                params[without].grad = None
+        optimizer.step()
+        other._planner = MuonPlanner()
+        other.step()
+        assert_same_bits(ours, twins)
+        return repeated[-2]
+
+    assert not same_step(0)
+    assert same_step(1)
+    for each in (optimizer, other):
+        each.param_groups[0].update(lr=0.01, weight_decay=0.5, momentum=0.5)
+    assert same_step(2)
+    assert not same_step(3, without=0)
+    assert same_step(4, without=0)
+    assert not same_step(5)
+    for each in (optimizer, other):
+        each.param_groups[0]["nesterov"] = False
+    assert not same_step(6)
+    for each, params in ((optimizer, ours), (other, twins)):
+        each.state[params[0]]["momentum_buffer"] = torch.ones_like(params[0])
+    assert not same_step(7)
+    for each in (optimizer, other):
+        each.load_state_dict(copy.deepcopy(each.state_dict()))
+    assert not same_step(8)
+    for params in (ours, twins):
+        params[1].data = params[1].detach().clone()
+    assert not same_step(9)
+    for each, params in ((optimizer, ours), (other, twins)):
+        params += parameters((24, 8), seed=3)
+        each.add_param_group({"params": params[2:]})
+    assert not same_step(10)
+    assert same_step(11)

@@ -1,7 +1,8 @@
 """Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
 
 A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
-Plans are kept from step to step, and dropped when a tensor that they hold was replaced.
+Plans are kept from step to step, and dropped when a tensor that they hold was replaced. As long as steps resemble each
+other, the parameters are not sorted again (`_muon_steady`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from optim_kernels._impl import has_triton
 from optim_kernels._muon_groups import MuonEntry, ns_config_of, rule_of, step_entries
+from optim_kernels._muon_steady import Groups, State, SteadyStep
 from optim_kernels.reference.adamw import gradient_scale
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class _Batch:
 
     groups: list[Mapping[str, Any]]
     tensors: list[MuonTensors]
+    entries: list[MuonEntry]
 
 
 class MuonPlanner:
@@ -33,6 +36,7 @@ class MuonPlanner:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, MuonPlan] = {}
+        self._steady: SteadyStep | None = None
 
     def step(
         self,
@@ -41,9 +45,14 @@ class MuonPlanner:
         clip_factor: Tensor | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        state: State | None = None,
     ) -> None:
-        """One step of every group with its entries."""
+        """One step of every group with its entries.
+
+        With ``state``, the optimizer's, the step is remembered for `repeat`.
+        """
         batches: dict[Hashable, _Batch] = {}
+        others = False
         for group, members in entries:
             rest = []
             for entry in members:
@@ -51,11 +60,36 @@ class MuonPlanner:
                     _add(batches, group, entry)
                 else:
                     rest.append(entry)
+            others |= bool(rest)
             step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         factor = gradient_scale(clip_factor, grad_scale)
         for key, batch in batches.items():
             plan = self._plan_for(key, batch)
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
+        self._steady = None
+        as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)
+        if state is not None and as_given and not others:
+            done = [(self._plans[key], batch.groups, batch.entries) for key, batch in batches.items()]
+            self._steady = SteadyStep([group for group, _ in entries], state, done)
+
+    def repeat(
+        self,
+        groups: Groups,
+        state: State,
+        *,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> bool:
+        """One step like the one before, whatever gradients and hyperparameters are now; ``False``: it is another."""
+        grads = None if self._steady is None else self._steady.gradients(groups, state)
+        if self._steady is None or grads is None:
+            return False
+        factor = gradient_scale(clip_factor, grad_scale)
+        for (plan, its_groups), its_grads in zip(self._steady.plans, grads):
+            plan.refresh(its_grads, same_layout=True)
+            plan.run([_hyper_of(group) for group in its_groups], factor=factor, found_inf=found_inf)
+        return True
 
     @property
     def plans(self) -> list[MuonPlan]:
@@ -66,7 +100,7 @@ class MuonPlanner:
         from optim_kernels.functional.muon_plan import MuonPlan
 
         plan = self._plans.get(key)
-        if plan is None or plan.address_key() != tuple(t.address_key() for t in batch.tensors):
+        if plan is None or plan.address_key != tuple(t.address_key() for t in batch.tensors):
             group = batch.groups[0]
             plan = MuonPlan.build(
                 batch.tensors,
@@ -101,9 +135,10 @@ def _add(batches: dict[Hashable, _Batch], group: Mapping[str, Any], entry: MuonE
     dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
     options = (rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"])
     key = (options, dtypes, entry.param.device)
-    batch = batches.setdefault(key, _Batch([], []))
+    batch = batches.setdefault(key, _Batch([], [], []))
     if not batch.groups or batch.groups[-1] is not group:
         batch.groups.append(group)
+    batch.entries.append(entry)
     batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
 
 

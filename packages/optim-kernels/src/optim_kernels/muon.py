@@ -80,6 +80,13 @@ class MuonGroups(StatefulOptimizer, Optimizer):
     def _is_muon(self, group: dict[str, Any]) -> bool:
         return True
 
+    def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
+        """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
+        if not self._planner.repeat(groups, self.state, **scaling):
+            names = self._parameter_names()
+            entries = [(group, entries_of(group, self.state, self._views, names)) for group in groups]
+            self._planner.step(entries, state=self.state, **scaling)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; views are in their plain form, so that it loads with ``weights_only=True``."""
         state_dict = super().state_dict()
@@ -225,9 +232,7 @@ class TritonMuon(MuonGroups):
         loss = run_closure(closure)
         check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
-        names = self._parameter_names()
-        entries = [(group, entries_of(group, self.state, self._views, names)) for group in self.param_groups]
-        self._planner.step(entries, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+        self._step_muon(self.param_groups, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         return loss
 
     def explain(self) -> str:

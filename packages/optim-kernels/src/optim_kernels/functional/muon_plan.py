@@ -62,6 +62,8 @@ class MuonPlan:
         num_groups: int = 1,
     ) -> None:
         self._tensors = list(tensors)
+        # now: a tensor whose ``.data`` is replaced changes its own
+        self._address_key = tuple(t.address_key() for t in tensors)
         self._grads = [t.grad for t in tensors]
         first = tensors[0]
         self._device = first.param.device
@@ -85,6 +87,7 @@ class MuonPlan:
         )
         self._launches.gradients_are_aligned = False
         self._grad_addresses: list[int] = []
+        self._copies_gradients = False
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
         # nothing may be assumed to be as the latest step left it.
         self._was_captured = False
@@ -119,12 +122,15 @@ class MuonPlan:
                 self._launches.launch(parallel=True)
         self._graph.replay()
 
-    def refresh(self, grads: Sequence[Tensor]) -> None:
-        """Take over new gradients; the table is uploaded only if an address has changed."""
-        used = [
-            grad if grad.stride() == t.param.stride() else torch.empty_like(t.param, dtype=grad.dtype).copy_(grad)
-            for grad, t in zip(grads, self._tensors, strict=True)
-        ]
+    def refresh(self, grads: Sequence[Tensor], *, same_layout: bool = False) -> None:
+        """Take over new gradients; the table is uploaded only if an address has changed.
+
+        ``same_layout``: dtypes and strides are known to be those of the gradients before.
+        """
+        used = list(grads)
+        if not same_layout or self._copies_gradients:
+            used = [_as_stored(grad, t.param) for grad, t in zip(grads, self._tensors, strict=True)]
+            self._copies_gradients = any(mine is not given for mine, given in zip(used, grads))
         addresses = [grad.data_ptr() for grad in used]
         self._grads = used
         capturing = self._is_capturing()
@@ -151,9 +157,10 @@ class MuonPlan:
         """Kernel launches of one step."""
         return self._launches.count
 
+    @property
     def address_key(self) -> tuple[tuple[int, ...], ...]:
-        """`MuonTensors.address_key` of every parameter the plan was built for."""
-        return tuple(t.address_key() for t in self._tensors)
+        """`MuonTensors.address_key` of every parameter, when the plan was built."""
+        return self._address_key
 
     def _write_hyper(self, hyper: Sequence[Sequence[float | Tensor]], capturing: bool) -> None:
         """Bring the device's hyperparameters up to date: floats when they changed, device scalars always."""
@@ -190,3 +197,10 @@ class MuonPlan:
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _as_stored(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient in the parameter's strides, copied only if it has others."""
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
