@@ -28,7 +28,7 @@ from optim_kernels._muon_groups import (
     view_of,
 )
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._optimizer import StatefulOptimizer, check_capture, run_closure, text_table
+from optim_kernels._optimizer import StatefulOptimizer, check_capture, hooked_step, run_closure, text_table
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
 
@@ -221,6 +221,7 @@ class TritonMuon(MuonGroups):
             self._withdraw_last_group()
             raise
 
+    @hooked_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient; gradients are only read.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._muon_groups import entries_of, variant_options
+from optim_kernels._muon_groups import variant_options
 from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._optimizer import check_capture, run_closure, text_table
 from optim_kernels.clip import clip_factor as factor_of
@@ -101,8 +101,7 @@ class TritonMuonAdamW(MuonGroups):
             clip_factor = self._clip(grad_scale)
         names = self._parameter_names()
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
-        muon = [group for group in self.param_groups if self._is_muon(group)]
-        self._planner.step([(group, entries_of(group, self.state, self._views, names)) for group in muon], **scaling)
+        self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
         for group in self.param_groups:
             if not self._is_muon(group):
                 self._step_adamw(group, names, scaling)
