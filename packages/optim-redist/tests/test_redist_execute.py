@@ -21,7 +21,7 @@ from optim_redist import (
     redistribute_local,
     simulate,
 )
-from optim_redist.program import StageProgram
+from optim_redist.program import stage_programs
 from optim_utils.testing import run_ranks
 
 FOUR_RANKS = [(4,), (2, 2), (3,), (2,), (1, 4)]
@@ -205,9 +205,8 @@ def test_messages_with_buffers_of_their_own() -> None:
         case = random_case(seed, "COBURIEK")
         full = _numbered(case.shape, [torch.uint8, torch.int16, torch.int32, torch.complex128][seed % 4])
         made = plan(case.shape, full.dtype, case.src, case.dst)
-        ((problem, phases),) = made.phases
         ranks = case.src.mesh.ranks
-        stages = {rank: StageProgram(problem, phases, rank, full.dtype) for rank in ranks}
+        stages = {rank: stage_programs(made, rank)[0] for rank in ranks}
         sources = {rank: part_of(full, case.src, rank) for rank in ranks}
         targets = {rank: stage.allocate(full.device) for rank, stage in stages.items()}
         buffers = {

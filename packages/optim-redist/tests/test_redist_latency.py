@@ -1,7 +1,7 @@
 """How long planning takes: ``python packages/optim-redist/tests/test_redist_latency.py`` prints the figures.
 
-Cold means that nothing about the pair is cached: neither the plan nor what its dimensions share. CPU time of the
-thread, best of four.
+Cold means that nothing about the pair is cached: neither the plan nor the canonical forms, nor what the dimensions
+share. CPU time of the thread, best of four.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ import time
 
 from redist_cases import random_case
 
-from optim_redist import Layout, Mesh, Topology, plan
-from optim_redist import planning as planning_module
-from optim_redist import problem as problem_module
+from optim_redist import Layout, Mesh, Topology, canonical, overlap, plan, planning, problem
+
+CACHES = [
+    overlap.side,
+    overlap.overlap,
+    problem._linear_points,
+    canonical._mesh,
+    canonical._joined,
+    canonical._ascending_kind,
+]
 
 
 def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: int = 4) -> float:
     """Seconds to plan one pair with every cache empty."""
     best = float("inf")
     for _ in range(repeats):
-        planning_module._cache.clear()
-        problem_module._overlap.cache_clear()
-        problem_module._sets.cache_clear()
+        planning.clear_cache()
+        for cache in CACHES:
+            cache.cache_clear()
         src, dst = Layout.from_json(src.to_json()), Layout.from_json(dst.to_json())
         start = time.thread_time()
         plan(shape, "bf16", src, dst)

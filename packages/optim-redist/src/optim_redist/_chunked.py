@@ -1,8 +1,12 @@
 """An exchange in several rounds, so that the buffers of one round fit into what memory is left.
 
-Every box is cut into as many parts as there are rounds, along its first dimension that is long enough and else in
-row-major ranges; round c moves part c of every box. Where boxes have fewer elements than there are rounds, their
-parts start at different rounds, so that rounds stay alike.
+Finished values: every box is cut into as many parts as there are rounds, along its first dimension that is long enough
+and else in row-major ranges; round c moves part c of every box. Where boxes have fewer elements than there are rounds,
+their parts start at different rounds, so that rounds stay alike.
+
+Contributions to one element have to meet in one round, and their boxes differ. There the target is cut: along its
+longest dimension what every coordinate needs is divided into equal parts, and round c moves what lies in part c of its
+receiver.
 """
 
 from __future__ import annotations
@@ -10,14 +14,17 @@ from __future__ import annotations
 from math import prod
 
 from optim_redist.boxes import Box, cut
-from optim_redist.index_sets import size
+from optim_redist.index_sets import IndexSet, intersect, size, take
 from optim_redist.moves import Phase, Transfer
+from optim_redist.problem import Problem
 
 
-def in_rounds(phase: Phase, num_rounds: int) -> list[Phase]:
+def in_rounds(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
     """The phase as ``num_rounds`` phases that together make the same transfers."""
     if num_rounds == 1:
         return [phase]
+    if problem.num_contributions > 1:
+        return _by_target(problem, phase, num_rounds)
     rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender == transfer.receiver:
@@ -37,3 +44,23 @@ def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
     steps = total // unit
     points = [unit * ((steps * c + shift) // num_rounds) for c in range(num_rounds + 1)]
     return [0, *points[1:-1], total]
+
+
+def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
+    longest = max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
+    if longest is None:
+        return [phase, *(Phase(phase.name, ()) for _ in range(num_rounds - 1))]
+    slabs = [_equal_parts(held, num_rounds) for held in problem.overlaps[longest].dst.sets]
+    rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
+    for t in phase.transfers:
+        for taking, slab in zip(rounds, slabs[problem.dst_points[t.receiver][longest]]):
+            part = intersect(t.box[longest], slab)
+            if part:
+                box = (*t.box[:longest], part, *t.box[longest + 1 :])
+                taking.append(Transfer(t.sender, t.receiver, box, t.read, t.contribution))
+    return [Phase.of(phase.name, transfers) for transfers in rounds]
+
+
+def _equal_parts(indices: IndexSet, count: int) -> list[IndexSet]:
+    total = size(indices)
+    return [take(indices, total * c // count, total * (c + 1) // count) for c in range(count)]

@@ -61,12 +61,12 @@ def share(demands: Sequence[Demand], workers: Sequence[int]) -> list[tuple[int, 
     """Deal demands out to workers in order, equal element counts each."""
     if len(workers) == 1:
         return [(workers[0], demand) for demand in demands]
-    dealt, rest = _deal(demands, workers, fair_shares(_total(demands), len(workers)))
+    dealt, rest = deal(demands, workers, fair_shares(_total(demands), len(workers)))
     assert not rest, "fair shares cover all demands"
     return dealt
 
 
-def _deal(
+def deal(
     demands: Sequence[Demand], workers: Sequence[int], shares: Sequence[int]
 ) -> tuple[list[tuple[int, Demand]], list[Demand]]:
     """Deal demands out to workers in order, ``shares`` elements each; what is left over comes back as well.
@@ -115,7 +115,7 @@ def _share_near(
         rest = []
         for near, asked in groups.items():
             shares = even_shares(_total(asked), [room[h] for h in near])
-            served, unserved = _deal(asked, near, shares)
+            served, unserved = deal(asked, near, shares)
             for sender, (_, box) in served:
                 room[sender] -= volume(box)
             dealt += served

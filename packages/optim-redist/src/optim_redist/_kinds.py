@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 from optim_redist._mesh import int_tuple
@@ -18,33 +19,40 @@ class Kind:
 
     def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
         """What each of the ``prod(axis_sizes)`` coordinates holds of a dimension of size ``n``."""
-        raise NotImplementedError
+        cuts = self.cut_points(n, axis_sizes)
+        assert cuts is not None, "a kind that is not contiguous says its index sets itself"
+        return tuple(interval(start, stop) for start, stop in pairwise(cuts))
+
+    def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int] | None:
+        """The P + 1 points between which the coordinates hold one interval each, in order; None if they do not."""
+        return None
 
 
 @dataclass(frozen=True)
 class Block(Kind):
     """Contiguous blocks of ceil(n / P); trailing ones are short or empty."""
 
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+    def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int]:
         total = prod(axis_sizes)
         block = -(-n // total)
-        return tuple(interval(c * block, min(n, (c + 1) * block)) for c in range(total))
+        if block * total == n:
+            return range(0, n + 1, block) if block else (0,) * (total + 1)
+        return [min(n, c * block) for c in range(total + 1)]
 
 
 @dataclass(frozen=True)
 class Chunk(Kind):
     """``torch.chunk`` axis after axis: ceil(n / p) of what the axes before have left."""
 
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
-        pieces = [(0, n)]
+    def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int]:
+        points: Sequence[int] = (0, n)
         for p in axis_sizes:
-            pieces = [
-                (min(stop, start + c * block), min(stop, start + (c + 1) * block))
-                for start, stop in pieces
-                for block in (-(-(stop - start) // p),)
-                for c in range(p)
-            ]
-        return tuple(interval(start, stop) for start, stop in pieces)
+            finer = [0]
+            for start, stop in pairwise(points):
+                block = -(-(stop - start) // p)
+                finer += (min(stop, start + c * block) for c in range(1, p + 1))
+            points = finer
+        return points
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,10 @@ class Cyclic(Kind):
         if self.block < 1:
             raise LayoutError(f"Cyclic needs a block of at least 1 index, got {self.block}")
 
+    def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int] | None:
+        total = prod(axis_sizes)
+        return [min(n, c * self.block) for c in range(total + 1)] if self.block * total >= n else None
+
     def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
         b, total = self.block, prod(axis_sizes)
         whole, tail = divmod(n, b)
@@ -129,14 +141,14 @@ class Ragged(Kind):
             raise LayoutError(f"cut points start at 0 and never decrease, got {points}")
         object.__setattr__(self, "cuts", points)
 
-    def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
+    def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int]:
         total = prod(axis_sizes)
         if len(self.cuts) != total + 1 or self.cuts[-1] != n:
             raise LayoutError(
                 f"a dimension of size {n} cut for {total} coordinates needs {total + 1} cut points from 0 to {n}, "
                 f"got {self.cuts}"
             )
-        return tuple(interval(start, stop) for start, stop in zip(self.cuts, self.cuts[1:]))
+        return self.cuts
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class Mesh:
         return len(self.ranks)
 
     @cached_property
+    def is_ascending(self) -> bool:
+        """Whether the ranks ascend in grid order."""
+        return all(map(int.__lt__, self.ranks, self.ranks[1:]))
+
+    @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """The grid coordinates of every rank, in grid order."""
         return dict(zip(self.ranks, grid_points(self.sizes)))

@@ -84,7 +84,6 @@ class Reduction:
                 parts.append((contribution, src.as_strided(sizes, steps, src.storage_offset() + offset), view))
         if self.scale == 1 and self._combine_in_place(parts, strides, dst):
             return
-        # what this phase does not reduce a later one brings
         total = torch.empty(dst.shape, dtype=self.accumulate, device=dst.device)
         combine = _COMBINE[self.op]
         for contribution, value, (sizes, steps, offset) in sorted(parts, key=lambda part: part[0]):
@@ -94,7 +93,17 @@ class Reduction:
             else:
                 # 8-bit floats take part in no promotion
                 combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
-        dst.copy_(total.div_(self.scale) if self.scale != 1 else total)
+        if self.scale != 1:
+            total.div_(self.scale)
+        reduced = [view for contribution, _, view in parts if contribution == 0]
+        if sum(prod(sizes) for sizes, _, _ in reduced) == dst.numel():
+            dst.copy_(total)
+            return
+        # the rest of the target is another round's, or comes finished
+        done = torch.zeros(dst.shape, dtype=torch.bool, device=dst.device)
+        for view in reduced:
+            done.as_strided(*view).fill_(True)
+        dst.copy_(torch.where(done, total.to(dst.dtype), dst))
 
     def _combine_in_place(
         self,

@@ -15,7 +15,7 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Program, StageProgram, compile, slots
+from optim_redist.program import Program, StageProgram, compile, slots, stage_programs
 
 _programs: OrderedDict[tuple[Any, ...], tuple[object, Program]] = OrderedDict()
 _CACHE_SIZE = 1024
@@ -95,9 +95,9 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
     for rank in ranks:
         Program(plan, rank, None)._check(tensors[rank], None)
-    dtype = getattr(torch, plan.dtype)
-    for problem, phases in plan.phases:
-        stages = {rank: StageProgram(problem, phases, rank, dtype) for rank in ranks}
+    programs = {rank: stage_programs(plan, rank) for rank in ranks}
+    for number, (_, phases) in enumerate(plan.phases):
+        stages = {rank: programs[rank][number] for rank in ranks}
         targets = {rank: stage.allocate(device) for rank, stage in stages.items()}
         for k, phase in enumerate(phases):
             try:

@@ -156,7 +156,7 @@ class Layout:
 
     def canonical(self, shape: Sequence[int]) -> Layout:
         """The one layout that stands for all with the same ownership of a tensor of this shape."""
-        from optim_redist.ownership import canonical
+        from optim_redist.canonical import canonical
 
         return canonical(self, shape)
 

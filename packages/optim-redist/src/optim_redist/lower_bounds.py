@@ -8,7 +8,10 @@ each with its own holders. For any set of ranks g
 
 elements must enter and leave g. The busiest rank therefore moves at least
 
-    LB = max( R, U, reduction ),     R = max_r In({r}),     U = max_r Out({r}).
+    LB = max( R, U, reduction ),     R = max_r In({r}),     U = max_g Out(g) / |g|,
+
+g running over the ranks that hold the same part of the source: what only they have, one of them has to send. (No other
+set gives more: In and Out of a union are at most their sums, and less than all holders of a part alone have nothing.)
 
 Reductions without arithmetic in the network: an element with k >= 2 contributions of one holder each and q needers
 takes at least k + q - 1 transfers, one less if a needer contributes; the sum over elements divided by the number of
@@ -58,7 +61,7 @@ class Bounds:
 
     Attributes:
         recv: what the neediest rank must receive.
-        send: what the most burdened rank alone holds and others need.
+        send: what the holders of one part alone have and others need, for each of these holders.
         reduction: what reducing costs the busiest rank, 0 without a reduction.
         lb: the largest of the three; ``lb_kind`` says which.
         direct_recv, direct_send: what the busiest ranks receive and send in the best plan of one step.
@@ -100,28 +103,8 @@ def bounds(
 
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:
     """The bounds of a problem that is already laid out."""
-    reduces = problem.num_contributions > 1
-    held, needed, kept = problem.held_sizes, problem.needed_sizes, problem.num_kept
-
-    send = 0
-    wanted = [needed[point] for point in problem.dst_points.values()]
-    own = [kept.get(rank, 0) for rank in problem.dst_points]
-    missing = list(map(int.__sub__, wanted, own))
-    recv = max(wanted if reduces else missing, default=0)
-    direct_recv = max(missing, default=0)
-    if reduces:
-        direct_recv = max(size * problem.num_contributions - part for size, part in zip(wanted, own))
-    # holders of one point share its demand: what its needers want, less what holders among them have
-    if problem.src_replicas == 1:
-        demands = [held[point] * problem.dst_replicas - kept.get(rank, 0) for rank, point in problem.src_points.items()]
-        direct_send = max(demands)
-        send = direct_send if problem.dst_replicas == 1 else max(held.values())
-    else:
-        direct_send = max(
-            -(-(held[point] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in ranks)) // len(ranks))
-            for (point, _), ranks in problem.holders.items()
-        )
-
+    recv, direct_recv = _receives(problem)
+    send, direct_send = _sends(problem)
     stored = problem.num_stored
     memory = max(map(sum, stored.values()))
     live = max(map(max, stored.values()))
@@ -133,9 +116,44 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     seconds = 0.0
     if topology is not None and lb:
         seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
-    return Bounds(
-        recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, max(held.values()), seconds
-    )
+    live_src = max(problem.held_sizes.values())
+    return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, live_src, seconds)
+
+
+def _receives(problem: Problem) -> tuple[int, int]:
+    """The largest In({r}), and what the busiest rank receives in a plan of one step."""
+    needed, kept = problem.needed_sizes, problem.num_kept
+    wanted = [needed[point] for point in problem.dst_points.values()]
+    own = [kept.get(rank, 0) for rank in problem.dst_points]
+    if problem.num_contributions == 1:
+        missing = max(map(int.__sub__, wanted, own), default=0)
+        return missing, missing
+    contributed = [n * problem.num_contributions - part for n, part in zip(wanted, own)]
+    return max(wanted, default=0), max(contributed, default=0)
+
+
+def _sends(problem: Problem) -> tuple[int, int]:
+    """The largest Out(g) / |g| over the holders g of a part, and what the busiest rank sends in a plan of one step.
+
+    Holders of one part share its demand: what its needers want, less what holders among them have.
+    """
+    held, kept, needers = problem.held_sizes, problem.num_kept, problem.dst_replicas
+    if problem.src_replicas == 1:
+        demands = [held[point] * needers - kept.get(rank, 0) for rank, point in problem.src_points.items()]
+        direct = max(demands)
+        # with two needers of every element one of them is another rank
+        return direct if needers == 1 else max(held.values()), direct
+    least = direct = 0
+    for (point, _), ranks in problem.holders.items():
+        demand = held[point] * needers - sum(kept.get(rank, 0) for rank in ranks)
+        leaving = held[point]
+        if needers <= len(ranks):
+            targets = [problem.dst_points[rank] for rank in ranks if rank in problem.dst_points]
+            only_here = {target for target in targets if targets.count(target) == needers}
+            leaving -= sum(problem.num_common(point, target) for target in only_here)
+        least = max(least, -(-leaving // len(ranks)))
+        direct = max(direct, -(-demand // len(ranks)))
+    return least, direct
 
 
 def _reduction_bound(problem: Problem) -> int:
@@ -197,7 +215,7 @@ def _shared(problem: Problem, sources: list[Point], targets: list[Point]) -> int
     dst_axes = [{point[k] for point in targets} for k in range(num_dims)]
     if prod(map(len, src_axes)) == len(sources) and prod(map(len, dst_axes)) == len(targets):
         return prod(
-            sum(overlap.common[i][j] for i in src_axes[k] for j in dst_axes[k])
+            sum(overlap.common[i].get(j, 0) for i in src_axes[k] for j in dst_axes[k])
             for k, overlap in enumerate(problem.overlaps)
         )
     return sum(problem.num_common(i, j) for i in sources for j in targets)

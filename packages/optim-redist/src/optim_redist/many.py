@@ -7,7 +7,6 @@ Training mesh to inference mesh, and a checkpoint at another world size, are one
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -23,7 +22,7 @@ from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Handle, StageProgram
+from optim_redist.program import Handle, StageProgram, stage_programs
 
 _ALIGNMENT = 16  # bytes: the widest element
 _CACHE_SIZE = 64
@@ -100,8 +99,8 @@ class ManyProgram:
             members = self.team.members
         self.stages: list[StageProgram] = []
         for made in plans:
-            ((problem, phases),) = made.phases
-            self.stages.append(StageProgram(problem, phases, self.rank, getattr(torch, made.dtype)))
+            (stage,) = stage_programs(made, self.rank)
+            self.stages.append(stage)
         width = [made.itemsize for made in plans]
         self.buckets = _fill_buckets(plans, bucket_bytes)
         self.rounds: list[list[_Round]] = []
@@ -152,8 +151,7 @@ class ManyProgram:
     def _compare(self) -> None:
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
-            text = "\n".join(json.dumps(made.to_json(), sort_keys=True, indent=0) for made in self.plans)
-            self.team.compare(text)
+            self.team.compare("\n".join(made.canonical_text() for made in self.plans))
             self._compared = True
 
 

@@ -8,11 +8,10 @@ plan's table, and a candidate is a whole plan before the choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from optim_redist._dtypes import itemsize
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import CommModel
 from optim_redist.layout import Layout
@@ -121,32 +120,31 @@ class Step:
 
 @dataclass(frozen=True)
 class Request:
-    """What a planner is asked for."""
+    """What a planner is asked for.
+
+    Attributes:
+        itemsize: bytes of an element.
+        donate: whether the source is given up once it has been read.
+        budget: states that a search may expand.
+        aside: elements that ranks hold besides source and target while this part of the way is gone.
+    """
 
     problem: Problem
-    dtype: str
+    itemsize: int
     model: CommModel
     memory_limit: int | None = None
     donate: bool = False
     budget: int = 0
-    deterministic: bool = False
-
-    @property
-    def itemsize(self) -> int:
-        return itemsize(self.dtype)
+    aside: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def has_borders(self) -> bool:
         """Whether the ranks lie in more than one group of the topology."""
         return bool(self.model.topology.levels) and bool(self.model.topology.groups(self.problem.ranks))
 
-    def is_tight(self, num_elements: int) -> bool:
-        """Whether that many elements on one rank exceed the memory limit."""
-        return self.memory_limit is not None and num_elements * self.itemsize > self.memory_limit
-
-    def between(self, src: Layout, dst: Layout) -> Request:
+    def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
         """The same request for a part of the way."""
-        return replace(self, problem=Problem(self.problem.shape, src, dst))
+        return replace(self, problem=Problem(self.problem.shape, src, dst), aside=aside)
 
 
 @dataclass(frozen=True)

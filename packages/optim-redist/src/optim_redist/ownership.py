@@ -1,4 +1,4 @@
-"""Who holds which elements, and the one layout that stands for all layouts with the same answer.
+"""Who holds which elements.
 
 Rank r holds the elements  I₁(r) × I₂(r) × … , one index set a dimension; with a pending reduction it holds one
 contribution to each of them. Two layouts have the same ownership of a shape when every rank holds the same elements
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from optim_redist._mesh import grid_points
 from optim_redist.errors import NotRepresentableError
-from optim_redist.index_sets import EMPTY, IndexSet, Run, from_intervals, interval, intervals
+from optim_redist.index_sets import IndexSet, Run, from_intervals, interval, intervals
 from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
 
 Holding = tuple[IndexSet, ...]
@@ -101,154 +100,6 @@ def _without_idle(owned: Ownership) -> tuple[object, ...]:
         if holding is not None
     )
     return active, owned.pending
-
-
-def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The one layout that stands for all with this ownership on these ranks; it is its own canonical form.
-
-    Every dimension gets one axis per evenly strided group of ranks, the simplest kind that says the same
-    (unsplit, Block, Chunk, Cyclic, Ragged, Intervals), and coordinates ordered by what they hold. Ranks stay in
-    ascending order when the grid allows it and are listed otherwise.
-    """
-    owned = ownership(layout, shape)
-    num_ranks = len(owned.holdings)
-    idle = [rank for rank, holding in owned.holdings if holding is None]
-    if len(idle) == num_ranks:
-        return Layout(Mesh(num_ranks, ranks=sorted(layout.mesh.ranks)), [None] * len(shape))
-
-    # one coordinate per different index set of each dimension, in ascending order of their first index
-    numbers: list[dict[IndexSet, int]] = []
-    for k in range(len(shape)):
-        found = sorted({holding[k] for _, holding in owned.holdings if holding is not None}, key=lambda s: s[0].start)
-        numbers.append({held: c for c, held in enumerate(found)})
-    num_contributions = prod(count for _, count in owned.pending)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for (rank, holding), number in zip(owned.holdings, owned.contributions):
-        if holding is not None:
-            point = tuple(numbers[k][held] for k, held in enumerate(holding))
-            groups.setdefault(point + (number,), []).append(rank)
-    replicas = len(next(iter(groups.values())))
-
-    # the grid: dimensions, contributions, replicas; idle ranks fill the coordinates that hold nothing, in order
-    sizes = _grid_with_idle([len(n) for n in numbers], num_ranks // (num_contributions * replicas))
-    grid = (*sizes, num_contributions, replicas)
-    spare = iter(idle)
-    order = []
-    for point in grid_points(tuple(grid)):
-        group = groups.get(point[:-1])
-        order.append(next(spare) if group is None else group[point[-1]])
-
-    mesh, factors = _as_mesh(grid, order)
-    dims: list[Split | None] = []
-    for k, n in enumerate(shape):
-        table = [*numbers[k], *[EMPTY] * (sizes[k] - len(numbers[k]))]
-        axes = factors[k]
-        kind = simplest_kind(table, n, [mesh.sizes[axis] for axis in axes])
-        dims.append(Split(axes, kind) if axes else None)
-    return Layout(mesh, dims, _spread_pending(owned.pending, mesh, factors[len(shape)]))
-
-
-def _spread_pending(pending: Sequence[tuple[str, int]], mesh: Mesh, axes: Sequence[int]) -> dict[int | str, str]:
-    """Which axis holds which operation: the only one, or sum first while its number of contributions lasts."""
-    if len(pending) == 1:
-        return dict.fromkeys(axes, pending[0][0])
-    found: dict[int | str, str] = {}
-    left = dict(pending)
-    for axis in axes:
-        op = next((op for op in sorted(left, reverse=True) if left[op] % mesh.sizes[axis] == 0), None)
-        if op is None:
-            raise NotRepresentableError(f"pending {dict(pending)} do not divide over axes of sizes {mesh.sizes}")
-        left[op] //= mesh.sizes[axis]
-        found[axis] = op
-    return found
-
-
-def _grid_with_idle(used: list[int], total: int) -> list[int]:
-    """The first grid, in lexicographic order, with ``total`` points and at least ``used`` coordinates an axis."""
-
-    def search(k: int, left: int) -> list[int] | None:
-        if k == len(used):
-            return [] if left == 1 else None
-        for size in range(used[k], left + 1):
-            if left % size == 0:
-                rest = search(k + 1, left // size)
-                if rest is not None:
-                    return [size, *rest]
-        return None
-
-    found = search(0, total)
-    assert found is not None, "the layout's own grid is a solution"
-    return found
-
-
-def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tuple[int, ...]]]:
-    """A mesh over the ranks of ``order`` (row-major over ``grid``) and the mesh axes of every grid axis.
-
-    If a rank's place among the sorted ranks is a sum of one evenly strided term per axis, the mesh has these terms as
-    axes, in the order of their strides, and its ranks ascend. Else its axes are those of the grid.
-    """
-    place = {rank: k for k, rank in enumerate(sorted(order))}
-    steps, step = [], len(order)
-    for size in grid:
-        step //= size
-        steps.append(step)
-    terms: list[tuple[int, int, int]] = []  # (stride, size, grid axis)
-    if order[0] == min(order):
-        for axis, (size, step) in enumerate(zip(grid, steps)):
-            terms += ((stride, n, axis) for stride, n in _strided_terms([place[order[c * step]] for c in range(size)]))
-    terms.sort(reverse=True)
-    mesh = Mesh([n for _, n, _ in terms], ranks=sorted(order)) if prod(n for _, n, _ in terms) == len(order) else None
-    if mesh is not None:
-        factors = [tuple(j for j, term in enumerate(terms) if term[2] == axis) for axis in range(len(grid))]
-        # major to minor within a grid axis is the order in which its coordinate counts, not that of the strides
-        factors = [_by_weight(axes, terms, grid[k], steps[k], order, place) for k, axes in enumerate(factors)]
-        if _matches(mesh, factors, grid, order):
-            return mesh, factors
-    mesh = Mesh([n for n in grid if n > 1], ranks=order)
-    numbers = iter(range(len(grid)))
-    return mesh, [(next(numbers),) if n > 1 else () for n in grid]
-
-
-def _strided_terms(places: list[int]) -> list[tuple[int, int]]:
-    """(stride, size) of the mixed-radix digits of a coordinate, minor first; empty if it has none."""
-    terms, unit = [], 1
-    while unit < len(places):
-        stride = places[unit]
-        size = 1
-        while (size + 1) * unit <= len(places) and places[size * unit] == size * stride:
-            size += 1
-        while len(places) % (size * unit):
-            size -= 1
-        if size == 1:
-            return []
-        terms.append((stride, size))
-        unit *= size
-    return terms
-
-
-def _by_weight(
-    axes: tuple[int, ...],
-    terms: list[tuple[int, int, int]],
-    size: int,
-    step: int,
-    order: Sequence[int],
-    place: Mapping[int, int],
-) -> tuple[int, ...]:
-    """The mesh axes of one grid axis, major to minor in its coordinate."""
-    weight = {place[order[c * step]]: c for c in reversed(range(size))}
-    return tuple(sorted(axes, key=lambda j: -weight.get(terms[j][0], 0)))
-
-
-def _matches(mesh: Mesh, factors: list[tuple[int, ...]], grid: Sequence[int], order: Sequence[int]) -> bool:
-    rank_at = {point: rank for rank, point in mesh.coordinates.items()}
-    for point, rank in zip(grid_points(tuple(grid)), order):
-        where = [0] * mesh.num_axes
-        for coordinate, axes in zip(point, factors):
-            for axis in reversed(axes):
-                coordinate, where[axis] = divmod(coordinate, mesh.sizes[axis])
-        if rank_at[tuple(where)] != rank:
-            return False
-    return True
 
 
 def simplest_kind(table: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -> Kind:

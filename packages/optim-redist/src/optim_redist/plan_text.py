@@ -15,7 +15,7 @@ Traffic = dict[tuple[int, int], int]
 
 _BOUND_MEANING = {
     "receive": "what the neediest rank lacks",
-    "send": "what one rank alone holds and others need",
+    "send": "what the holders of one part alone have and others need, shared among them",
     "reduction": "what adding up contributions takes",
 }
 

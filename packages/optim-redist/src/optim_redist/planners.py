@@ -2,11 +2,12 @@
 
     local         nothing has to move
     direct        one exchange, every element straight from a holder
-    naive         gather everything everywhere, then slice: what a plan is measured against
     forward       the exchange in two hops where one keeps a holder too busy
     relay         a reduction that is combined at one rank and handed on
     hierarchical  every group fetches what it lacks once, then shares it
-    collectives   the best sequence of plain collectives; searched if asked for by name or by a budget
+    collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
+                  searched if asked for by name or by a budget
+    naive         gather everything everywhere, then slice: what a plan is measured against
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
 what is already there is not asked; the plan then says so among its alternatives.
@@ -14,7 +15,8 @@ what is already there is not asked; the plan then says so among its alternatives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from optim_redist._chunked import in_rounds
 from optim_redist._collective_search import search_collectives
@@ -30,11 +32,13 @@ from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.problem import Problem
 
 _MAX_ROUNDS = 2**16
+Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
 
 
 def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]:
     """The transfers of a stage, round by round."""
-    return [part for phase in _whole_phases(problem, stage.method, topology) for part in in_rounds(phase, stage.rounds)]
+    phases = _whole_phases(problem, stage.method, topology)
+    return [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
 
 
 def _whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
@@ -49,30 +53,29 @@ def _whole_phases(problem: Problem, method: str, topology: Topology) -> list[Pha
     raise RedistError(f"this version does not know the method {method!r} of the plan")
 
 
-def candidates(
-    request: Request, limits: Bounds, asked: Sequence[str] | None = None
-) -> tuple[list[Candidate], list[tuple[str, float, str]]]:
-    """What the planners offer, in a fixed order, and (planner, least seconds, reason) of those that cannot win."""
+def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = None) -> tuple[list[Candidate], Losers]:
+    """What the planners offer, in a fixed order, and those that cannot win."""
     if asked is not None and set(asked) - {"local", *_PLANNERS}:
         raise RedistError(f"planners are {['local', *_PLANNERS]}, got {list(asked)}")
     if limits.lb == 0 and request.problem.num_contributions == 1:
         return [_local(request, limits)], []
     found: list[Candidate] = []
-    hopeless = []
+    hopeless: Losers = []
+    best = float("inf")
     for name, planner in _PLANNERS.items():
-        if asked is not None and name not in asked:
+        wanted = (name != "collectives" or request.budget > 0) if asked is None else name in asked
+        if not wanted or not planner.applies(request, limits):
             continue
-        if asked is None and name == "collectives" and not request.budget:
-            continue
-        if asked is None and found:
-            least = _least_seconds(name, request, limits)
-            best = min(candidate.seconds for candidate in found)
-            if least >= best and request.memory_limit is None:
-                hopeless.append((name, least, f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"))
+        if asked is None and found and request.memory_limit is None:
+            least = planner.least_seconds(request, limits)
+            if least >= best:
+                reason = f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"
+                hopeless.append((name, least, reason))
                 continue
-        candidate = planner(request, limits)
+        candidate = planner.make(request, limits)
         if candidate is not None:
             found.append(candidate)
+            best = min(best, candidate.seconds)
     if not found:
         raise RedistError(
             f"none of the planners {list(asked or ())} fits this redistribution; ask for 'direct' as well"
@@ -80,16 +83,26 @@ def candidates(
     return found, hopeless
 
 
-def _least_seconds(name: str, request: Request, limits: Bounds) -> float:
-    """What any candidate of a planner takes at least: its number of exchanges, and the bound on volume."""
+# -- what any candidate of a planner takes at least: its number of exchanges, and the bound on volume
+
+
+def _least_of_one_hop(request: Request, limits: Bounds) -> float:
     model, volume = request.model, limits.lb * request.itemsize
-    if name == "naive":
-        gathered = (request.problem.num_elements - limits.live_src) * request.itemsize
-        return model.seconds("all_to_all", gathered) + 2 * model.pack_seconds(gathered)
-    num_hops = 1 if name in ("direct", "collectives") else 2
+    seconds = model.seconds("all_to_all", volume) + model.pack_seconds(volume)
     crossing = max((max(c.inbound, c.outbound) / c.bandwidth for c in limits.cuts if c.bandwidth), default=0.0)
-    seconds = model.seconds("all_to_all", volume) + (num_hops - 1) * model.seconds("all_to_all", 0)
-    return max(seconds + model.pack_seconds(volume), crossing * request.itemsize)
+    return max(seconds, crossing * request.itemsize)
+
+
+def _least_of_two_hops(request: Request, limits: Bounds) -> float:
+    return _least_of_one_hop(request, limits) + request.model.seconds("all_to_all", 0)
+
+
+def _least_of_gathering(request: Request, limits: Bounds) -> float:
+    gathered = (request.problem.num_elements - limits.live_src) * request.itemsize
+    return request.model.seconds("all_to_all", gathered) + 2 * request.model.pack_seconds(gathered)
+
+
+# -- the planners
 
 
 def _local(request: Request, limits: Bounds) -> Candidate:
@@ -100,39 +113,19 @@ def _local(request: Request, limits: Bounds) -> Candidate:
     return Candidate("local", (stage,), (step,), 0)
 
 
-def _direct(request: Request, limits: Bounds) -> Candidate | None:
-    problem = request.problem
-    if request.has_borders or request.is_tight(limits.memory + limits.direct_recv + limits.direct_send):
-        return _from_phases("direct", request, limits)
+def _direct(request: Request, limits: Bounds) -> Candidate:
+    problem, width = request.problem, request.itemsize
+    peak = (limits.memory + limits.direct_recv + limits.direct_send) * width + _partial_bytes(request)
+    if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
+        return _from_phases("direct", request)
     combined = limits.direct_recv if problem.num_contributions > 1 else 0
-    step = _step(request, "exchange", limits.direct_recv, limits.direct_send, limits.memory, {}, combined=combined)
+    step = _step(request, "exchange", limits.direct_recv, limits.direct_send, peak, combined=combined)
     return Candidate("direct", (Stage("exchange", "direct", problem.src, problem.dst),), (step,), limits.single_hop)
 
 
-def _forward(request: Request, limits: Bounds) -> Candidate | None:
-    if request.problem.num_contributions > 1 or limits.single_hop == limits.lb:
-        return None
-    return _from_phases("forward", request, limits)
-
-
-def _relay(request: Request, limits: Bounds) -> Candidate | None:
-    if request.problem.num_contributions == 1 or request.problem.dst_replicas == 1:
-        return None
-    return _from_phases("relay", request, limits)
-
-
-def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
-    if not request.has_borders or request.problem.num_contributions > 1:
-        return None
-    return _from_phases("hierarchical", request, limits)
-
-
-def _naive(request: Request, limits: Bounds) -> Candidate | None:
-    problem = request.problem
-    if problem.src.partial or problem.dst.partial or set(problem.src.mesh.ranks) != set(problem.dst.mesh.ranks):
-        return None
-    everywhere = Layout(problem.src.mesh, [None] * problem.src.num_dims)
-    return _from_layouts("naive", request, [("all_gather", everywhere), ("slice", problem.dst)])
+def _naive(request: Request, limits: Bounds) -> Candidate:
+    everywhere = Layout(request.problem.src.mesh, [None] * request.problem.src.num_dims)
+    return _from_layouts("naive", request, [("all_gather", everywhere), ("slice", request.problem.dst)])
 
 
 def _collectives(request: Request, limits: Bounds) -> Candidate | None:
@@ -146,26 +139,55 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     return _from_layouts("collectives", request, layouts)
 
 
-_PLANNERS: dict[str, Callable[[Request, Bounds], Candidate | None]] = {
-    "direct": _direct,
-    "forward": _forward,
-    "relay": _relay,
-    "hierarchical": _hierarchical,
-    "collectives": _collectives,
-    "naive": _naive,
+def _can_gather(request: Request, limits: Bounds) -> bool:
+    src, dst = request.problem.src, request.problem.dst
+    return not (src.partial or dst.partial) and set(src.mesh.ranks) == set(dst.mesh.ranks)
+
+
+class _Planner(NamedTuple):
+    make: Callable[[Request, Bounds], Candidate | None]
+    least_seconds: Callable[[Request, Bounds], float]
+    applies: Callable[[Request, Bounds], bool] = lambda request, limits: True
+
+
+_PLANNERS = {
+    "direct": _Planner(_direct, _least_of_one_hop),
+    "forward": _Planner(
+        lambda request, limits: _from_phases("forward", request),
+        _least_of_two_hops,
+        lambda request, limits: request.problem.num_contributions == 1 and limits.single_hop > limits.lb,
+    ),
+    "relay": _Planner(
+        lambda request, limits: _from_phases("relay", request),
+        _least_of_two_hops,
+        lambda request, limits: request.problem.num_contributions > 1 and request.problem.dst_replicas > 1,
+    ),
+    "hierarchical": _Planner(
+        lambda request, limits: _from_phases("hierarchical", request),
+        _least_of_one_hop,
+        lambda request, limits: request.has_borders and request.problem.num_contributions == 1,
+    ),
+    "collectives": _Planner(_collectives, _least_of_one_hop),
+    "naive": _Planner(_naive, _least_of_gathering, _can_gather),
 }
+
+
+# -- candidates from layouts and phases
 
 
 def _from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a direct exchange from the one before."""
-    src = request.problem.src
+    problem = request.problem
+    # the caller keeps the source while later stages run, unless it is given up
+    aside = {} if request.donate else {rank: src for rank, (src, _) in problem.num_stored.items()}
     stages: list[Stage] = []
     steps: list[Step] = []
     busiest = 0
+    part = request
+    src = problem.src
     for op, layout in layouts:
-        part = request.between(src, layout)
-        limits = bounds_of(part.problem, itemsize=request.itemsize)
-        chosen = _from_phases("direct", part, limits, op=op)
+        part = request.between(src, layout, aside if stages else {})
+        chosen = _from_phases("direct", part, op=op)
         stages += chosen.stages
         steps += chosen.steps
         busiest += chosen.busiest
@@ -173,9 +195,9 @@ def _from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, L
     return Candidate(planner, tuple(stages), tuple(steps), busiest)
 
 
-def _from_phases(method: str, request: Request, limits: Bounds, *, op: str | None = None) -> Candidate:
+def _from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
     """A stage of one method, in as few rounds as the memory limit allows, costed by its transfers."""
-    problem, width = request.problem, request.itemsize
+    problem = request.problem
     phases = _whole_phases(problem, method, request.model.topology)
     rounds = _num_rounds(request, phases)
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
@@ -187,39 +209,45 @@ def _from_phases(method: str, request: Request, limits: Bounds, *, op: str | Non
             for rank, count in counts.items():
                 totals[side, rank] = totals.get((side, rank), 0) + count
         recv, send = max(received.values(), default=0), max(sent.values(), default=0)
-        peak = max(_peak(problem, part) for part in in_rounds(phase, rounds))
+        peak = max(_peak_bytes(request, part) for part in in_rounds(problem, phase, rounds))
         borders = border_volumes(phase, request.model.topology) if request.has_borders else {}
-        name = op or phase.name
-        combined = recv if problem.num_contributions > 1 and phase is phases[0] else 0
-        step = _step(request, name, recv, send, 0, borders, rounds=rounds, peak=peak * width, combined=combined)
-        steps.append(step)
+        combined = recv if any(transfer.contribution >= 0 for transfer in phase.transfers) else 0
+        steps.append(_step(request, op or phase.name, recv, send, peak, borders, rounds=rounds, combined=combined))
     return Candidate(method, (stage,), tuple(steps), max(totals.values(), default=0))
 
 
 def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
     """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
-    if request.memory_limit is None or request.problem.num_contributions > 1:
+    if request.memory_limit is None:
         return 1
-    room = request.memory_limit // request.itemsize
-    rounds = 1
+    buffers_of_none = _peak_bytes(request, Phase("", ()))
+    rounds, room = 1, request.memory_limit - buffers_of_none
     while rounds < _MAX_ROUNDS:
-        peaks = [_peak(request.problem, part) for phase in phases for part in in_rounds(phase, rounds)]
-        if max(peaks) <= room:
+        parts = [part for phase in phases for part in in_rounds(request.problem, phase, rounds)]
+        peak = max(_peak_bytes(request, part) for part in parts)
+        if peak <= request.memory_limit:
             return rounds
-        stored = max(map(sum, request.problem.num_stored.values()))
-        if stored >= room:
+        if room <= 0:
             return 1
-        rounds = max(
-            2 * rounds if rounds > 1 else 2, -(-(max(peaks) - stored) // (room - stored)) if rounds == 1 else 0
-        )
+        rounds = 2 * rounds if rounds > 1 else max(2, -(-(peak - buffers_of_none) // room))
     return 1
 
 
-def _peak(problem: Problem, phase: Phase) -> int:
-    """Elements that the fullest rank holds during a phase: source, target and both buffers."""
-    sent, received = phase.sent(), phase.received()
-    stored = problem.num_stored
-    return max(sum(stored[rank]) + sent.get(rank, 0) + received.get(rank, 0) for rank in problem.ranks)
+def _peak_bytes(request: Request, phase: Phase) -> int:
+    """Bytes that the fullest rank holds during a phase: source, target, both buffers, and what is kept aside."""
+    sent, received, aside = phase.sent(), phase.received(), request.aside
+    elements = max(
+        src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
+        for rank, (src, dst) in request.problem.num_stored.items()
+    )
+    return elements * request.itemsize + _partial_bytes(request)
+
+
+def _partial_bytes(request: Request) -> int:
+    """Bytes of partial results, which are kept in fp32 or in the tensor's own type if that is wider."""
+    if request.problem.num_contributions == 1:
+        return 0
+    return max(dst for _, dst in request.problem.num_stored.values()) * max(4, request.itemsize)
 
 
 def _step(
@@ -227,26 +255,19 @@ def _step(
     op: str,
     recv: int,
     send: int,
-    memory: int,
-    borders: dict[tuple[str, int], list[int]],
+    peak: int,
+    borders: Mapping[tuple[str, int], Sequence[int]] | None = None,
     *,
     rounds: int = 1,
-    peak: int | None = None,
     combined: int = 0,
 ) -> Step:
     """One exchange, costed: the busiest rank, every border, and packing and unpacking."""
-    model, width = request.model, request.itemsize
+    model, width, problem = request.model, request.itemsize, request.problem
     moved = max(recv, send) * width
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
-    for (level, _), (inbound, outbound) in borders.items():
+    for (level, _), (inbound, outbound) in (borders or {}).items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, max(inbound, outbound) * width))
     seconds += model.pack_seconds(send * width) + model.pack_seconds(recv * width)
     # adding a contribution to an fp32 partial result reads it, and reads and writes that
     seconds += model.pack_seconds(combined * (width + 8) / 2)
-    if peak is None:
-        peak = (memory + recv + send) * width
-    if request.problem.num_contributions > 1:
-        # partial results are kept in fp32, or in the tensor's own type if that is wider
-        peak += max(dst for _, dst in request.problem.num_stored.values()) * max(4, width)
-    problem = request.problem
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

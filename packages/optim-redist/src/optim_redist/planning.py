@@ -10,12 +10,13 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist._relabel import relabelled
+from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
@@ -89,8 +90,24 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of ``canonical_text``."""
+        return hashlib.sha256(self.canonical_text().encode()).hexdigest()
+
+    def canonical_text(self) -> str:
+        """JSON of all that ranks have to agree on, one item a line.
+
+        It has the layouts in canonical form and without names of axes, so plans between layouts of equal ownership
+        have equal texts, however the layouts are written.
+        """
+        found = self.to_json()
+        for name in ("src", "dst", "alternatives"):
+            del found[name]
+        for stage in found["stages"]:
+            for side in ("src", "dst"):
+                stage[side]["mesh"]["names"] = None
+        for step in found["steps"]:
+            del step["layout"]
+        return json.dumps(found, sort_keys=True, indent=0)
 
     @property
     def communicates(self) -> bool:
@@ -172,7 +189,29 @@ class Plan:
         )
 
 
-_cache: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+class _Cache(OrderedDict[tuple[Any, ...], Plan]):
+    """The plans that were used last."""
+
+    def find(self, key: tuple[Any, ...]) -> Plan | None:
+        found = self.get(key)
+        if found is not None:
+            self.move_to_end(key)
+        return found
+
+    def put(self, key: tuple[Any, ...], made: Plan) -> None:
+        self[key] = made
+        if len(self) > _CACHE_SIZE:
+            self.popitem(last=False)
+
+
+_plans = _Cache()  # for layouts as they are written
+_canonical_plans = _Cache()
+
+
+def clear_cache() -> None:
+    """Forget all plans."""
+    _plans.clear()
+    _canonical_plans.clear()
 
 
 def plan(
@@ -212,22 +251,56 @@ def plan(
         model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    key = (tuple(shape), name, src, dst, model, memory_limit, donate, relabel, deterministic, asked, budget)
-    known = _cache.get(key)
-    if known is not None:
-        _cache.move_to_end(key)
-        return known
-    problem = Problem(shape, src, dst)
-    if relabel:
-        problem = Problem(shape, src, relabelled(problem))
-    made = _plan(Request(problem, name, model, memory_limit, donate, budget, deterministic), asked)
-    _cache[key] = made
-    if len(_cache) > _CACHE_SIZE:
-        _cache.popitem(last=False)
-    return made
+    options = (model, memory_limit, donate, deterministic, asked, budget)
+    key = (tuple(shape), name, src, dst, relabel, *options)
+    known = _plans.find(key)
+    if known is None:
+        if relabel:
+            dst = relabelled(Problem(shape, src, dst))
+        known = _written(_canonical_plan(tuple(shape), name, src, dst, *options), name, src, dst)
+        _plans.put(key, known)
+    return known
 
 
-def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
+def _canonical_plan(
+    shape: tuple[int, ...],
+    dtype: str,
+    src: Layout,
+    dst: Layout,
+    model: CommModel,
+    memory_limit: int | None,
+    donate: bool,
+    deterministic: bool,
+    asked: tuple[str, ...] | None,
+    budget: int,
+) -> Plan:
+    """The plan between the canonical forms of two layouts, one for all that are equal to them and as wide.
+
+    Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes.
+    """
+    if not (src.partial or dst.partial):
+        src, dst = canonical(src, shape), canonical(dst, shape)
+    width = itemsize(dtype)
+    key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
+    known = _canonical_plans.find(key)
+    if known is None:
+        request = Request(Problem(shape, src, dst), width, model, memory_limit, donate, budget)
+        known = _plan(request, dtype, asked, deterministic)
+        _canonical_plans.put(key, known)
+    return known
+
+
+def _written(made: Plan, dtype: str, src: Layout, dst: Layout) -> Plan:
+    """The plan with its two ends as the caller writes them."""
+    steps = made.steps
+    last = made.stages[-1].dst
+    if dst is not last:
+        text, wanted = str(last), str(dst)
+        steps = tuple(replace(step, layout=wanted) if step.layout == text else step for step in steps)
+    return replace(made, dtype=dtype, src=src, dst=dst, steps=steps)
+
+
+def _plan(request: Request, dtype: str, asked: tuple[str, ...] | None, deterministic: bool) -> Plan:
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
     found, hopeless = candidates(request, limits, asked)
@@ -238,7 +311,7 @@ def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
     volume = chosen.busiest
     return Plan(
         shape=problem.shape,
-        dtype=request.dtype,
+        dtype=dtype,
         src=problem.src,
         dst=problem.dst,
         model=model.id,
@@ -253,7 +326,7 @@ def _plan(request: Request, asked: tuple[str, ...] | None) -> Plan:
         volume_ratio=volume / limits.lb if limits.lb else 1.0,
         memory_limit=request.memory_limit,
         donate=request.donate,
-        deterministic=request.deterministic,
+        deterministic=deterministic,
         alternatives=(
             *(Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen),
             *(Alternative(*other) for other in hopeless),

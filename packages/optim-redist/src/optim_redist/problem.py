@@ -23,99 +23,13 @@ from math import prod
 from optim_redist._mesh import grid_points
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
-from optim_redist.index_sets import IndexSet, intersect, interval, size
-from optim_redist.layout import Block, Kind, Layout
+from optim_redist.index_sets import intersect
+from optim_redist.layout import Block, Layout
+from optim_redist.overlap import Division, overlap
 
 Point = tuple[int, ...]
 _NOTHING = (0, 0)
-_Division = tuple[Kind | None, tuple[int, ...]]
-
-
-class Overlap:
-    """One dimension: what the source's and the target's coordinates hold of it, and what they have in common.
-
-    Attributes:
-        n: size of the dimension.
-        src, dst: index set of every source and target coordinate.
-        src_sizes, dst_sizes: their sizes.
-        even_src, even_dst: whether all coordinates of a side hold equally much.
-        common: ``common[i][j]`` is the number of indices that source coordinate i and target coordinate j share.
-    """
-
-    def __init__(self, n: int, src: tuple[IndexSet, ...], dst: tuple[IndexSet, ...]) -> None:
-        self.n, self.src, self.dst = n, src, dst
-        self.src_sizes = [size(held) for held in src]
-        self.dst_sizes = [size(held) for held in dst]
-        self.even_src = len(set(self.src_sizes)) == 1
-        self.even_dst = len(set(self.dst_sizes)) == 1
-        self.common = self._common()
-
-    def _common(self) -> list[list[int]]:
-        if len(self.src) == 1:
-            return [self.dst_sizes]
-        if len(self.dst) == 1:
-            return [[n] for n in self.src_sizes]
-        if self.src is self.dst or self.src == self.dst:
-            return [[n if i == j else 0 for j in range(len(self.dst))] for i, n in enumerate(self.src_sizes)]
-        found = [[0] * len(self.dst) for _ in self.src]
-        if _is_contiguous(self.src) and _is_contiguous(self.dst):
-            # one sweep over both lists of cut points
-            i = j = 0
-            while i < len(self.src) and j < len(self.dst):
-                if self.src[i] and self.dst[j]:
-                    (x,), (y,) = self.src[i], self.dst[j]
-                    found[i][j] = max(0, min(x.start + x.length, y.start + y.length) - max(x.start, y.start))
-                    if x.start + x.length < y.start + y.length:
-                        i += 1
-                    else:
-                        j += 1
-                else:
-                    i, j = i + (not self.src[i]), j + (not self.dst[j])
-            return found
-        for i, a in enumerate(self.src):
-            for j, b in enumerate(self.dst):
-                if a and b and a[0].start < b[-1].stop and b[0].start < a[-1].stop:
-                    found[i][j] = size(intersect(a, b))
-        return found
-
-    @cached_property
-    def from_src(self) -> list[list[tuple[int, IndexSet]]]:
-        """For every source coordinate, the target coordinates it meets and where."""
-        return [
-            [(j, intersect(held, self.dst[j])) for j, n in enumerate(row) if n]
-            for held, row in zip(self.src, self.common)
-        ]
-
-    @cached_property
-    def from_dst(self) -> list[list[tuple[int, IndexSet]]]:
-        """For every target coordinate, the source coordinates it meets and where."""
-        found: list[list[tuple[int, IndexSet]]] = [[] for _ in self.dst]
-        for i, row in enumerate(self.from_src):
-            for j, common in row:
-                found[j].append((i, common))
-        return found
-
-
-def _is_contiguous(table: tuple[IndexSet, ...]) -> bool:
-    """Whether the coordinates hold intervals in ascending order, or nothing."""
-    stop = 0
-    for held in table:
-        if held:
-            if len(held) > 1 or held[0].repeats > 1 or held[0].start < stop:
-                return False
-            stop = held[0].start + held[0].length
-    return True
-
-
-@lru_cache(maxsize=4096)
-def _sets(n: int, division: _Division) -> tuple[IndexSet, ...]:
-    kind, axis_sizes = division
-    return (interval(0, n),) if kind is None else kind.index_sets(n, axis_sizes)
-
-
-@lru_cache(maxsize=4096)
-def _overlap(n: int, src: _Division, dst: _Division) -> Overlap:
-    return Overlap(n, _sets(n, src), _sets(n, dst))
+_WHOLE: Division = (None, ())
 
 
 class Problem:
@@ -136,55 +50,53 @@ class Problem:
         dst.check_shape(self.shape)
         if any(n < 0 for n in self.shape):
             raise LayoutError(f"sizes are not negative, got shape {self.shape}")
-        src_axes = [() if split is None else split.axes for split in src.dims]
-        dst_axes = [() if split is None else split.axes for split in dst.dims]
-        self.overlaps = [
-            _overlap(
-                n,
-                (None, ()) if a is None else (a.kind, src.axis_sizes(k)),
-                (None, ()) if b is None else (b.kind, dst.axis_sizes(k)),
-            )
-            for k, (n, a, b) in enumerate(zip(self.shape, src.dims, dst.dims))
-        ]
-        kept = _kept_axes(src, dst) if src.partial and dst.partial else []
+        src_axes, src_divisions = _divisions(src)
+        dst_axes, dst_divisions = _divisions(dst)
+        self.overlaps = list(map(overlap, self.shape, src_divisions, dst_divisions))
+        self.reduced: tuple[tuple[str, int], ...] = ()
+        self.started: tuple[tuple[int, str], ...] = ()
+        self.num_contributions = num_started = 1
+        if not (src.partial or dst.partial):
+            self.contribution = dict.fromkeys(src.mesh.ranks, 0)
+            self.src_points = _points(src, src_axes)
+            self._all_dst_points = self.dst_points = _points(dst, dst_axes)
+        else:
+            num_started = self._lay_out_contributions(src_axes, dst_axes)
+        num_src_points = prod([len(o.src.sizes) for o in self.overlaps])
+        num_dst_points = prod([len(o.dst.sizes) for o in self.overlaps])
+        self.src_replicas: int = src.mesh.num_ranks // (num_src_points * self.num_contributions)
+        self.dst_replicas: int = dst.mesh.num_ranks // (num_dst_points * num_started)
+
+    def _lay_out_contributions(self, src_axes: list[tuple[int, ...]], dst_axes: list[tuple[int, ...]]) -> int:
+        """Points and contributions where either side is partial; the number of places that a started axis has."""
+        src, dst = self.src, self.dst
+        kept = _kept_axes(src, dst)
         for a, b in kept:
-            length = src.mesh.sizes[a]
-            division = (Block(), (length,))
-            self.overlaps.append(_overlap(length, division, division))
+            division = (Block(), (src.mesh.sizes[a],))
+            self.overlaps.append(overlap(src.mesh.sizes[a], division, division))
             src_axes.append((a,))
             dst_axes.append((b,))
         kept_src, kept_dst = {a for a, _ in kept}, {b for _, b in kept}
-        reduced_axes = [(axis, op) for axis, op in src.partial if axis not in kept_src and src.mesh.sizes[axis] > 1]
-        self.started = tuple(
-            (axis, op) for axis, op in dst.partial if axis not in kept_dst and dst.mesh.sizes[axis] > 1
-        )
-        self.reduced = tuple((op, src.mesh.sizes[axis]) for axis, op in reduced_axes)
+        reduced = [(axis, op) for axis, op in src.partial if axis not in kept_src and src.mesh.sizes[axis] > 1]
+        self.reduced = tuple((op, src.mesh.sizes[axis]) for axis, op in reduced)
         self.num_contributions = prod(count for _, count in self.reduced)
-
+        axes = [axis for axis, _ in reduced]
+        self.contribution = {rank: src.linear(point, axes) for rank, point in src.mesh.coordinates.items()}
+        self.started = tuple((a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1)
         self.src_points = _points(src, src_axes)
-        self.contribution = (
-            {
-                rank: src.linear(point, [axis for axis, _ in reduced_axes])
-                for rank, point in src.mesh.coordinates.items()
-            }
-            if reduced_axes
-            else dict.fromkeys(src.mesh.ranks, 0)
-        )
-        self._all_dst_points = self.dst_points = _points(dst, dst_axes)
-        if self.started:
-            points = dst.mesh.coordinates
-            self.dst_points = {
-                rank: point
-                for rank, point in self.dst_points.items()
-                if not any(points[rank][axis] for axis, _ in self.started)
-            }
-        self.src_replicas = prod(src.mesh.sizes[axis] for axis in src.replicated_axes)
-        self.dst_replicas = prod(dst.mesh.sizes[axis] for axis in dst.replicated_axes)
+        self._all_dst_points = _points(dst, dst_axes)
+        places = dst.mesh.coordinates
+        self.dst_points = {
+            rank: point
+            for rank, point in self._all_dst_points.items()
+            if not any(places[rank][axis] for axis, _ in self.started)
+        }
+        return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
 
     @cached_property
     def num_elements(self) -> int:
         """Elements of the tensor, kept contributions counted one by one."""
-        return prod(overlap.n for overlap in self.overlaps)
+        return prod(o.n for o in self.overlaps)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -211,31 +123,31 @@ class Problem:
     def held_sizes(self) -> dict[Point, int]:
         """``num_held`` of every source point."""
         points = self.src_points.values()
-        if all(overlap.even_src for overlap in self.overlaps):
-            return dict.fromkeys(points, prod([overlap.src_sizes[0] for overlap in self.overlaps]))
+        if all(o.src.is_even for o in self.overlaps):
+            return dict.fromkeys(points, prod([o.src.sizes[0] for o in self.overlaps]))
         return {point: self.num_held(point) for point in set(points)}
 
     @cached_property
     def needed_sizes(self) -> dict[Point, int]:
         """``num_needed`` of every target point, also of ranks that only fill in the identity."""
         points = self._all_dst_points.values()
-        if all(overlap.even_dst for overlap in self.overlaps):
-            return dict.fromkeys(points, prod([overlap.dst_sizes[0] for overlap in self.overlaps]))
+        if all(o.dst.is_even for o in self.overlaps):
+            return dict.fromkeys(points, prod([o.dst.sizes[0] for o in self.overlaps]))
         return {point: self.num_needed(point) for point in set(points)}
 
     def num_held(self, point: Point) -> int:
         """Elements at a source point."""
-        return prod([overlap.src_sizes[i] for overlap, i in zip(self.overlaps, point)])
+        return prod([o.src.sizes[i] for o, i in zip(self.overlaps, point)])
 
     def num_needed(self, point: Point) -> int:
         """Elements at a target point."""
-        return prod([overlap.dst_sizes[j] for overlap, j in zip(self.overlaps, point)])
+        return prod([o.dst.sizes[j] for o, j in zip(self.overlaps, point)])
 
     def num_common(self, src: Point, dst: Point) -> int:
         """Elements of the atom B(src, dst)."""
         found = 1
-        for overlap, i, j in zip(self.overlaps, src, dst):
-            found *= overlap.common[i][j]
+        for o, i, j in zip(self.overlaps, src, dst):
+            found *= o.common[i].get(j, 0)
             if not found:
                 return 0
         return found
@@ -258,16 +170,16 @@ class Problem:
         """The atom B(src, dst), None if it is empty."""
         if not self.num_common(src, dst):
             return None
-        return tuple(intersect(o.src[i], o.dst[j]) for o, i, j in zip(self.overlaps, src, dst))
+        return tuple(intersect(o.src.sets[i], o.dst.sets[j]) for o, i, j in zip(self.overlaps, src, dst))
 
     def atoms_from(self, src: Point) -> list[tuple[Point, Box]]:
         """The target points that meet a source point, in ascending order, with what they share."""
-        choices = [overlap.from_src[i] for overlap, i in zip(self.overlaps, src)]
+        choices = [o.from_src[i] for o, i in zip(self.overlaps, src)]
         return [(tuple(j for j, _ in atom), tuple(held for _, held in atom)) for atom in product(*choices)]
 
     def atoms_to(self, dst: Point) -> list[tuple[Point, Box]]:
         """The source points that meet a target point, in ascending order, with what they share."""
-        choices = [overlap.from_dst[j] for overlap, j in zip(self.overlaps, dst)]
+        choices = [o.from_dst[j] for o, j in zip(self.overlaps, dst)]
         return [(tuple(i for i, _ in atom), tuple(held for _, held in atom)) for atom in product(*choices)]
 
     @cached_property
@@ -282,12 +194,12 @@ class Problem:
     def held(self, rank: int) -> Box | None:
         """What the rank holds of the source, None outside its mesh."""
         point = self.src_points.get(rank)
-        return None if point is None else tuple(overlap.src[i] for overlap, i in zip(self.overlaps, point))
+        return None if point is None else tuple(o.src.sets[i] for o, i in zip(self.overlaps, point))
 
     def needed(self, rank: int) -> Box | None:
         """What the rank must hold in the end, None if nothing has to come."""
         point = self.dst_points.get(rank)
-        return None if point is None else tuple(overlap.dst[j] for overlap, j in zip(self.overlaps, point))
+        return None if point is None else tuple(o.dst.sets[j] for o, j in zip(self.overlaps, point))
 
 
 @lru_cache(maxsize=1024)
@@ -301,6 +213,21 @@ def _linear_points(sizes: tuple[int, ...], axes: tuple[tuple[int, ...], ...]) ->
             column = [c * size + point[axis] for c, point in zip(column, grid_points(sizes))]
         columns.append(column)
     return tuple(zip(*columns)) if columns else ((),) * prod(sizes)
+
+
+def _divisions(layout: Layout) -> tuple[list[tuple[int, ...]], list[Division]]:
+    """The axes that split every dimension, and how."""
+    sizes = layout.mesh.sizes
+    axes: list[tuple[int, ...]] = []
+    divisions: list[Division] = []
+    for split in layout.dims:
+        if split is None:
+            axes.append(())
+            divisions.append(_WHOLE)
+        else:
+            axes.append(split.axes)
+            divisions.append((split.kind, tuple([sizes[axis] for axis in split.axes])))
+    return axes, divisions
 
 
 def _points(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point]:

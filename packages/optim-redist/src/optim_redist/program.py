@@ -7,7 +7,6 @@ compares the plans of all ranks.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import suppress
@@ -27,19 +26,33 @@ from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
+    from optim_redist.layout import Layout
+    from optim_redist.moves import Phase
     from optim_redist.planning import Plan
 
 
 class StageProgram:
     """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one."""
 
-    def __init__(self, problem: Problem, phases: Sequence[Any], rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        phases: Sequence[Phase],
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        src: Layout | None = None,
+        dst: Layout | None = None,
+    ) -> None:
+        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ."""
         self.rank = rank
         self.dtype = dtype
         self.bits = bits_type(dtype)
         self.phases = rank_phases(problem, phases, rank)
-        self.src_shape = _local_shape(problem.src, problem.shape, rank)
-        self.dst_shape = _local_shape(problem.dst, problem.shape, rank)
+        # the phases that bring contributions; on ranks that take no part in one, too
+        self._reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
+        self.src_shape = _local_shape(src or problem.src, problem.shape, rank)
+        self.dst_shape = _local_shape(dst or problem.dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
         self.identity_op = None
         self.start_scale = 1
@@ -96,16 +109,16 @@ class StageProgram:
         """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
             if dst is not None:
-                self.combine(slots(self.phases[k].receives, unpacked), src, dst)
+                self.combine(k, slots(self.phases[k].receives, unpacked), src, dst)
         else:
             # the buffer takes the place of the source
             self._bind(k, src, dst, separate).unpacks.run({"src": unpacked}, _bits(dst))
         self.end(k, dst)
 
-    def combine(self, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
-        """Reduce what came and this rank's own contribution into the target."""
+    def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
+        """Reduce what came in phase k and this rank's own contributions into the target."""
         assert self.reduction is not None, "only reductions combine"
-        self.reduction.combine(self.phases[0], arrived, src, dst)
+        self.reduction.combine(self.phases[k], arrived, src, dst)
 
     def end(self, k: int, dst: Tensor | None) -> None:
         """After the last phase, start the pending reduction that the target asks for."""
@@ -134,7 +147,7 @@ class StageProgram:
         """Unpack messages that came in any buffers: every message with its flat bits."""
         if self._reduces(k):
             if dst is not None:
-                self.combine(arrived, src, dst)
+                self.combine(k, arrived, src, dst)
         elif arrived:
             target = as_bits(cast(Tensor, dst))
             for message, slot in arrived:
@@ -151,7 +164,23 @@ class StageProgram:
         )
 
     def _reduces(self, k: int) -> bool:
-        return self.reduction is not None and k == 0
+        return self._reducing[k]
+
+
+def stage_programs(plan: Plan, rank: int) -> list[StageProgram]:
+    """A rank's part of every stage of a plan."""
+    dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
+    return [
+        StageProgram(
+            problem,
+            phases,
+            rank,
+            dtype,
+            src=None if number else plan.src,
+            dst=plan.dst if number == last else None,
+        )
+        for number, (problem, phases) in enumerate(plan.phases)
+    ]
 
 
 def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
@@ -171,7 +200,7 @@ def _bits(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else as_bits(tensor)
 
 
-def _local_shape(layout: Any, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
+def _local_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
     return layout.local_shape(shape, rank) if rank in layout.mesh.coordinates else None
 
 
@@ -218,10 +247,13 @@ class Program:
         self.rank = rank
         self.team = team
         self.dtype = getattr(torch, plan.dtype)
-        self.stages = [StageProgram(problem, phases, rank, self.dtype) for problem, phases in plan.phases]
+        self.stages = stage_programs(plan, rank)
         # one buffer a message where the backend can, one for all messages where it cannot
         self._separate = team is not None and team.takes_lists
-        self._native = [self._native_reduction(problem) for problem, _ in plan.phases]
+        self._native = [
+            self._native_reduction(problem) if stage.rounds == 1 else None
+            for stage, (problem, _) in zip(plan.stages, plan.phases)
+        ]
         self._compared = not plan.communicates
         # a plan without communication that keeps all of a rank's tensor, or one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
@@ -314,7 +346,7 @@ class Program:
     def _compare(self) -> None:
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
-            self.team.compare(json.dumps(self.plan.to_json(), sort_keys=True, indent=0))
+            self.team.compare(self.plan.canonical_text())
             self._compared = True
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:

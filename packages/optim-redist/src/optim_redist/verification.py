@@ -78,13 +78,17 @@ def verify(plan: Plan) -> Verification:
         for k in range(0, len(phases), rounds):
             whole = Phase(phases[k].name, tuple(t for phase in phases[k : k + rounds] for t in phase.transfers))
             _verify_step(plan, steps.pop(0), whole)
+        # the caller's source stays while later stages run, unless it was given up
+        aside = {} if plan.donate or not number else plan.phases[0][0].num_stored
         for phase in phases:
             came, went = phase.received(), phase.sent()
             for totals, counts in ((received, came), (sent, went)):
                 for rank, count in counts.items():
                     totals[rank] = totals.get(rank, 0) + count
             held = problem.num_stored
-            peak = max(peak, *(sum(held[r]) + came.get(r, 0) + went.get(r, 0) for r in problem.ranks))
+            for r in problem.ranks:
+                kept = aside[r][0] if r in aside else 0
+                peak = max(peak, sum(held[r]) + came.get(r, 0) + went.get(r, 0) + kept)
     if steps:
         raise RedistError(f"the plan lists {len(steps)} more steps than its stages have")
     if peak * plan.itemsize > plan.peak_bytes:

@@ -1,0 +1,138 @@
+"""One tensor dimension of a redistribution: what source and target coordinates hold of it and share.
+
+Contiguous divisions are known by their cut points alone, so what they share is found by one sweep; index sets are
+made only of what has to be moved, or where a division is not contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from optim_redist.index_sets import IndexSet, intersect, interval, num_below, size
+from optim_redist.layout import Kind
+
+# a kind, None for a dimension that is not split, and the sizes of the axes that split it
+Division = tuple[Kind | None, tuple[int, ...]]
+
+
+class Side:
+    """How one side divides the dimension.
+
+    Attributes:
+        cuts: cut points of a contiguous division, else None.
+        sizes: indices that every coordinate holds.
+        is_even: whether all hold equally many.
+    """
+
+    def __init__(self, n: int, division: Division) -> None:
+        self._n, (self._kind, self._axis_sizes) = n, division
+        self.cuts: Sequence[int] | None = (0, n) if self._kind is None else self._kind.cut_points(n, self._axis_sizes)
+        if self.cuts is not None:
+            self.sizes = [stop - start for start, stop in pairwise(self.cuts)]
+        else:
+            self.sizes = [size(held) for held in self.sets]
+        self.is_even = self.sizes.count(self.sizes[0]) == len(self.sizes)
+
+    @cached_property
+    def sets(self) -> tuple[IndexSet, ...]:
+        """What every coordinate holds."""
+        return (interval(0, self._n),) if self._kind is None else self._kind.index_sets(self._n, self._axis_sizes)
+
+
+class Overlap:
+    """One dimension of size ``n``, divided by a source and a target.
+
+    Attributes:
+        src, dst: the two divisions.
+        common: for every source coordinate i the target coordinates j that it meets, and in how many indices:
+            ``common[i] = {j: n_k(i, j)}``, ascending.
+    """
+
+    def __init__(self, n: int, src: Division, dst: Division) -> None:
+        self.n = n
+        self.src, self.dst = side(n, src), side(n, dst)
+        self.common = self._common()
+
+    def _common(self) -> list[dict[int, int]]:
+        src, dst = self.src, self.dst
+        if len(src.sizes) == 1:
+            return [{j: n for j, n in enumerate(dst.sizes) if n}]
+        if len(dst.sizes) == 1:
+            return [{0: n} if n else {} for n in src.sizes]
+        if src is dst:
+            return [{i: n} if n else {} for i, n in enumerate(src.sizes)]
+        if src.cuts is not None and dst.cuts is not None:
+            return list(_sweep(src.cuts, dst.cuts))
+        if src.cuts is not None:
+            return _counted(src.cuts, dst.sets)
+        if dst.cuts is not None:
+            found: list[dict[int, int]] = [{} for _ in src.sizes]
+            for j, row in enumerate(_counted(dst.cuts, src.sets)):
+                for i, n in row.items():
+                    found[i][j] = n
+            return found
+        found = [{} for _ in src.sizes]
+        for i, a in enumerate(src.sets):
+            for j, b in enumerate(dst.sets):
+                if a and b and a[0].start < b[-1].stop and b[0].start < a[-1].stop and (n := size(intersect(a, b))):
+                    found[i][j] = n
+        return found
+
+    @cached_property
+    def from_src(self) -> list[list[tuple[int, IndexSet]]]:
+        """For every source coordinate, the target coordinates it meets and where."""
+        here, there = self.src.sets, self.dst.sets
+        return [[(j, intersect(here[i], there[j])) for j in row] for i, row in enumerate(self.common)]
+
+    @cached_property
+    def from_dst(self) -> list[list[tuple[int, IndexSet]]]:
+        """For every target coordinate, the source coordinates it meets and where."""
+        found: list[list[tuple[int, IndexSet]]] = [[] for _ in self.dst.sizes]
+        for i, row in enumerate(self.from_src):
+            for j, common in row:
+                found[j].append((i, common))
+        return found
+
+
+def _sweep(src: Sequence[int], dst: Sequence[int]) -> list[dict[int, int]]:
+    """What intervals between ascending cut points share with those between others, row by row."""
+    found = []
+    first = 0
+    for start, stop in pairwise(src):
+        row = {}
+        if start < stop:
+            while dst[first + 1] <= start:
+                first += 1
+            j = first
+            while j + 1 < len(dst) and dst[j] < stop:
+                n = min(stop, dst[j + 1]) - max(start, dst[j])
+                if n > 0:
+                    row[j] = n
+                j += 1
+        found.append(row)
+    return found
+
+
+def _counted(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, int]]:
+    """How many indices of every set lie between cut points, by counting those below each."""
+    found: list[dict[int, int]] = [{} for _ in range(len(cuts) - 1)]
+    for j, held in enumerate(sets):
+        below = [num_below(held, cut) for cut in cuts]
+        for row, (a, b) in zip(found, pairwise(below)):
+            if a < b:
+                row[j] = b - a
+    return found
+
+
+@lru_cache(maxsize=4096)
+def side(n: int, division: Division) -> Side:
+    """The division of a dimension of size ``n``, shared by all who ask."""
+    return Side(n, division)
+
+
+@lru_cache(maxsize=4096)
+def overlap(n: int, src: Division, dst: Division) -> Overlap:
+    """The overlap of two divisions, shared by all who ask."""
+    return Overlap(n, src, dst)
