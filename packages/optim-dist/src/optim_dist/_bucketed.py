@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -101,12 +101,11 @@ class BucketedParameters:
         return [self._finish(bucket) for bucket in self.buckets]
 
     def update(self, update: Update) -> None:
-        """Bucket by bucket, the gather of one under the update of the next."""
+        """Bucket by bucket, the gather of one under the update of the next; ``wait`` ends the last."""
         for bucket in self.buckets:
             attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
             update(bucket, self._shards[bucket])
             bucket.gathering = self._communicator.all_gather_(bucket.values)
-        self.wait()
 
     def restart(self) -> None:
         """Forget this step's reductions: the next gradients belong to a new step."""
@@ -135,8 +134,7 @@ class BucketedParameters:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate."""
-        assert self.reduction is not None, "extend() comes first"
-        return self.reduction.no_sync()
+        return nullcontext() if self.reduction is None else self.reduction.no_sync()
 
     def check_replicas(self, context: str) -> None:
         """Refuse parameters whose bits differ between ranks."""

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from optim_dist._construction import local
 from optim_dist._manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._optimizer import DistOptimizer
 from optim_dist._reshard import VALUE
 from optim_dist._shards import Shard
-from optim_dist._states import in_memory_order, make_views_plain, stamped
+from optim_dist._states import cut_like, in_memory_order, make_views_plain, stamped
 from optim_dist.plan import ParameterSpec
 
 SCALARS = ("step",)
@@ -26,6 +28,15 @@ def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[Param
     return [
         replace(spec, name=names.get(id(entry.parameter), spec.name))
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
+    ]
+
+
+def sharded_parameters(optimizer: DistOptimizer) -> list[str]:
+    """What such a checkpoint cannot hold: parameters that no plan has cut."""
+    return [
+        f"{spec.name}: a DTensor, {spec.sharding}; save it by torch.distributed.checkpoint"
+        for spec in optimizer.plan.parameters
+        if spec.sharding
     ]
 
 
@@ -86,7 +97,8 @@ def restore(
             continue
         state = optimizer.new_state(shard)
         for key, description in entry.state.items():
-            state[key] = _shaped(mine.get(key), description, shard)
+            tensor = _shaped(mine.get(key), description, shard)
+            state[key] = cut_like(tensor, state[key]) if isinstance(state.get(key), DTensor) else tensor
         for key, value in entry.scalars.items():
             state[key] = state.get(key, torch.zeros(())).fill_(value)
         optimizer.state[shard.parameter] = state
@@ -133,6 +145,7 @@ def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
 
 def _flat(value: Tensor, shard: Shard) -> Tensor:
     """The elements in the memory order of the parameter."""
+    value = local(value)
     if value.shape == shard.value.shape and value.stride() != shard.value.stride():
         value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
     return in_memory_order(value.detach())

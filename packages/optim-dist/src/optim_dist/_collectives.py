@@ -35,7 +35,7 @@ class Communicator:
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
-            self.rank, self.world_size = 0, 1
+            self.rank, self.world_size, self.ranks = 0, 1, [0]
         else:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
@@ -43,8 +43,8 @@ class Communicator:
             if timeout is not None and self.world_size > 1:
                 ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
                 group = dist.new_group(ranks, timedelta(seconds=timeout), use_local_synchronization=True)
+            self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
-        self.ranks = [0] if self.world_size == 1 else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.device = device
         self.bytes_sent = 0
         self.num_calls = 0

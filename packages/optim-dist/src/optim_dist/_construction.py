@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from optim_dist._collectives import Communicator
 from optim_dist.buckets import Bucket, is_dense
 from optim_dist.plan import ParameterSpec, Plan, RouteName
+from optim_redist import Layout, Mesh
+from optim_redist.errors import RedistError
 from optim_utils.param_groups import MatrixView
 
 
@@ -68,13 +70,14 @@ def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
     return [
         ParameterSpec(
             entry.name,
-            tuple(local(entry.parameter).shape),
-            tuple(local(entry.parameter).stride()),
+            tuple(entry.parameter.shape),
+            tuple(entry.parameter.stride()),
             entry.parameter.dtype,
             entry.route,
             entry.group,
             entry.parameter.device.type,
             entry.view.shapes if entry.view is not None and not entry.view.is_identity else (),
+            _sharding(entry.parameter),
         )
         for entry in found
     ]
@@ -83,6 +86,30 @@ def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
 def local(tensor: Tensor) -> Tensor:
     """A DTensor's local part, anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of(parameter: DTensor) -> Layout:
+    """Who holds which elements; raises ``RedistError`` for placements that say no such thing.
+
+    Where FSDP has cut what was cut before, torch's strided placement stands for the order of the two cuts.
+    """
+    is_strided = any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements)
+    return Layout.from_dtensor(parameter, strided="ordered" if is_strided else "replay")
+
+
+def joint_layout(parameter: DTensor, meshes: Sequence[Sequence[int]]) -> Layout:
+    """``layout_of`` over all of a parameter's meshes, which hold replicas of each other."""
+    if len(meshes) == 1:
+        return layout_of(parameter)
+    mesh = Mesh((len(meshes), *parameter.device_mesh.shape), ranks=[rank for ranks in meshes for rank in ranks])
+    return Layout.from_placements(mesh, (Replicate(), *parameter.placements), parameter.shape)
+
+
+def _sharding(parameter: Tensor) -> str:
+    """How a DTensor of several ranks lies; empty for a parameter that goes into a bucket or stays on one rank."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+        return ""
+    return f"{' '.join(map(str, parameter.placements))} over {'x'.join(map(str, parameter.device_mesh.shape))} ranks"
 
 
 def check_model(model: nn.Module | None) -> None:
@@ -95,12 +122,21 @@ def check_model(model: nn.Module | None) -> None:
             )
 
 
-def check_parameters(found: Sequence[Entry], communicator: Communicator) -> None:
-    """Refuse what has no place in a bucket: all findings of all ranks in one error on every rank."""
-    gathered = communicator.gather_json(_findings(found, communicator.world_size))
-    findings = dict.fromkeys(finding for rank in gathered for finding in rank)
+def check_parameters(found: Sequence[Entry], communicator: Communicator) -> list[list[list[int]]]:
+    """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
+
+    Returns for every entry the ranks of each of its meshes: none for a plain parameter, several where FSDP has cut it
+    over one dimension of a grid and tensor parallelism left it whole along the other.
+    """
+    mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
+    gathered = communicator.gather_json([_findings(found, communicator.world_size), mine])
+    findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
+    by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
+    if not findings:
+        findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
     if findings:
         raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
+    return by_entry
 
 
 def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
@@ -116,20 +152,44 @@ def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
             findings.append(f"{name}: Muon takes matrices, got shape {tuple(parameter.shape)}; give it to AdamW")
         if parameter.layout is not torch.strided or parameter.dtype.is_complex:
             findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
-        elif world_size > 1 and isinstance(parameter, DTensor):
-            findings.append(f"{name}: a DTensor; over several ranks pass plain parameters, without fully_shard")
+        elif isinstance(parameter, DTensor):
+            findings += _placement_findings(name, parameter)
         elif world_size > 1 and not is_dense(parameter):
             findings.append(
                 f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
                 "make it contiguous"
             )
-        elif not isinstance(parameter, DTensor) and parameter.numel():
+        elif parameter.numel():
             begin = parameter.data_ptr()
             owners.append((str(parameter.device), begin, begin + parameter.numel() * parameter.element_size(), name))
     owners.sort()
     for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(owners):
         if device == next_device and begin < end:
             findings.append(f"{name} and {next_name} overlap in memory; tie parameters by using one object twice")
+    return findings
+
+
+def _placement_findings(name: str, parameter: DTensor) -> list[str]:
+    if any(placement.is_partial() for placement in parameter.placements):
+        return [f"{name}: a DTensor with pending sums, {parameter.placements}; redistribute it to Shard or Replicate"]
+    try:
+        layout_of(parameter)
+    except RedistError as error:
+        return [f"{name}: a DTensor whose placements cannot be read: {error}"]
+    return []
+
+
+def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], ranks: Sequence[int]) -> list[str]:
+    """A parameter's meshes have to cover the ranks. Several are replicas of each other, as only a grid makes them."""
+    is_grid = any(len(meshes) == 1 and sorted(meshes[0]) == sorted(ranks) for meshes in by_entry)
+    findings = []
+    for entry, meshes in zip(found, by_entry):
+        covered = sorted(rank for mesh in meshes for rank in mesh)
+        if isinstance(entry.parameter, DTensor) and (covered != sorted(ranks) or (len(meshes) > 1 and not is_grid)):
+            findings.append(
+                f"{entry.name}: a DTensor over ranks {meshes[0]}, but the optimizer works on ranks {list(ranks)}, over "
+                "which nobody would sum its gradient; use a mesh of all of them, or give the mesh's process_group"
+            )
     return findings
 
 

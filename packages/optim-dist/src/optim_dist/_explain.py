@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optim_dist._collectives import Communicator
@@ -22,21 +22,55 @@ class Explanation(str):
         return explanation
 
 
-def explain(plan: Plan, options: Options, communicator: Communicator, buckets: Sequence[Bucket]) -> Explanation:
-    """The plan with what it means for this run."""
+def explain(
+    plan: Plan, options: Options, communicator: Communicator, buckets: Sequence[Bucket], owners: Mapping[int, int]
+) -> Explanation:
+    """The plan with what it means for this run; ``owners`` orthogonalize matrices that are cut over ranks."""
     data = describe_plan(plan)
+    data["sharded"] = [
+        {
+            "name": spec.name,
+            "shape": spec.shape,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "route": spec.route,
+            "group": spec.group,
+            "sharding": spec.sharding,
+            "owner": owners.get(index),
+        }
+        for index, spec in enumerate(plan.parameters)
+        if spec.sharding
+    ]
     data["rank"] = communicator.rank
     data["bytes_sent"] = communicator.bytes_sent
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
     data["reducer"] = options.reducer if plan.world_size > 1 else None
     data["phases"] = phases(plan, options)
     lines = [plan_text(plan, data), ""]
+    if data["sharded"]:
+        lines += [*_sharded_table(data["sharded"]), ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "
         "gradients that were found outside their bucket"
     )
     return Explanation("\n".join(lines), data)
+
+
+def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
+    header = ("DTensor", "shape", "dtype", "route", "group", "stays", "orthogonalized by")
+    rows = [
+        (
+            entry["name"],
+            "x".join(map(str, entry["shape"])) or "scalar",
+            entry["dtype"],
+            entry["route"],
+            str(entry["group"]),
+            entry["sharding"],
+            "" if entry["owner"] is None else f"rank {entry['owner']}",
+        )
+        for entry in sharded
+    ]
+    return _table(header, rows)
 
 
 def phases(plan: Plan, options: Options) -> dict[str, str]:

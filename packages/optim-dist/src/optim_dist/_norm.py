@@ -42,8 +42,8 @@ def combine_powers(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of several vectors' norms, as if they were one vector: 0-dim, fp32."""
+    """The norm of several vectors' norms, as if they were one vector: 0-dim, in the norms' dtype."""
     if len(norms) == 1:
-        return norms[0].float()
+        return norms[0]
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1).float()
+    return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1)

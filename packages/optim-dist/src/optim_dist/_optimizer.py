@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optim_dist import _construction as construction
 from optim_dist import _states as states
@@ -28,10 +31,11 @@ from optim_dist._bucketed import BucketedParameters
 from optim_dist._collectives import Communicator
 from optim_dist._explain import Explanation, explain
 from optim_dist._live import LiveOptimizer
-from optim_dist._norm import combine_powers, power_sum
+from optim_dist._norm import combine_norms, combine_powers, power_sum
 from optim_dist._options import Options
-from optim_dist._shards import Item, Route, Shard, StepContext, whole_shards
+from optim_dist._shards import Item, Route, Shard, StepContext
 from optim_dist.plan import Plan, RouteName, plan_parameters
+from optim_dist.sharded import ResidentParameters
 from optim_utils.param_groups import MatrixView
 
 
@@ -80,7 +84,8 @@ class DistOptimizer(LiveOptimizer):
         self._average = (
             torch.tensor(1 / world_size, device=device) if self._options.average and world_size > 1 else None
         )
-        self._bucketed = BucketedParameters(self._communicator, self._options) if world_size > 1 else None
+        self._bucketed = BucketedParameters(self._communicator, self._options)
+        self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
         self._caches: dict[object, dict[Any, Any]] = {}
         self._factor: Tensor | None = None
         self.grad_norm = None
@@ -97,15 +102,16 @@ class DistOptimizer(LiveOptimizer):
     def _extend(self, found: Sequence[construction.Entry]) -> None:
         """Plan ``found`` behind what is planned already, and move it into buckets."""
         communicator = self._communicator
-        construction.check_parameters(found, communicator)
+        meshes = construction.check_parameters(found, communicator)
         planned = self.trained_ids()
         self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         specs = construction.specify(found)
         bucket_mb = self._options.bucket_mb
         self.plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
-        if self._bucketed is not None:
+        if communicator.world_size > 1:
             construction.check_plan(self.plan, communicator)
             self._bucketed.extend(self.plan, self._entries)
+        self._resident.extend(self.plan.parameters, self._entries, meshes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
@@ -118,7 +124,7 @@ class DistOptimizer(LiveOptimizer):
             raise
         if not hasattr(self, "plan"):
             return  # a group of the constructor
-        if self._bucketed is not None and self._bucketed.started:
+        if self._bucketed.started:
             raise RuntimeError("add_param_group between backward and step(): gradients are already being reduced")
         found = self._find_entries(first_group=len(self.param_groups) - 1)
         self._entries = [*self._entries, *found]
@@ -126,7 +132,7 @@ class DistOptimizer(LiveOptimizer):
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
-        if self._bucketed is not None and not self._closed:
+        if self._communicator.world_size > 1 and not self._closed:
             self._bucketed.close()
             self._closed = True
 
@@ -149,13 +155,9 @@ class DistOptimizer(LiveOptimizer):
                 self.clip_grad_norm_(self._options.max_norm)
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
-            context = self._context(clip_factor)
-            if self._bucketed is not None:
-                self._bucketed.update(lambda bucket, shards: self._update(bucket.plan.route, shards, context, bucket))
-            else:
-                self._update_in_place(context)
+            self._update(self._context(clip_factor))
             self._restart()
-            if self._options.debug and self._bucketed is not None:
+            if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
         return loss
 
@@ -164,8 +166,7 @@ class DistOptimizer(LiveOptimizer):
         if self._closed:
             raise RuntimeError("this optimizer was closed; build a new one")
         self._check_left_out()
-        if self._bucketed is not None:
-            self._bucketed.reduce(len(self.plan.parameters))
+        self._bucketed.reduce(len(self.plan.parameters))
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
@@ -176,23 +177,28 @@ class DistOptimizer(LiveOptimizer):
         if self._options.skip_nonfinite and self.grad_norm is not None:
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
-        factor = self._average
-        for other in (self._factor, clip_factor):
-            if other is not None:
-                factor = other if factor is None else factor * other.to(factor)
-        counts = None if self._bucketed is None else self._bucketed.counts
-        return StepContext(factor, getattr(self, "grad_scale", None), found_inf, counts)
+        return StepContext(_product(self._factor, clip_factor), getattr(self, "grad_scale", None), found_inf)
 
-    def _update_in_place(self, context: StepContext) -> None:
-        """Phase 4 of one rank: what has no gradient is left alone."""
-        shards = [shard for shard in whole_shards(self._entries) if shard.gradient is not None]
-        for route in self._routes:
-            self._update(route, [s for s in shards if self.plan.parameters[s.index].route == route], context, route)
+    def _update(self, context: StepContext) -> None:
+        """Phases 4 and 5."""
+        averaging = replace(context, factor=_product(self._average, context.factor), counts=self._bucketed.counts)
+        self._bucketed.update(
+            lambda bucket, shards: self._apply(bucket.plan.route, [*map(self._item, shards)], averaging, bucket)
+        )
+        self._resident.update(
+            context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
+        )
+        self._bucketed.wait()
 
-    def _update(self, route: RouteName, shards: Sequence[Shard], context: StepContext, key: object) -> None:
-        items = [Item(shard, self.param_groups[shard.group], self._state_of(shard)) for shard in shards]
+    def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
             self._routes[route].update(items, context, self._caches.setdefault(key, {}))
+
+    def _item(self, shard: Shard) -> Item:
+        state = self._state_of(shard)
+        if isinstance(shard.parameter, DTensor):
+            state = {key: construction.local(value) for key, value in state.items()}
+        return Item(shard, self.param_groups[shard.group], state)
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
@@ -211,29 +217,23 @@ class DistOptimizer(LiveOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
-        if self._bucketed is not None:
-            self._bucketed.finish_reductions()
+        self._bucketed.finish_reductions()
         super().zero_grad(set_to_none)
         self._restart()
 
     def _restart(self) -> None:
         self._factor = None
-        if self._bucketed is not None:
-            self._bucketed.restart()
+        self._bucketed.restart()
 
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight; afterwards parameters may be read."""
-        if self._bucketed is not None:
-            self._bucketed.wait()
+        self._bucketed.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; once used, passes outside it reduce while they run."""
-        if self._bucketed is None:
+        with self._bucketed.no_sync():
             yield
-        else:
-            with self._bucketed.no_sync():
-                yield
 
     # norms
 
@@ -245,14 +245,17 @@ class DistOptimizer(LiveOptimizer):
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         self._reduce()
-        if self._bucketed is not None:
-            gradients = self._bucketed.reduced_gradients()
-        else:
-            gradients = [s.gradient for s in whole_shards(self._entries) if s.gradient is not None]
-        mine = power_sum(gradients, float(norm_type), self._communicator.device)
-        norm = combine_powers(self._communicator.gather_message(mine.reshape(1)).flatten(), float(norm_type))
-        if self._average is not None:
-            norm = norm * self._average
+        order, device = float(norm_type), self._communicator.device
+        # gradients in buckets are sums over ranks, others arrive averaged
+        homes = [(self._bucketed.reduced_gradients(), self._average)] if self._bucketed.buckets else []
+        if self._resident or not homes:
+            homes.append((self._resident.gradients(), None))
+        mine = torch.stack([power_sum(gradients, order, device) for gradients, _ in homes])
+        norms = []
+        for powers, (_, average) in zip(self._communicator.gather_message(mine).unbind(1), homes):
+            norm = combine_powers(powers, order)
+            norms.append(norm if average is None or order == 0 else norm * average)
+        norm = combine_norms(norms, order)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 
@@ -275,12 +278,11 @@ class DistOptimizer(LiveOptimizer):
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step."""
-        return self._bucketed is None or not self._bucketed.has_gradients
+        return not self._bucketed.has_gradients
 
     def gather_parameters(self) -> None:
         """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
-        if self._bucketed is not None:
-            self._bucketed.gather()
+        self._bucketed.gather()
 
     def new_state(self, shard: Shard) -> dict[str, Any]:
         """A fresh state for a shard, as its first step would find it."""
@@ -297,6 +299,7 @@ class DistOptimizer(LiveOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state saved by the same rank of the same plan; for another number of ranks see ``checkpoint``."""
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
+        states.check_sharded(self, state_dict)
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
 
@@ -310,11 +313,11 @@ class DistOptimizer(LiveOptimizer):
 
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
-        found = whole_shards(self._entries) if self._bucketed is None else self._bucketed.shards
-        return sorted(found, key=lambda shard: shard.index)
+        with torch.no_grad():
+            return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._bucketed is not None:
+        if self._communicator.world_size > 1:
             raise RuntimeError("an optimizer of several ranks cannot be pickled; save its state_dict() or a checkpoint")
         return {**super().__getstate__(), "_options": self._options.without_process()}
 
@@ -325,5 +328,10 @@ class DistOptimizer(LiveOptimizer):
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
-        buckets = [] if self._bucketed is None else self._bucketed.buckets
-        return explain(self.plan, self._options, self._communicator, buckets)
+        return explain(self.plan, self._options, self._communicator, self._bucketed.buckets, self._resident.owners)
+
+
+def _product(*factors: Tensor | None) -> Tensor | None:
+    """The product of those that are given, on the device of the first; None if none is."""
+    given = [factor for factor in factors if factor is not None]
+    return reduce(lambda product, factor: product * factor.to(product), given) if given else None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from optim_dist._construction import Entry, local
+from optim_dist._construction import Entry
 from optim_dist.buckets import Bucket
 from optim_dist.plan import ParameterSpec
 from optim_utils.param_groups import MatrixView
@@ -34,6 +34,12 @@ class Shard:
     value: Tensor
     gradient: Tensor | None = None
     view: MatrixView | None = None  # the matrices inside, if not the last two dimensions
+    is_consecutive: bool = True  # False for a DTensor's part that is no such interval; start is 0 then
+
+    @property
+    def like(self) -> Tensor:
+        """What state is made like: a DTensor's state is a DTensor that lies as it does."""
+        return self.parameter if isinstance(self.parameter, DTensor) else self.value
 
     @property
     def grad(self) -> Tensor:
@@ -87,28 +93,12 @@ def bucket_shards(bucket: Bucket, specs: Sequence[ParameterSpec], entries: Seque
         value = bucket.values[piece.offset : piece.offset + piece.stop - piece.start]
         if bucket.plan.route == "muon":
             value = value.as_strided(spec.shape, spec.stride)
-        shards.append(_shard(entry, piece.parameter, piece.start, piece.stop, value))
+        shards.append(make_shard(entry, piece.parameter, piece.start, piece.stop, value))
     return shards
 
 
-def whole_shards(entries: Sequence[Entry]) -> list[Shard]:
-    """One rank: every parameter where it lies, with the gradient it has."""
-    shards = []
-    for index, entry in enumerate(entries):
-        # the same tensor object every step where possible, so that what was planned for it still holds
-        value, gradient = local(entry.parameter), entry.parameter.grad
-        shard = _shard(entry, index, 0, value.numel(), value)
-        if gradient is not None:
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
-                )
-            shard.gradient = local(gradient)
-        shards.append(shard)
-    return shards
-
-
-def _shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Shard:
+def make_shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Shard:
+    """The elements ``[start, stop)`` of an entry, without a gradient."""
     place = (entry.listed, entry.group, entry.place)
     return Shard(entry.parameter, entry.name, index, *place, start, stop, value, view=entry.view)
 

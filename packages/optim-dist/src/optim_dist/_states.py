@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._collectives import Communicator
+from optim_dist._construction import layout_of, local
 from optim_dist._live import LiveOptimizer
 from optim_dist._shards import Shard
 from optim_dist.plan import ParameterSpec, Plan
+from optim_redist import Layout, Mesh, redistribute_local
+from optim_redist.index_sets import intervals
 from optim_utils.param_groups import MatrixView
 
 # state tensors with an element for each of the parameter's
@@ -27,8 +31,8 @@ WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "mas
 
 
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
-    """``state_dict`` with the plan it fits; over one rank as it is, equal to a single-device optimizer's."""
-    if plan.world_size > 1:
+    """``state_dict`` with the plan it fits; as it is where no state is cut by a plan."""
+    if plan.world_size > 1 and plan.buckets:
         state_dict["plan"] = {"hash": plan.hash, "world_size": plan.world_size, "rank": rank}
     return state_dict
 
@@ -36,7 +40,7 @@ def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]
 def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
     """Refuse a state of another plan or rank before anything is written."""
     stamp = state_dict.get("plan")
-    if stamp is None and plan.world_size > 1:
+    if stamp is None and plan.world_size > 1 and plan.buckets:
         raise ValueError("this state is of one process; load_full_state_dict() takes it over at any number of ranks")
     if stamp is None:
         return
@@ -46,6 +50,21 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
             f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
             "optim_dist.checkpoint loads at any number of ranks"
         )
+
+
+def check_sharded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse whole tensors as the state of a parameter that is cut over ranks."""
+    saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for saved_id, parameter in zip(saved_ids, parameters):
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+            continue
+        for key, value in state_dict["state"].get(saved_id, {}).items():
+            if key in WHOLE_KEYS and not isinstance(value, DTensor):
+                raise ValueError(
+                    f"{key} of a DTensor of shape {tuple(parameter.shape)} is a plain tensor of shape "
+                    f"{tuple(value.shape)}; load_full_state_dict() takes over a one-process state"
+                )
 
 
 def make_views_plain(state_dict: dict[str, Any]) -> None:
@@ -119,25 +138,53 @@ def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communica
     listed = _listed(optimizer)
     full: dict[str, Any] = {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
-        pieces = plan.ranges(index)
         state: dict[str, Tensor] = {}
-        for key, (dtype_name, shape) in described[pieces[0].rank].get(str(index), {}).items():
-            in_pieces = spec.route == "adamw" and shape and plan.world_size > 1
-            parts = []
-            for piece in pieces if in_pieces else pieces[:1]:
-                numel = piece.stop - piece.start if in_pieces else prod(shape)
-                part = torch.empty(numel, dtype=getattr(torch, dtype_name), device=communicator.device)
-                if piece.rank == communicator.rank:
-                    part.copy_(in_memory_order(states[index][key]))
-                communicator.broadcast_(part, piece.rank)
-                parts.append(part.cpu())
-            if communicator.rank == 0:
-                value = torch.cat(parts)
-                strided = in_pieces or tuple(shape) == spec.shape
-                state[key] = value.as_strided(spec.shape, spec.stride) if strided else value.view(shape)
+        if spec.sharding:
+            for key, value in states[index].items():
+                gathered = _on_first_rank(value, communicator)
+                if gathered is not None:
+                    state[key] = gathered
+        else:
+            for key, (dtype_name, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
+                dtype = getattr(torch, dtype_name)
+                value = _broadcast(states.get(index, {}).get(key), plan, index, shape, dtype, communicator)
+                if communicator.rank == 0:
+                    state[key] = value
         if state:
             full["state"][listed[id(entry.parameter)]] = state
     return full if communicator.rank == 0 else {}
+
+
+def _broadcast(
+    mine: Tensor | None,
+    plan: Plan,
+    index: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    communicator: Communicator,
+) -> Tensor:
+    """A whole state tensor on the CPU of every rank, each piece from its owner; ``mine`` is this rank's."""
+    spec, pieces = plan.parameters[index], plan.ranges(index)
+    in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
+    parts = []
+    for piece in pieces if in_pieces else pieces[:1]:
+        numel = piece.stop - piece.start if in_pieces else prod(shape)
+        part = torch.empty(numel, dtype=dtype, device=communicator.device)
+        if piece.rank == communicator.rank:
+            assert mine is not None, "owners have what they described"
+            part.copy_(in_memory_order(local(mine)))
+        communicator.broadcast_(part, piece.rank)
+        parts.append(part.cpu())
+    value = torch.cat(parts)
+    return value.as_strided(spec.shape, spec.stride) if in_pieces or tuple(shape) == spec.shape else value.view(shape)
+
+
+def _on_first_rank(value: Tensor, communicator: Communicator) -> Tensor | None:
+    """A DTensor whole on the first rank's CPU, None elsewhere; what every rank holds whole needs no exchange."""
+    if isinstance(value, DTensor):
+        there = Layout(Mesh(1, ranks=communicator.ranks[:1]), [None] * value.ndim)
+        value = redistribute_local(local(value), value.shape, layout_of(value), there, group=communicator.group)
+    return value.cpu() if communicator.rank == 0 else None
 
 
 def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
@@ -162,10 +209,24 @@ def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], s
 
 def cut(value: Tensor, spec: ParameterSpec, shard: Shard) -> Tensor:
     """The part of a whole state tensor that belongs to a shard."""
+    if isinstance(shard.parameter, DTensor):
+        return cut_like(value, shard.parameter)
     if tuple(shard.value.shape) == spec.shape:
         return value
     strided = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
     return in_memory_order(strided)[shard.start : shard.stop].clone()
+
+
+def cut_like(value: Tensor, parameter: DTensor) -> DTensor:
+    """A whole tensor, the same on every rank, as a DTensor that lies as ``parameter`` does."""
+    mesh = parameter.device_mesh
+    part = value
+    for dim, held in enumerate(layout_of(parameter).indices(parameter.shape, mesh.get_rank())):
+        pieces = [part.narrow(dim, start, stop - start) for start, stop in intervals(held)]
+        part = torch.cat(pieces, dim) if pieces else part.narrow(dim, 0, 0)
+    part = part.to(parameter.device).contiguous()
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ class AdamWRoute:
         """Moments in the dtype of the parameter, a step count on its device."""
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=shard.value.device),
-            "exp_avg": torch.zeros_like(shard.value),
-            "exp_avg_sq": torch.zeros_like(shard.value),
+            "exp_avg": torch.zeros_like(shard.like),
+            "exp_avg_sq": torch.zeros_like(shard.like),
         }
         if group.get("amsgrad"):
-            state["max_exp_avg_sq"] = torch.zeros_like(shard.value)
+            state["max_exp_avg_sq"] = torch.zeros_like(shard.like)
         return state
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:

@@ -33,6 +33,7 @@ from optim_dist._checkpoint_state import (
     rest_of_model,
     restore,
     saved_parameters,
+    sharded_parameters,
 )
 from optim_dist._manifest import CheckpointError, Manifest, read_manifest
 from optim_dist._optimizer import DistOptimizer
@@ -58,6 +59,7 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     """
     folder, communicator = Path(path), opt.communicator
     problems = [] if opt.is_between_steps else ["gradients have arrived since the last step(); save after step()"]
+    problems += sharded_parameters(opt)
     if folder.exists():
         problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
     communicator.raise_together(problems, f"checkpoint {folder} was not saved")
@@ -102,7 +104,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     """
     folder, communicator = Path(path), opt.communicator
     specs = named_specs(opt, model)
-    problems: list[str] = []
+    problems = sharded_parameters(opt)
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def clip_grad_norm_(
         ValueError: for parameters that no live optimizer has, or for only some of an optimizer's.
     """
     optimizers = _optimizers(optimizer_or_parameters)
-    norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type))
+    norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type)).float()
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped; "

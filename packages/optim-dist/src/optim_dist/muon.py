@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor
 
 from optim_dist._optimizer import DistOptimizer
@@ -28,7 +29,7 @@ class MuonRoute:
 
     def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        init_state(shard.value, _view(shard), group, state)
+        init_state(shard.like.detach(), _view(shard), group, state)
         return state
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
@@ -36,7 +37,8 @@ class MuonRoute:
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
-                entry = MuonEntry(shard.value, shard.grad, item.state, _view(shard), shard.place)
+                gradient = torch.zeros_like(shard.value) if shard.gradient is None else shard.gradient
+                entry = MuonEntry(shard.value, gradient, item.state, _view(shard), shard.place)
                 by_group.setdefault(shard.group, (item.group, []))[1].append(entry)
         planner: MuonPlanner = cache.setdefault("planner", MuonPlanner())
         planner.step(
@@ -119,8 +121,10 @@ def is_missing(item: Item, context: StepContext) -> bool:
 
     Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
     """
+    if item.group["missing_grad"] == "zero":
+        return False
     count = context.count(item.shard)
-    if count is None or item.group["missing_grad"] == "zero" or count.item() > 0:
+    if item.shard.gradient is not None if count is None else count.item() > 0:
         return False
     if item.group["missing_grad"] == "raise":
         raise RuntimeError(f"{item.shard.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
@@ -132,4 +136,4 @@ def _name(group: dict[str, Any], place: int) -> str:
 
 
 def _view(shard: Shard) -> MatrixView:
-    return shard.view or MatrixView.identity(shard.value.shape)
+    return shard.view or MatrixView.identity(shard.like.shape)

@@ -46,6 +46,7 @@ class ParameterSpec:
     group: int = 0
     device: str = "cpu"
     matrix_shapes: tuple[tuple[int, ...], ...] = ()  # the views that are orthogonalized one by one, if not the whole
+    sharding: str = ""  # how a DTensor lies over ranks; it stays there, outside buckets
 
     @property
     def numel(self) -> int:
@@ -67,7 +68,7 @@ class ParameterSpec:
     def describe(self) -> list[Any]:
         return [
             *(self.name, list(self.shape), list(self.stride), str(self.dtype), self.route, self.group),
-            *(self.device, [list(shape) for shape in self.matrix_shapes]),
+            *(self.device, [list(shape) for shape in self.matrix_shapes], self.sharding),
         ]
 
 
@@ -241,7 +242,8 @@ def plan_parameters(specs: Sequence[ParameterSpec], world_size: int, *, bucket_m
             raise ValueError(f"{spec.name}: kind must be 'adamw' or 'muon', got {spec.route!r}")
         if spec.route == "muon" and len(spec.shape) < 2:
             raise ValueError(f"Muon takes matrices, got {spec.name} of shape {spec.shape}; give it to AdamW")
-        families.setdefault((spec.route, spec.device, spec.dtype), []).append(index)
+        if not spec.sharding:
+            families.setdefault((spec.route, spec.device, spec.dtype), []).append(index)
     buckets: list[BucketPlan] = []
     for route in ("muon", "adamw"):
         for (family_route, _, _), members in families.items():

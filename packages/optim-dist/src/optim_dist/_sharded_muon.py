@@ -1,0 +1,186 @@
+"""Muon on matrices that are cut over ranks: shards of the momentum travel to one owner a matrix, updates travel back.
+
+    every rank   B <- mu B + (1 - mu) G,   U         on its shards (formula: ``optim_kernels.reference.muon``)
+    collect      the shards of every U to its owner
+    the owner    O = direction of the whole U        Newton-Schulz, and what the group's options add to it
+    spread       O as the parameter is cut, to all its replicas; the second moment, a vector, to everybody
+    every rank   p <- p updated by O                 on its shards
+
+Owners are chosen by the cost of the iteration over all ranks, replicas included, so that nothing is computed twice.
+What travels has the parameter's dtype: (W - 1)/W of the matrices' bytes to the owners and as much back.
+Matrices are exchanged in batches: one is on its way while the one before is orthogonalized. No collective depends on
+which gradients exist: a matrix without one travels as zeros and is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optim_dist._collectives import Communicator
+from optim_dist._muon_halves import apply_update, direction, local_momentum
+from optim_dist._shards import Item, StepContext
+from optim_dist.plan import DEFAULT_BUCKET_MB
+from optim_redist import Handle, Layout, Mesh, plan
+from optim_redist.many import ManyProgram
+from optim_utils.balance import partition
+from optim_utils.param_groups import MatrixView
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter of the Muon route: how it is cut, and the cost of its iteration."""
+
+    index: int  # in the plan
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    view: MatrixView
+    cost: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Move(NamedTuple):
+    """A tensor of ``shape`` that goes from one layout to another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Layout
+    target: Layout
+
+
+class Exchange:
+    """Many moves as one all-to-all, planned once."""
+
+    def __init__(self, moves: Sequence[Move], communicator: Communicator) -> None:
+        plans = [plan(m.shape, m.dtype, m.source, m.target, planners=("direct",)) for m in moves]
+        self._program = ManyProgram(plans, sys.maxsize, communicator.group)
+
+    def start(self, tensors: Sequence[Tensor | None]) -> Handle:
+        """Send; ``wait()`` of the handle gives this rank's targets, None where it has none."""
+        return Handle(self._program.run(list(tensors), async_op=True))
+
+
+class Batch:
+    """Matrices that travel together."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], owners: Mapping[int, int], moments: Mapping[int, Tensor], world: Communicator
+    ) -> None:
+        self.matrices = matrices
+        # those of which every rank gets the second moment back
+        self.with_moment = [matrix for matrix in matrices if matrix.index in moments]
+        everybody = Mesh(world.world_size, ranks=world.ranks)
+        at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
+        self.mine = [m for m in matrices if owners[m.index] == world.ranks[world.rank]]
+        there = [Move(m.shape, m.dtype, m.layout, _whole(at_owner[m.index], m.shape)) for m in matrices]
+        back = [Move(m.shape, m.dtype, _whole(at_owner[m.index], m.shape), m.layout) for m in matrices]
+        for matrix in self.with_moment:
+            shape, dtype = tuple(moments[matrix.index].shape), moments[matrix.index].dtype
+            back.append(Move(shape, dtype, _whole(at_owner[matrix.index], shape), _whole(everybody, shape)))
+        self._collect = Exchange(there, world)
+        self._spread = Exchange(back, world)
+
+    def collect(self, items: Mapping[int, Item], context: StepContext) -> Handle:
+        """Move the momentum of every local shard, and send it to the owners."""
+        return self._collect.start([local_momentum(items[m.index], context).to(m.dtype) for m in self.matrices])
+
+    def spread(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> Handle:
+        """Orthogonalize what this rank owns, and send it back."""
+        whole = dict(zip((m.index for m in self.matrices), arrived))
+        updates: dict[int, Tensor] = {}
+        for matrix in self.mine:
+            u = whole[matrix.index]
+            assert u is not None, "the owner receives the whole matrix"
+            updates[matrix.index] = direction(items[matrix.index], u, matrix.view).to(matrix.dtype)
+        moments = [
+            items[m.index].state["second_momentum_buffer"] if m.index in updates else None for m in self.with_moment
+        ]
+        return self._spread.start([*(updates.get(m.index) for m in self.matrices), *moments])
+
+    def finish(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> None:
+        """Update the local shards."""
+        for matrix, update in zip(self.matrices, arrived):
+            assert update is not None, "every rank holds a part, an empty one perhaps"
+            apply_update(items[matrix.index], update, matrix.view)
+        for matrix, moment in zip(self.with_moment, arrived[len(self.matrices) :]):
+            assert moment is not None, "everybody gets it"
+            items[matrix.index].state["second_momentum_buffer"].copy_(moment)
+
+
+class ShardedMuon:
+    """The owners of all matrices, and their batches."""
+
+    def __init__(self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None) -> None:
+        self._communicator = communicator
+        chosen = partition([float(matrix.cost) for matrix in matrices], communicator.world_size).owner
+        self.owners = {matrix.index: communicator.ranks[owner] for matrix, owner in zip(matrices, chosen)}
+        self._parts = _cut(matrices, self.owners, (bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
+        self._batches: list[Batch] = []
+        self._moments: tuple[int, ...] | None = None  # matrices with a second moment, when batches were planned
+
+    def step(self, items: Sequence[Item], context: StepContext) -> None:
+        """One step of all matrices, those without a gradient included: every rank passes every item."""
+        if context.found_inf is not None and bool(context.found_inf.item()):
+            return
+        for item in items:
+            if item.group["stochastic_rounding"] and not item.shard.is_consecutive:
+                raise ValueError(
+                    f"stochastic_rounding numbers elements row by row, but {item.shard.name} is cut otherwise; "
+                    "shard it along its first dimension or leave stochastic_rounding out"
+                )
+        by_index = {item.shard.index: item for item in items}
+        batches = self._planned(by_index)
+        arriving = batches[0].collect(by_index, context)
+        leaving: Handle | None = None
+        for number, batch in enumerate(batches):
+            following = batches[number + 1].collect(by_index, context) if number + 1 < len(batches) else None
+            sent = batch.spread(by_index, arriving.wait())
+            if leaving is not None:
+                batches[number - 1].finish(by_index, leaving.wait())
+            leaving = sent
+            if following is not None:
+                arriving = following
+        assert leaving is not None, "there is at least one batch"
+        batches[-1].finish(by_index, leaving.wait())
+
+    def _planned(self, items: Mapping[int, Item]) -> list[Batch]:
+        """The batches, planned anew if a group has begun or ceased to keep second moments."""
+        moments = {
+            index: item.state["second_momentum_buffer"]
+            for index, item in items.items()
+            if item.group["beta2"] is not None
+        }
+        if self._moments != tuple(moments):
+            self._batches = [Batch(part, self.owners, moments, self._communicator) for part in self._parts]
+            self._moments = tuple(moments)
+        return self._batches
+
+
+def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float) -> list[list[Matrix]]:
+    """Batches of about ``max_bytes``, to each of which every owner gives an equal share of what it owns."""
+    lists: dict[int, list[Matrix]] = {}
+    for matrix in matrices:
+        lists.setdefault(owners[matrix.index], []).append(matrix)
+    total = sum(matrix.nbytes for matrix in matrices)
+    longest = max(len(mine) for mine in lists.values())
+    count = max(1, min(longest, -(-total // int(max(1, max_bytes)))))
+    parts: list[list[Matrix]] = [[] for _ in range(count)]
+    for mine in lists.values():
+        for place, matrix in enumerate(mine):
+            parts[place * count // len(mine)].append(matrix)
+    return [sorted(part, key=lambda matrix: matrix.index) for part in parts if part]
+
+
+def _whole(mesh: Mesh, shape: Sequence[int]) -> Layout:
+    """Every rank of the mesh holds everything."""
+    return Layout(mesh, [None] * len(shape))

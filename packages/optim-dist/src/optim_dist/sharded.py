@@ -1,0 +1,161 @@
+"""Parameters that no bucket holds: DTensors (FSDP2, HSDP, tensor parallel), and with one rank all of them.
+
+They are updated where they lie. Gradients of DTensors arrive reduced and cut as the parameters are; an elementwise
+update works on the local shard, whatever its size, without any collective, and replicas compute alike. Muon needs whole
+matrices: those that are cut over ranks it exchanges (``_sharded_muon``).
+
+A DTensor's gradient exists on all ranks of its mesh or on none: that is how FSDP2 and tensor parallelism give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from optim_dist._collectives import Communicator
+from optim_dist._construction import Entry, joint_layout, local
+from optim_dist._sharded_muon import Matrix, ShardedMuon
+from optim_dist._shards import Item, Shard, StepContext, make_shard
+from optim_dist.plan import ParameterSpec, RouteName
+from optim_redist import Layout
+from optim_utils.param_groups import MatrixView
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A parameter where it lies: how it is cut, and whether this rank is its first replica, which norms count."""
+
+    index: int  # in the plan
+    entry: Entry
+    spec: ParameterSpec
+    layout: Layout | None = None  # of a DTensor over several ranks
+    start: int | None = 0  # see ``flat_start``
+    is_counted: bool = True
+
+
+class ResidentParameters:
+    """The parameters of one optimizer that are in no bucket."""
+
+    def __init__(self, communicator: Communicator, bucket_mb: float | None) -> None:
+        self._communicator = communicator
+        self._bucket_mb = bucket_mb
+        self._members: list[Resident] = []
+        self._muon: ShardedMuon | None = None
+
+    def extend(
+        self, specs: Sequence[ParameterSpec], entries: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        """Take those of the last ``len(meshes)`` entries that stay where they are, and plan the exchange anew."""
+        rank, first = self._communicator.ranks[self._communicator.rank], len(entries) - len(meshes)
+        for index in range(first, len(entries)):
+            entry, spec = entries[index], specs[index]
+            if isinstance(entry.parameter, DTensor) and spec.sharding:
+                layout = joint_layout(entry.parameter, meshes[index - first])
+                start = flat_start(layout, spec.shape, rank)
+                self._members.append(Resident(index, entry, spec, layout, start, _is_first(layout, rank)))
+            elif self._communicator.world_size == 1:
+                self._members.append(Resident(index, entry, spec))
+        matrices = [
+            Matrix(m.index, m.spec.shape, m.spec.dtype, m.layout, _view(m), m.spec.cost)
+            for m in self._members
+            if m.spec.route == "muon" and m.layout is not None
+        ]
+        self._muon = ShardedMuon(matrices, self._communicator, self._bucket_mb) if matrices else None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def shards(self) -> list[Shard]:
+        """The local part of every parameter, without gradients."""
+        return [self._shard(member) for member in self._members]
+
+    def gradients(self) -> list[Tensor]:
+        """Local gradients of which every element is on one rank only: replicas leave theirs to the first."""
+        found = [(member, _local_gradient(member.entry)) for member in self._members]
+        return [gradient for member, gradient in found if gradient is not None and member.is_counted]
+
+    def update(
+        self,
+        context: StepContext,
+        groups: Sequence[dict[str, Any]],
+        item_of: Callable[[Shard], Item],
+        update: Callable[[RouteName, list[Item]], None],
+    ) -> None:
+        """Update what has a gradient, or is of a group that does not skip what has none."""
+        whole: dict[RouteName, list[Item]] = {"adamw": [], "muon": []}
+        exchanged = []
+        for member in self._members:
+            shard = self._shard(member)
+            shard.gradient = _local_gradient(member.entry)
+            if member.layout is not None and member.spec.route == "muon":
+                exchanged.append(item_of(shard))
+            elif shard.gradient is not None or groups[shard.group].get("missing_grad", "skip") != "skip":
+                whole[member.spec.route].append(item_of(shard))
+        for route, items in whole.items():
+            if items:
+                update(route, items)
+        if self._muon is not None:
+            self._muon.step(exchanged, context)
+
+    @property
+    def owners(self) -> dict[int, int]:
+        """Which rank orthogonalizes each matrix, by plan index."""
+        return {} if self._muon is None else self._muon.owners
+
+    def _shard(self, member: Resident) -> Shard:
+        # the same tensor object every step where possible, so that what was planned for it still holds
+        value, start = local(member.entry.parameter), member.start or 0
+        shard = make_shard(member.entry, member.index, start, start + value.numel(), value)
+        shard.is_consecutive = member.start is not None
+        return shard
+
+
+def flat_start(layout: Layout, shape: Sequence[int], rank: int) -> int | None:
+    """Where a rank's elements begin in row-major order; None if those of some rank are not consecutive."""
+    starts = {each: _start(layout, shape, each) for each in layout.mesh.ranks}
+    return None if None in starts.values() else starts[rank]
+
+
+def _start(layout: Layout, shape: Sequence[int], rank: int) -> int | None:
+    held = layout.indices(shape, rank)
+    if not held or prod(layout.local_shape(shape, rank)) == 0:
+        return 0
+    if any(len(runs) != 1 or runs[0].repeats != 1 for runs in held):
+        return None
+    if any(runs[0].length != size for runs, size in zip(held[1:], shape[1:])):
+        return None
+    return held[0][0].start * prod(shape[1:])
+
+
+def _view(member: Resident) -> MatrixView:
+    return member.entry.view or MatrixView.identity(member.spec.shape)
+
+
+def _is_first(layout: Layout, rank: int) -> bool:
+    return not any(layout.mesh.coordinates[rank][axis] for axis in layout.replicated_axes)
+
+
+def _local_gradient(entry: Entry) -> Tensor | None:
+    """The gradient cut as the parameter is; what is still to be summed over ranks is summed first."""
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
+        )
+    if not isinstance(parameter, DTensor):
+        return gradient
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
+        raise RuntimeError(
+            f"the gradient of {entry.name} is no DTensor on the mesh of its parameter; "
+            "leave .grad to autograd, or assign a DTensor with the parameter's mesh and placements"
+        )
+    wanted = parameter.placements
+    return local(gradient if gradient.placements == wanted else gradient.redistribute(placements=wanted))

@@ -1,0 +1,366 @@
+"""DTensor parameters (FSDP2, HSDP, tensor parallel) train as plain ones on one rank do, to the last bit.
+
+The oracle on every rank is the same optimizer over a group of one, on whole parameters, fed with the DTensors' whole
+gradients: what differs is only where elements lie. All scenarios of a number of ranks run in one launch.
+"""
+
+import traceback
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import normal
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
+from optim_utils.param_groups import MatrixView
+from optim_utils.testing import run_ranks
+
+SCENARIOS = {2: {}, 3: {}, 4: {}}
+SHAPES = ((7, 5), (8, 8), (1, 6), (12, 5), (16, 3))
+
+
+def scenario(*world_sizes):
+    def register(function):
+        for size in world_sizes:
+            SCENARIOS[size][function.__name__] = function
+        return function
+
+    return register
+
+
+def alone(rank):
+    """The group of this rank only."""
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def placed(shapes, mesh, placements, dtype=torch.float32):
+    """DTensor parameters, each with its own placements, and plain twins."""
+    whole = [normal(shape, 3, number).to(dtype) for number, shape in enumerate(shapes)]
+    cut = [nn.Parameter(distribute_tensor(value, mesh, each)) for value, each in zip(whole, placements)]
+    return cut, [nn.Parameter(value.clone()) for value in whole]
+
+
+def give_gradients(cut, twins, step, absent=()):
+    for number, (parameter, twin) in enumerate(zip(cut, twins)):
+        gradient = normal(tuple(twin.shape), 5, number, step).to(twin.dtype)
+        missing = number in absent
+        twin.grad = None if missing else gradient
+        parameter.grad = None if missing else distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+
+
+def assert_equal(cut, twins, what=""):
+    for number, (parameter, twin) in enumerate(zip(cut, twins)):
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(whole, twin), f"{what}: parameter {number} {tuple(twin.shape)}"
+
+
+def train(rank, mesh, placements, build, shapes=SHAPES, dtype=torch.float32, steps=3, absent=lambda step: ()):
+    """Both optimizers after some steps, parameters compared after each."""
+    cut, twins = placed(shapes, mesh, placements, dtype)
+    optimizer, oracle = build(cut), build(twins, process_group=alone(rank))
+    for step in range(steps):
+        give_gradients(cut, twins, step, absent(step))
+        norms = [each.clip_grad_norm_(1.5) for each in (optimizer, oracle)]
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
+        # clipped by the same number: the two norms are sums in different orders
+        for each in (optimizer, oracle):
+            each.clip_with(torch.tensor(0.5), norms[0])
+            each.step()
+            each.zero_grad()
+        assert_equal(cut, twins, f"{placements}, step {step}")
+    return optimizer, oracle
+
+
+def layouts(rank, world_size):
+    """Meshes, and placements on them."""
+    line = init_device_mesh("cpu", (world_size,))
+    yield line, [(Shard(0),), (Shard(1),), (Replicate(),)]
+    if world_size == 4:
+        grid = init_device_mesh("cpu", (2, 2))
+        yield grid, [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())]
+        yield grid, [(Shard(0), Shard(0)), (Shard(1), Replicate())]
+
+
+@scenario(2, 3, 4)
+def adamw_in_every_layout(rank, world_size):
+    shapes = (*SHAPES, (3,), (5, 2, 3))
+    for mesh, found in layouts(rank, world_size):
+        for each in found:
+            fitting = [[Shard(0) if isinstance(p, Shard) and p.dim >= len(s) else p for p in each] for s in shapes]
+            train(rank, mesh, fitting, partial(TritonDistAdamW, lr=0.03, amsgrad=True), shapes)
+
+
+@scenario(2, 3, 4)
+def muon_in_every_layout(rank, world_size):
+    for variant in ("nanochat-2025", "nanochat-2026-07"):
+        build = partial(TritonDistMuon, variant=variant, weight_decay=0.1, bucket_mb=2e-4)
+        for mesh, found in layouts(rank, world_size):
+            # neighbours lie differently
+            train(rank, mesh, [found[number % len(found)] for number in range(len(SHAPES))], build)
+
+
+@scenario(2)
+def bf16_with_masters_and_rounding_at_random(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    for options in ({"master_weights": "fp32"}, {"master_weights": "split16"}, {"stochastic_rounding": True}):
+        cut, twins = placed(SHAPES, mesh, [(Shard(0),)] * len(SHAPES), torch.bfloat16)
+        optimizer = TritonDistMuon([{"params": cut, **options}])
+        oracle = TritonDistMuon([{"params": twins, **options}], process_group=alone(rank))
+        for step in range(3):
+            give_gradients(cut, twins, step)
+            optimizer.step()
+            oracle.step()
+        for parameter, twin in zip(cut, twins):
+            # momentum and update travel in bf16: each is off by 2^-9 of its size, updates are of size lr = 0.02
+            torch.testing.assert_close(parameter.full_tensor(), twin, rtol=2**-7, atol=3 * 0.02 * 2**-6)
+            assert not torch.equal(twin, torch.zeros_like(twin))
+
+
+@scenario(2)
+def rounding_at_random_needs_rows(rank, world_size):
+    cut, twins = placed([(4, 4)], init_device_mesh("cpu", (world_size,)), [(Shard(1),)], torch.bfloat16)
+    optimizer = TritonDistMuon([{"params": cut, "stochastic_rounding": True}])
+    give_gradients(cut, twins, 0)
+    with pytest.raises(ValueError, match=r"0\.0 is cut otherwise; shard it along its first dimension"):
+        optimizer.step()
+
+
+@scenario(2, 3)
+def missing_gradients_leave_matrices_alone(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    placements = [(Shard(0),)] * len(SHAPES)
+    build = partial(TritonDistMuon, variant="nanochat-2026-07")
+    optimizer, oracle = train(rank, mesh, placements, build, absent=lambda step: (1, 3) if step != 1 else (0,))
+    full = optimizer.full_state_dict()
+    if rank == 0:
+        wanted = oracle.full_state_dict()["state"]
+        for number, state in full["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, wanted[number][key]), (number, key)
+    zero = partial(TritonDistMuon, variant="keller", weight_decay=0.5)
+    train(rank, mesh, placements, zero, absent=lambda step: (0, 1, 2) if step else ())
+
+
+@scenario(2)
+def views_into_fused_and_convolutional_weights(rank, world_size):
+    shapes = ((12, 4), (4, 2, 3, 3), (6, 4))
+    views = [
+        MatrixView(shape=(12, 4), split=(4, 8)),
+        MatrixView(shape=(4, 2, 3, 3), order=(0, 2, 3, 1), matrix_shape=(4, 18)),
+        MatrixView(shape=(6, 4), transposed=True),
+    ]
+    mesh = init_device_mesh("cpu", (world_size,))
+    cut, twins = placed(shapes, mesh, [(Shard(0),), (Shard(1),), (Shard(1),)])
+    twins[1].data = twins[1].data.contiguous(memory_format=torch.channels_last)
+    optimizer = TritonDistMuon([{"params": cut, "views": views}])
+    oracle = TritonDistMuon([{"params": twins, "views": views}], process_group=alone(rank))
+    for step in range(2):
+        give_gradients(cut, twins, step)
+        twins[1].grad = twins[1].grad.contiguous(memory_format=torch.channels_last)
+        optimizer.step()
+        oracle.step()
+    for parameter, twin in zip(cut, twins):
+        torch.testing.assert_close(parameter.full_tensor(), twin)
+
+
+@scenario(2)
+def pending_sums_of_gradients_are_summed(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    cut, twins = placed(((6, 4), (5,)), mesh, [(Shard(0),), (Replicate(),)])
+    optimizer, oracle = TritonDistAdamW(cut), TritonDistAdamW(twins, process_group=alone(rank))
+    for number, (parameter, twin) in enumerate(zip(cut, twins)):
+        each = [normal(tuple(twin.shape), 8, number, r) for r in range(world_size)]
+        parameter.grad = DTensor.from_local(each[rank], mesh, [Partial()])
+        twin.grad = sum(each)
+    norms = [each.clip_grad_norm_(1e9) for each in (optimizer, oracle)]
+    torch.testing.assert_close(*norms)
+    optimizer.step()
+    oracle.step()
+    assert_equal(cut, twins)
+
+
+class Net(nn.Module):
+    def __init__(self, width=6, hidden=9):
+        super().__init__()
+        self.sizes = width, hidden
+        self.embed = nn.Embedding(11, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.head = nn.Linear(width, 11, bias=False)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(0.3 * normal(tuple(parameter.shape), 13, number))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(torch.tanh(self.up(x)))).square().mean()
+
+
+def routed(named, **options):
+    """Matrices of the MLP to Muon, the rest to AdamW."""
+    groups = [{"kind": "muon", "params": [], "weight_decay": 0.1}, {"kind": "adamw", "params": [], "lr": 0.01}]
+    for name, parameter in named:
+        inside = name.startswith(("up", "down")) and parameter.ndim == 2
+        groups[0 if inside else 1]["params"].append((name, parameter))
+    return TritonDistMuonAdamW(groups, **options)
+
+
+def follow(rank, net, data, steps=3):
+    """Train ``net`` on batches of seed ``data`` and, by its whole gradients, a plain twin; the optimizer."""
+    twin = Net(*net.sizes)
+    optimizer = routed(net.named_parameters())
+    oracle = routed(twin.named_parameters(), process_group=alone(rank))
+    for step in range(steps):
+        tokens = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(10 * step + data))
+        net(tokens).backward()
+        for parameter, other in zip(net.parameters(), twin.parameters()):
+            other.grad = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad.clone()
+        norm = clip_grad_norm_(net.parameters(), 1.0)
+        torch.testing.assert_close(norm, clip_grad_norm_(oracle, 1.0), rtol=1e-6, atol=0.0)
+        for each in (optimizer, oracle):
+            each.clip_with(torch.tensor(0.5), norm)
+            each.step()
+            each.zero_grad()
+        assert_equal(net.parameters(), twin.parameters(), f"step {step}")
+    return optimizer
+
+
+@scenario(2, 3, 4)
+def fully_sharded(rank, world_size):
+    net = Net()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for part in (net.up, net.down):
+        fully_shard(part, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = follow(rank, net, data=rank)
+    sharded = optimizer.explain().data["sharded"]
+    assert [entry["name"] for entry in sharded if entry["owner"] is not None] == ["up.weight", "down.weight"]
+    assert "orthogonalized by" in optimizer.explain()
+    # states lie as parameters do
+    for parameter in net.parameters():
+        for key in ("exp_avg", "momentum_buffer"):
+            if key in optimizer.state[parameter]:
+                assert optimizer.state[parameter][key].placements == parameter.placements
+
+
+@scenario(4)
+def hybrid_sharded(rank, world_size):
+    net = Net()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    follow(rank, net, data=rank)
+
+
+@scenario(4)
+def sharded_behind_tensor_parallel(rank, world_size):
+    net = Net(8, 12)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    # cut over dp and tp; the embedding and the head over dp alone, so that the two columns of tp hold replicas
+    fully_shard(net, mesh=mesh["dp"])
+    follow(rank, net, data=rank // 2)
+
+
+@scenario(2, 4)
+def tensor_parallel_beside_plain_parameters(rank, world_size):
+    net = Net(8, 12)
+    mesh = init_device_mesh("cpu", (world_size,))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = follow(rank, net, data=0)
+    assert {entry["name"] for entry in optimizer.explain().data["parameters"]} == {"embed.weight", "head.weight"}
+
+
+@scenario(2, 3)
+def whole_state_out_and_in(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    build = partial(TritonDistMuonAdamW, variant="nanochat-2026-07")
+
+    def groups(parameters):
+        return [{"kind": "muon", "params": parameters[:3]}, {"kind": "adamw", "params": parameters[3:]}]
+
+    def make(parameters, **options):
+        return build(groups(parameters), **options)
+
+    placements = [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(0),), (Shard(1),)]
+    optimizer, oracle = train(rank, mesh, placements, make)
+    full, wanted = optimizer.full_state_dict(), oracle.full_state_dict()
+    if rank == 0:
+        for number, state in wanted["state"].items():
+            for key, value in state.items():
+                assert torch.equal(full["state"][number][key], value), (number, key)
+    else:
+        assert full == {}
+    cut, twins = placed(SHAPES, mesh, placements)
+    restored, again = make(cut), make(twins, process_group=alone(rank))
+    with pytest.raises(ValueError, match="is a plain tensor"):
+        restored.load_state_dict(wanted)
+    for each in (restored, again):
+        each.load_full_state_dict(wanted)
+    for parameter in cut:
+        state = restored.state[parameter]
+        assert all(value.placements == parameter.placements for value in state.values() if isinstance(value, DTensor))
+    give_gradients(cut, twins, 9)
+    restored.step()
+    again.step()
+    assert_equal(cut, twins)
+
+
+@scenario(2)
+def what_cannot_be_updated_is_refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    partly = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(ValueError, match=r"w: a DTensor with pending sums"):
+        TritonDistAdamW([("w", nn.Parameter(partly))])
+    pair = [init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], mesh]
+    lonely = DTensor.from_local(torch.ones(3), pair[0], [Shard(0)])
+    with pytest.raises(ValueError, match=r"w: a DTensor over ranks \[\d\], .* nobody would sum its gradient"):
+        TritonDistAdamW([("w", nn.Parameter(lonely))])
+    parameter = nn.Parameter(whole)
+    optimizer = TritonDistAdamW([("w", parameter)])
+    with pytest.raises(RuntimeError, match=r"w: a DTensor, .*torch\.distributed\.checkpoint"):
+        checkpoint.save("/nowhere/at-all", None, optimizer)
+
+
+@scenario(2)
+def nothing_is_sent_by_an_elementwise_step(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    cut, twins = placed(SHAPES, mesh, [(Shard(0),)] * len(SHAPES))
+    optimizer = TritonDistAdamW(cut)
+    before = optimizer.communicator.num_calls
+    give_gradients(cut, twins, 0)
+    optimizer.step()
+    assert optimizer.communicator.num_calls == before
+
+
+def run_scenarios(rank, world_size):
+    found = {}
+    for name, function in SCENARIOS[world_size].items():
+        try:
+            function(rank, world_size)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    known = {}
+
+    def of(world_size):
+        if world_size not in known:
+            known[world_size] = run_ranks(run_scenarios, world_size, timeout=240)
+        return known[world_size]
+
+    return of
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in SCENARIOS for name in SCENARIOS[size]])
+def test_sharded(world_size, name, outcomes):
+    for rank, found in enumerate(outcomes(world_size)):
+        assert found[name] is None, f"rank {rank}:\n{found[name]}"
