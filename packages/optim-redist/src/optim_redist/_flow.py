@@ -1,48 +1,65 @@
-"""Maximum flow in a small network, by augmenting along shortest paths."""
+"""Maximum flow in a small network, by Dinic's method: augment along all shortest paths, then look for longer ones."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
-Network = dict[Hashable, dict[Hashable, int]]
+Node = Hashable
+Network = dict[Node, dict[Node, int]]
 
 
-def add_edge(network: Network, a: Hashable, b: Hashable, capacity: int) -> None:
+def add_edge(network: Network, a: Node, b: Node, capacity: int) -> None:
     """Room for ``capacity`` more from a to b."""
     out = network.setdefault(a, {})
     out[b] = out.get(b, 0) + capacity
     network.setdefault(b, {}).setdefault(a, 0)
 
 
-def saturate(network: Network, source: Hashable, sink: Hashable) -> int:
+def saturate(network: Network, source: Node, sink: Node) -> int:
     """Push as much as possible from source to sink; the network becomes its residual. Returns the amount.
 
-    What flows from a to b is then what its capacity has lost.
+    What flows from a to b is then the room that b has towards a, if it had none before.
     """
+    network.setdefault(source, {})
     total = 0
-    while (path := _shortest_path(network, source, sink)) is not None:
-        amount = min(network[a][b] for a, b in path)
-        for a, b in path:
-            network[a][b] -= amount
-            network[b][a] += amount
-        total += amount
+    while sink in (levels := _levels(network, source)):
+        untried = {node: iter(list(network[node])) for node in levels}
+        while amount := _push(network, source, sink, sum(network[source].values()), levels, untried):
+            total += amount
     return total
 
 
-def _shortest_path(network: Network, source: Hashable, sink: Hashable) -> list[tuple[Hashable, Hashable]] | None:
-    came_from: dict[Hashable, Hashable] = {source: source}
-    queue = deque([source])
-    while queue:
-        node = queue.popleft()
-        for other, room in network.get(node, {}).items():
-            if room and other not in came_from:
-                came_from[other] = node
-                if other == sink:
-                    path = []
-                    while other != source:
-                        path.append((came_from[other], other))
-                        other = came_from[other]
-                    return path[::-1]
-                queue.append(other)
-    return None
+def _levels(network: Network, source: Node) -> dict[Node, int]:
+    """Every node that can be reached, with the least number of edges to it."""
+    levels = {source: 0}
+    frontier = [source]
+    while frontier:
+        following = []
+        for node in frontier:
+            for other, room in network[node].items():
+                if room and other not in levels:
+                    levels[other] = levels[node] + 1
+                    following.append(other)
+        frontier = following
+    return levels
+
+
+def _push(
+    network: Network, node: Node, sink: Node, amount: int, levels: dict[Node, int], untried: dict[Node, Iterator[Node]]
+) -> int:
+    """Push up to ``amount`` on from a node, one level a step; edges that lead nowhere are not tried again."""
+    if node == sink or not amount:
+        return amount
+    pushed = 0
+    out = network[node]
+    for other in untried[node]:
+        while out[other] and levels.get(other) == levels[node] + 1:
+            more = _push(network, other, sink, min(amount - pushed, out[other]), levels, untried)
+            if not more:
+                break
+            out[other] -= more
+            network[other][node] += more
+            pushed += more
+            if pushed == amount:
+                return pushed
+    return pushed

@@ -50,9 +50,11 @@ def forward_phases(problem: Problem, target: int) -> list[Phase]:
             second += (Transfer(forwarder, rank, part, "dst") for rank in served)
             taken[forwarder] += volume(part) * len(served)
     for (point, _), holders in problem.holders.items():
-        total = sum(volume(box) for _, box in demands[point])
-        shares = _level_shares(total, [taken[rank] for rank in holders])
-        dealt, _ = deal(demands[point], holders, shares)
+        if len(holders) == 1:
+            dealt = [(holders[0], demand) for demand in demands[point]]
+        else:
+            total = sum(volume(box) for _, box in demands[point])
+            dealt, _ = deal(demands[point], holders, _level_shares(total, [taken[rank] for rank in holders]))
         first += (Transfer(sender, receiver, box) for sender, (receiver, box) in dealt)
     return [Phase.of("exchange", first), Phase.of("forward", second)]
 

@@ -95,7 +95,7 @@ class Mesh:
     @cached_property
     def is_ascending(self) -> bool:
         """Whether the ranks ascend in grid order."""
-        return all(map(int.__lt__, self.ranks, self.ranks[1:]))
+        return self.ranks == tuple(sorted(self.ranks))
 
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
+from operator import is_
 
 from optim_redist._mesh import grid_points
 from optim_redist.errors import NotRepresentableError
@@ -51,8 +52,11 @@ def _by_strides(layout: Layout, shape: Sequence[int]) -> Layout | None:
         kind = _ascending_kind(n, split.kind, before, tuple([sizes[axis] for axis in used]))
         if kind is None:
             return None
-        dims.append(Split(used, kind))
-    return Layout(_mesh(sizes, mesh.ranks), dims)
+        unchanged = kind == split.kind and used == split.axes
+        dims.append(split if unchanged else Split(used, kind))
+    if sizes == mesh.sizes and all(map(is_, dims, layout.dims)):
+        return layout
+    return Layout._of(mesh if sizes == mesh.sizes else _mesh(sizes, mesh.ranks), tuple(dims))
 
 
 @lru_cache(maxsize=1024)
@@ -91,7 +95,14 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: tuple[int, ...], joined: tup
 
     None if some coordinate holds nothing or coordinates are not in the order of their first indices.
     """
+    num_parts = prod(axis_sizes)
+    if isinstance(kind, Block):
+        # the simplest there is
+        return kind if (num_parts - 1) * -(-n // num_parts) < n else None
     cuts = kind.cut_points(n, axis_sizes)
+    if cuts is None and isinstance(kind, Cyclic):
+        # dealt out in more than one round, so nobody goes without
+        return kind
     if cuts is None:
         sets = kind.index_sets(n, axis_sizes)
         starts = [held[0].start if held else -1 for held in sets]

@@ -97,6 +97,15 @@ class Layout:
         object.__setattr__(self, "dims", splits)
         object.__setattr__(self, "partial", ops)
 
+    @classmethod
+    def _of(cls, mesh: Mesh, dims: tuple[Split | None, ...]) -> Layout:
+        """A layout of splits that are known to fit the mesh, without contributions."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "mesh", mesh)
+        object.__setattr__(made, "dims", dims)
+        object.__setattr__(made, "partial", ())
+        return made
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -23,6 +23,7 @@ share the same demand, so the least possible largest send is the largest of ceil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -105,9 +106,7 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     """The bounds of a problem that is already laid out."""
     recv, direct_recv = _receives(problem)
     send, direct_send = _sends(problem)
-    stored = problem.num_stored
-    memory = max(map(sum, stored.values()))
-    live = max(map(max, stored.values()))
+    memory, live = _stored(problem)
     reduction = _reduction_bound(problem)
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
@@ -116,12 +115,24 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     seconds = 0.0
     if topology is not None and lb:
         seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
-    live_src = max(problem.held_sizes.values())
+    live_src = max(problem.held_sizes.values()) if not problem.is_even else problem.held_by_all
     return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, live_src, seconds)
+
+
+def _stored(problem: Problem) -> tuple[int, int]:
+    """What the fullest rank holds of source and target together, and of the larger of the two."""
+    if problem.is_even:
+        here, there = problem.held_by_all, problem.needed_by_all
+        return here + there, max(here, there)
+    stored = problem.num_stored.values()
+    return max(map(sum, stored)), max(map(max, stored))
 
 
 def _receives(problem: Problem) -> tuple[int, int]:
     """The largest In({r}), and what the busiest rank receives in a plan of one step."""
+    if problem.is_even and problem.num_contributions == 1 and not problem.started:
+        missing = problem.needed_by_all - min(problem.num_kept.values())
+        return missing, missing
     needed, kept = problem.needed_sizes, problem.num_kept
     wanted = [needed[point] for point in problem.dst_points.values()]
     own = [kept.get(rank, 0) for rank in problem.dst_points]
@@ -137,7 +148,11 @@ def _sends(problem: Problem) -> tuple[int, int]:
 
     Holders of one part share its demand: what its needers want, less what holders among them have.
     """
-    held, kept, needers = problem.held_sizes, problem.num_kept, problem.dst_replicas
+    kept, needers = problem.num_kept, problem.dst_replicas
+    if problem.is_even and problem.src_replicas == 1 and not problem.started:
+        direct = problem.held_by_all * needers - min(kept.values())
+        return direct if needers == 1 else problem.held_by_all, direct
+    held = problem.held_sizes
     if problem.src_replicas == 1:
         demands = [held[point] * needers - kept.get(rank, 0) for rank, point in problem.src_points.items()]
         direct = max(demands)
@@ -148,9 +163,8 @@ def _sends(problem: Problem) -> tuple[int, int]:
         demand = held[point] * needers - sum(kept.get(rank, 0) for rank in ranks)
         leaving = held[point]
         if needers <= len(ranks):
-            targets = [problem.dst_points[rank] for rank in ranks if rank in problem.dst_points]
-            only_here = {target for target in targets if targets.count(target) == needers}
-            leaving -= sum(problem.num_common(point, target) for target in only_here)
+            targets = Counter(problem.dst_points[rank] for rank in ranks if rank in problem.dst_points)
+            leaving -= sum(problem.num_common(point, target) for target, n in targets.items() if n == needers)
         least = max(least, -(-leaving // len(ranks)))
         direct = max(direct, -(-demand // len(ranks)))
     return least, direct

@@ -57,19 +57,26 @@ class Phase:
 
     def received(self) -> dict[int, int]:
         """Elements that every rank receives from others."""
-        return _totals((t.receiver, t) for t in self.transfers)
+        return self._totals[1]
 
     def sent(self) -> dict[int, int]:
         """Elements that every rank sends to others."""
-        return _totals((t.sender, t) for t in self.transfers)
+        return self._totals[0]
 
-
-def _totals(pairs: Iterable[tuple[int, Transfer]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for rank, transfer in pairs:
-        if transfer.sender != transfer.receiver:
-            found[rank] = found.get(rank, 0) + transfer.num_elements
-    return found
+    @cached_property
+    def _totals(self) -> tuple[dict[int, int], dict[int, int]]:
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        # many transfers carry one and the same box
+        volumes: dict[int, int] = {}
+        for t in self.transfers:
+            if t.sender != t.receiver:
+                count = volumes.get(id(t.box))
+                if count is None:
+                    count = volumes[id(t.box)] = t.num_elements
+                sent[t.sender] = sent.get(t.sender, 0) + count
+                received[t.receiver] = received.get(t.receiver, 0) + count
+        return sent, received
 
 
 @dataclass(frozen=True)

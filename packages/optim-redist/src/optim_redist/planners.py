@@ -113,14 +113,16 @@ def _local(request: Request, limits: Bounds) -> Candidate:
     return Candidate("local", (stage,), (step,), 0)
 
 
-def _direct(request: Request, limits: Bounds) -> Candidate:
+def _direct(request: Request, limits: Bounds, op: str = "exchange") -> Candidate:
     problem, width = request.problem, request.itemsize
-    peak = (limits.memory + limits.direct_recv + limits.direct_send) * width + _partial_bytes(request)
+    held = limits.memory + limits.direct_recv + limits.direct_send + max(request.aside.values(), default=0)
+    peak = held * width + _partial_bytes(request)
     if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
-        return _from_phases("direct", request)
+        return _from_phases("direct", request, op=op)
+    # without borders and in one round the bounds say all there is to know: no transfer has to be listed
     combined = limits.direct_recv if problem.num_contributions > 1 else 0
-    step = _step(request, "exchange", limits.direct_recv, limits.direct_send, peak, combined=combined)
-    return Candidate("direct", (Stage("exchange", "direct", problem.src, problem.dst),), (step,), limits.single_hop)
+    step = _step(request, op, limits.direct_recv, limits.direct_send, peak, combined=combined)
+    return Candidate("direct", (Stage(op, "direct", problem.src, problem.dst),), (step,), limits.single_hop)
 
 
 def _naive(request: Request, limits: Bounds) -> Candidate:
@@ -187,7 +189,7 @@ def _from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, L
     src = problem.src
     for op, layout in layouts:
         part = request.between(src, layout, aside if stages else {})
-        chosen = _from_phases("direct", part, op=op)
+        chosen = _direct(part, bounds_of(part.problem), op)
         stages += chosen.stages
         steps += chosen.steps
         busiest += chosen.busiest

@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist._relabel import relabelled
@@ -189,29 +189,32 @@ class Plan:
         )
 
 
-class _Cache(OrderedDict[tuple[Any, ...], Plan]):
-    """The plans that were used last."""
+_Found = TypeVar("_Found")
 
-    def find(self, key: tuple[Any, ...]) -> Plan | None:
+
+class _Cache(OrderedDict[tuple[Any, ...], _Found]):
+    """What was used last."""
+
+    def find(self, key: tuple[Any, ...]) -> _Found | None:
         found = self.get(key)
         if found is not None:
             self.move_to_end(key)
         return found
 
-    def put(self, key: tuple[Any, ...], made: Plan) -> None:
+    def put(self, key: tuple[Any, ...], made: _Found) -> None:
         self[key] = made
         if len(self) > _CACHE_SIZE:
             self.popitem(last=False)
 
 
-_plans = _Cache()  # for layouts as they are written
-_canonical_plans = _Cache()
+_plans: _Cache[Plan] = _Cache()  # for layouts as they are written
+_decisions: _Cache[dict[str, Any]] = _Cache()  # for their canonical forms
 
 
 def clear_cache() -> None:
     """Forget all plans."""
     _plans.clear()
-    _canonical_plans.clear()
+    _decisions.clear()
 
 
 def plan(
@@ -257,14 +260,20 @@ def plan(
     if known is None:
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        known = _written(_canonical_plan(tuple(shape), name, src, dst, *options), name, src, dst)
+        decided = _decided(tuple(shape), itemsize(name), src, dst, *options)
+        # the last steps lead to the target, which is printed as the caller writes it
+        steps, text = decided["steps"], str(dst)
+        last = steps[-1].layout
+        if last != text:
+            steps = tuple([step if step.layout != last else Step(**{**vars(step), "layout": text}) for step in steps])
+        known = Plan(**{**decided, "dtype": name, "src": src, "dst": dst, "steps": steps})
         _plans.put(key, known)
     return known
 
 
-def _canonical_plan(
+def _decided(
     shape: tuple[int, ...],
-    dtype: str,
+    width: int,
     src: Layout,
     dst: Layout,
     model: CommModel,
@@ -273,34 +282,24 @@ def _canonical_plan(
     deterministic: bool,
     asked: tuple[str, ...] | None,
     budget: int,
-) -> Plan:
-    """The plan between the canonical forms of two layouts, one for all that are equal to them and as wide.
+) -> dict[str, Any]:
+    """The plan between the canonical forms of two layouts, but for its ends: one for all that are equal and as wide.
 
     Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes.
     """
     if not (src.partial or dst.partial):
         src, dst = canonical(src, shape), canonical(dst, shape)
-    width = itemsize(dtype)
     key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
-    known = _canonical_plans.find(key)
+    known = _decisions.find(key)
     if known is None:
         request = Request(Problem(shape, src, dst), width, model, memory_limit, donate, budget)
-        known = _plan(request, dtype, asked, deterministic)
-        _canonical_plans.put(key, known)
+        known = {**_decide(request, asked), "donate": donate, "deterministic": deterministic}
+        _decisions.put(key, known)
     return known
 
 
-def _written(made: Plan, dtype: str, src: Layout, dst: Layout) -> Plan:
-    """The plan with its two ends as the caller writes them."""
-    steps = made.steps
-    last = made.stages[-1].dst
-    if dst is not last:
-        text, wanted = str(last), str(dst)
-        steps = tuple(replace(step, layout=wanted) if step.layout == text else step for step in steps)
-    return replace(made, dtype=dtype, src=src, dst=dst, steps=steps)
-
-
-def _plan(request: Request, dtype: str, asked: tuple[str, ...] | None, deterministic: bool) -> Plan:
+def _decide(request: Request, asked: tuple[str, ...] | None) -> dict[str, Any]:
+    """The cheapest candidate, as the fields of the plan that depend on it."""
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
     found, hopeless = candidates(request, limits, asked)
@@ -308,30 +307,25 @@ def _plan(request: Request, dtype: str, asked: tuple[str, ...] | None, determini
     if not fitting:
         raise _infeasible(request, limits)
     chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
-    volume = chosen.busiest
-    return Plan(
-        shape=problem.shape,
-        dtype=dtype,
-        src=problem.src,
-        dst=problem.dst,
-        model=model.id,
-        topology=model.topology,
-        planner=chosen.planner,
-        stages=chosen.stages,
-        steps=chosen.steps,
-        bounds=limits,
-        time=chosen.seconds,
-        peak_bytes=chosen.peak_bytes,
-        gap=chosen.seconds / limits.seconds - 1 if limits.seconds else 0.0,
-        volume_ratio=volume / limits.lb if limits.lb else 1.0,
-        memory_limit=request.memory_limit,
-        donate=request.donate,
-        deterministic=deterministic,
-        alternatives=(
+    seconds = chosen.seconds
+    return {
+        "shape": problem.shape,
+        "model": model.id,
+        "topology": model.topology,
+        "planner": chosen.planner,
+        "stages": chosen.stages,
+        "steps": chosen.steps,
+        "bounds": limits,
+        "time": seconds,
+        "peak_bytes": chosen.peak_bytes,
+        "gap": seconds / limits.seconds - 1 if limits.seconds else 0.0,
+        "volume_ratio": chosen.busiest / limits.lb if limits.lb else 1.0,
+        "memory_limit": request.memory_limit,
+        "alternatives": (
             *(Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen),
             *(Alternative(*other) for other in hopeless),
         ),
-    )
+    }
 
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:

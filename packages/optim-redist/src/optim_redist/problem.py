@@ -64,6 +64,11 @@ class Problem:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
         num_src_points = prod([len(o.src.sizes) for o in self.overlaps])
         num_dst_points = prod([len(o.dst.sizes) for o in self.overlaps])
+        # whether all ranks hold equally much and need equally much
+        sides = [side for o in self.overlaps for side in (o.src, o.dst)]
+        self.is_even = src.mesh.ranks == dst.mesh.ranks and all(side.is_even for side in sides)
+        self.held_by_all = prod([o.src.sizes[0] for o in self.overlaps])
+        self.needed_by_all = prod([o.dst.sizes[0] for o in self.overlaps])
         self.src_replicas: int = src.mesh.num_ranks // (num_src_points * self.num_contributions)
         self.dst_replicas: int = dst.mesh.num_ranks // (num_dst_points * num_started)
 
@@ -107,8 +112,9 @@ class Problem:
     def holders(self) -> dict[tuple[Point, int], list[int]]:
         """The ranks at each source point with each contribution, ascending."""
         found: dict[tuple[Point, int], list[int]] = {}
-        for rank in sorted(self.src_points):
-            found.setdefault((self.src_points[rank], self.contribution[rank]), []).append(rank)
+        points, contribution = self.src_points, self.contribution
+        for rank in sorted(points):
+            found.setdefault((points[rank], contribution[rank]), []).append(rank)
         return found
 
     @cached_property
@@ -155,16 +161,17 @@ class Problem:
     @cached_property
     def num_kept(self) -> dict[int, int]:
         """Elements each rank both holds and needs, for ranks on both sides."""
-        src = self.src_points
-        known: dict[tuple[Point, Point], int] = {}
-        found = {}
-        for rank, dst in self.dst_points.items():
-            if rank in src:
-                pair = src[rank], dst
-                if pair not in known:
-                    known[pair] = self.num_common(*pair)
-                found[rank] = known[pair]
-        return found
+        ranks = [rank for rank in self.dst_points if rank in self.src_points]
+        here = [self.src_points[rank] for rank in ranks]
+        there = [self.dst_points[rank] for rank in ranks]
+        found = [1] * len(ranks)
+        for k, o in enumerate(self.overlaps):
+            if len(o.src.sizes) == len(o.dst.sizes) == 1:
+                found = [n * o.n for n in found]
+            else:
+                rows = o.common
+                found = [n * rows[i[k]].get(j[k], 0) for n, i, j in zip(found, here, there)]
+        return dict(zip(ranks, found))
 
     def common(self, src: Point, dst: Point) -> Box | None:
         """The atom B(src, dst), None if it is empty."""
