@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,14 @@ from optim_kernels.multi_tensor import (
     keep_for_graphs,
 )
 
+if TYPE_CHECKING:
+    from optim_kernels._triton import Launch
+
 # Elements of a tile (four make a chunk) and threads of a program; programs for each multiprocessor of the device.
 TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
 INTERPRETED_TILE = 1024
+# Lists of gradients that a ``GradientNorms`` remembers.
+MOST_PARTS = 32
 
 
 class GradientNorm:
@@ -38,7 +43,7 @@ class GradientNorm:
         self._addresses: list[int] = []
         self._numels: list[int] = []
         self._aligned: list[bool] = []
-        self._launches: dict[Any, Callable[..., None]] = {}
+        self._launches: dict[Any, Launch] = {}
         self._chunks: ChunkMap
         self._partials: Tensor
 
@@ -75,16 +80,10 @@ class GradientNorm:
         if launch is None:
             launch = self._launches[norm_type] = self._norm_launch(norm_type)
         self._keep_if_captured()
+        chunks, total = self._chunks, self._total if total is None else total
         launch(
-            (
-                self._chunks.owners,
-                self._rows.words,
-                self._partials,
-                self._counter,
-                self._total if total is None else total,
-                result,
-            ),
-            (self._chunks.num_chunks, self._chunks.num_full, float(max_norm)),
+            (chunks.owners, self._rows.words, self._partials, self._counter, total, result),
+            (chunks.num_chunks, chunks.num_full, float(max_norm)),
         )
 
     def scale_(self, factor: Tensor) -> None:
@@ -95,7 +94,7 @@ class GradientNorm:
         self._keep_if_captured()
         launch((self._chunks.owners, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
 
-    def _norm_launch(self, norm_type: float) -> Callable[..., None]:
+    def _norm_launch(self, norm_type: float) -> Launch:
         from optim_kernels import clip_kernels as kernels
         from optim_kernels._triton import TRITON_DTYPES, Launch
 
@@ -109,7 +108,7 @@ class GradientNorm:
             num_warps=NUM_WARPS,
         )
 
-    def _scale_launch(self) -> Callable[..., None]:
+    def _scale_launch(self) -> Launch:
         from optim_kernels import clip_kernels as kernels
         from optim_kernels._triton import TRITON_DTYPES, Launch
 
@@ -134,11 +133,13 @@ class _Split(NamedTuple):
 class GradientNorms:
     """Norms of gradients of any devices and dtypes: one ``GradientNorm`` for each, kept from step to step.
 
-    Every stream has scratch of its own, for norms may be taken in several at once.
+    Args:
+        any_stream: whether calls may overlap in several streams, each of which then has scratch of its own.
     """
 
-    def __init__(self, impl: Impl = "auto") -> None:
+    def __init__(self, impl: Impl = "auto", *, any_stream: bool = False) -> None:
         self._impl = impl
+        self._any_stream = any_stream
         self._parts: dict[Any, GradientNorm] = {}
         self._split: _Split | None = None
 
@@ -154,6 +155,22 @@ class GradientNorms:
             return norm, factor
         norm = self._combined(parts, grads.tensors if isinstance(grads, TensorList) else grads, norm_type)
         return norm, reference.clip_factor(norm, max_norm)
+
+    def clip_(self, grads: Sequence[Tensor], norm_type: float, max_norm: float) -> Tensor | None:
+        """The norm of the gradients, scaled down to ``max_norm``; ``None`` if the kernels cannot scale them."""
+        seen = self.look_at(grads)
+        parts = None if seen is None else self._refreshed(seen, norm_type, in_place=True)
+        if seen is None or parts is None:
+            return None
+        if len(parts) == 1:
+            result = torch.empty(2, dtype=torch.float32, device=parts[0].device)
+            parts[0].norm(norm_type, max_norm, result)
+            norm, factor = result.unbind()
+            parts[0].scale_(factor)
+            return norm
+        norm, factor = self.norm_and_factor(seen, norm_type, max_norm)
+        self.scale_(seen, factor)
+        return norm
 
     def norm(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         """The norm alone."""
@@ -197,16 +214,26 @@ class GradientNorms:
         numels: list[int] = seen.kinds[1]
         parts = []
         for device, dtype, places in split.parts:
-            key = (device, dtype, _stream(device), len(places))
-            part = self._parts.get(key)
-            if part is None:
-                part = self._parts[key] = GradientNorm(device, dtype)
-            if len(split.parts) == 1:
-                part.refresh(seen.addresses, numels)
-            else:
-                part.refresh([seen.addresses[place] for place in places], [numels[place] for place in places])
+            addresses = [seen.addresses[place] for place in places] if len(split.parts) > 1 else seen.addresses
+            part = self._part(device, dtype, addresses)
+            part.refresh(addresses, [numels[place] for place in places] if len(split.parts) > 1 else numels)
             parts.append(part)
         return parts
+
+    def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int]) -> GradientNorm:
+        """The part that knows these gradients, or those of an earlier step at about the same place."""
+        key = (device, dtype, len(addresses), addresses[0], _stream(device) if self._any_stream else 0)
+        if self._any_stream and is_capturing(device):
+            # The graph may be replayed beside eager calls, so it takes a part along: one that knows the gradients, if
+            # there was a warm-up, for otherwise every replay would repeat the upload.
+            alike = next((other for other in self._parts if other[:-1] == key[:-1]), key)
+            return self._parts.pop(alike, None) or GradientNorm(device, dtype)
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) == MOST_PARTS:
+                del self._parts[next(iter(self._parts))]
+            part = self._parts[key] = GradientNorm(device, dtype)
+        return part
 
     def _split_of(self, grads: TensorList) -> _Split | None:
         """The gradients by device and dtype, as last time if they are as then; ``None`` if the kernels cannot."""

@@ -32,7 +32,7 @@ __all__ = [
 
 Tensors = Tensor | Iterable[Tensor]
 
-_NORMS = GradientNorms()
+_NORMS = GradientNorms(any_stream=True)
 
 
 @torch.no_grad()
@@ -47,12 +47,9 @@ def clip_grad_norm_(
     parameters = _as_list(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
-        # looked at once for the norm and the scaling
-        seen = _NORMS.look_at(gradients) or gradients
-        norm, factor = _NORMS.norm_and_factor(seen, float(norm_type), max_norm)
-        if not _NORMS.scale_(seen, factor):
-            _scale_(gradients, factor, use_kernels=False)
-        return norm
+        clipped = _NORMS.clip_(gradients, float(norm_type), max_norm)
+        if clipped is not None:
+            return clipped
     norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
