@@ -14,18 +14,21 @@ from optim_kernels._triton import tl
 P, G, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(8))
 # One stride for parameter, gradient, buffer and master, one for both X.
 STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(8, 12))
-FIRST_TILE, OUTER_TILES, INNER_TILES, FIRST_LINE = (tl.constexpr(column) for column in range(12, 16))
+# Where the matrix's own begin in buffers of tiles, of lines and of parts of lines; and how many parts a line has.
+FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(12, 15))
+FIRST_LINE, FIRST_PART, NUM_PARTS = (tl.constexpr(column) for column in range(15, 18))
 # Whether the inner index numbers the rows; the group; and for random bits the parameter's place, the matrix's first
 # element in the parameter's memory, and the seed.
-ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(16, 21))
-NUM_FIELDS = tl.constexpr(21)
+ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(18, 23))
+NUM_FIELDS = tl.constexpr(23)
 
 # Columns of a group's hyperparameters.
 LR, WEIGHT_DECAY, MOMENTUM, BETA2 = (tl.constexpr(column) for column in range(4))
 NUM_HYPER = tl.constexpr(4)
 
-# Side of a tile; lines are padded to a multiple of it in buffers.
+# Side of a tile; and of a strip, which is STRIP whole rows, walked STRIP_STEP columns at a time.
 TILE = tl.constexpr(64)
+STRIP, STRIP_STEP = tl.constexpr(16), tl.constexpr(256)
 
 # What a parameter keeps beside itself: nothing, an fp32 master, or the int16 low half of one.
 NO_MASTER, MASTER_FP32, MASTER_LOW = (tl.constexpr(kind) for kind in range(3))

@@ -1,33 +1,52 @@
 """Triton kernels behind Muon's products, each over the matrices of all parameters.
 
-    squares       sums of O² over each tile's lines, which `_muon_tiles.lines_kernel` adds up
+    last product  Newton–Schulz's last product, O = s (α S X + β X), with something more in its epilogue:
+                      the parameter's update (`_muon_parameter`),
+                      or, where the update needs all of O first, sums of O² over each tile's lines
     variance      ρ = √min(r, c)/max(‖O‖, 1e-6) with renormalize, else 1;  q = ρ² mean O² of a line;
                   V <- β2 V + (1 − β2)q;  s = rsqrt(max(V, 1e-10));  line factor ρ s ‖O‖/max(‖O s‖, 1e-10)
     advance       step counts + 1, which stochastic rounding draws its bits by
-    update        O · factor subtracted from the parameter (`_muon_parameter`)
-    last product  the update in the epilogue of Newton–Schulz's last product, where nothing needs all of O first:
-                  O = s (α S X + β X)
+    update        O · factor subtracted from the parameter
 
-Nothing is written when found_inf (control[1]) is nonzero.
+A line is a row of a matrix with r ≥ c, else a column; its sum is in parts, one for each tile across. Nothing is written
+when found_inf (control[1]) is nonzero.
 """
 
 from __future__ import annotations
 
 from optim_kernels._muon_parameter import update_tile
-from optim_kernels._muon_table import BETA2, FIRST_LINE, GROUP, INNER, NUM_FIELDS, NUM_HYPER, OUTER, TILE, O, V
-from optim_kernels._muon_tiles import factor_tile, line_sums, lines_are_inner, load_x, num_lines, tile_of
+from optim_kernels._muon_table import (
+    BETA2,
+    FIRST_LINE,
+    FIRST_PART,
+    GROUP,
+    INNER,
+    NUM_FIELDS,
+    NUM_HYPER,
+    NUM_PARTS,
+    OUTER,
+    ROWS_ARE_INNER,
+    O,
+    V,
+)
+from optim_kernels._muon_tiles import factor_tile, load_x, tile_of
 from optim_kernels._product_kernels import rectangle_tile
-from optim_kernels._triton import div_rn, dot, sqrt_rn, tl, triton
+from optim_kernels._triton import div_rn, dot, narrow, sqrt_rn, tl, triton
+
+_PARTS_AT_A_TIME = tl.constexpr(8)
 
 
 @triton.jit
-def squares_kernel(table, tile_map, sums, X_DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tile's sums of O² by V's lines: rows of a matrix with r ≥ c, else columns."""
-    matrix, first_outer, first_inner = tile_of(tile_map)
-    record = table + matrix * NUM_FIELDS
-    o = load_x(record, O, first_outer, first_inner, X_DTYPE, ALIGNED)
-    out = sums + tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(out, line_sums(o, lines_are_inner(record, False)))
+def _line_squares(record, parts, line, count):
+    """Σ O² of lines, from their parts in order; fp64."""
+    first = parts + tl.load(record + FIRST_PART) + line
+    num_parts = tl.load(record + NUM_PARTS)
+    total = tl.zeros(line.shape, tl.float64)
+    for start in range(0, num_parts, _PARTS_AT_A_TIME):
+        part = start + tl.arange(0, _PARTS_AT_A_TIME)
+        mask = (part < num_parts)[:, None] & (line < count)[None, :]
+        total += tl.sum(tl.load(first[None, :] + part[:, None] * count, mask=mask, other=0.0).to(tl.float64), axis=0)
+    return total
 
 
 @triton.jit
@@ -35,21 +54,20 @@ def variance_kernel(
     table,
     hyper,
     control,
-    lines,
+    parts,
     factors,
     RENORMALIZE: tl.constexpr,
     VARIANCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From sums of O² by line: move V, write each line's factor. One program a matrix."""
+    """From sums of O² over lines: move V, write each line's factor. One program a matrix."""
     record = table + tl.program_id(0).to(tl.int64) * NUM_FIELDS
     first = tl.load(record + FIRST_LINE)
-    count = num_lines(record, False)
     outer, inner = tl.load(record + OUTER), tl.load(record + INNER)
+    count = tl.maximum(outer, inner)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, count, BLOCK):
-        line = start + tl.arange(0, BLOCK)
-        total += tl.load(lines + first + line, mask=line < count, other=0.0)
+        total += _line_squares(record, parts, start + tl.arange(0, BLOCK), count)
     norm = tl.sqrt(tl.sum(total, axis=0))
     rho = norm * 0.0 + 1.0
     if RENORMALIZE:
@@ -65,7 +83,7 @@ def variance_kernel(
         for start in range(0, count, BLOCK):
             line = start + tl.arange(0, BLOCK)
             there = line < count
-            squares = tl.load(lines + first + line, mask=there, other=0.0) * rho * rho
+            squares = _line_squares(record, parts, line, count) * rho * rho
             v = tl.load(v_pointer + line, mask=there, other=0.0)
             v = beta2 * v + (1.0 - beta2) * (squares / across).to(tl.float32)
             if keep:
@@ -115,7 +133,7 @@ def update_kernel(
     record = table + matrix * NUM_FIELDS
     o = load_x(record, O, first_outer, first_inner, X_DTYPE, ALIGNED)
     if HAS_FACTORS:
-        o = o * factor_tile(record, factors, first_outer, first_inner, False)
+        o = o * factor_tile(record, factors, first_outer, first_inner)
     scale = tl.load(lr_scales + matrix)
     update_tile(record, hyper, scale, first_outer, first_inner, o, P_DTYPE, MASTER_KIND, CAUTIOUS, STOCHASTIC, ALIGNED)
 
@@ -125,11 +143,13 @@ def last_product_kernel(
     s_desc,
     x_desc,
     c_desc,
+    o_desc,
     table,
     hyper,
     control,
     lr_scales,
     scales,
+    parts,
     first_matrix,
     tiles,
     rows,
@@ -139,6 +159,7 @@ def last_product_kernel(
     beta,
     HAS_C: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    SQUARES: tl.constexpr,
     P_DTYPE: tl.constexpr,
     MASTER_KIND: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -148,7 +169,10 @@ def last_product_kernel(
     BLOCK_K: tl.constexpr,
     PANEL: tl.constexpr,
 ):
-    """One tile of the batch of matrices that starts with number ``first_matrix``: O, and the parameter's update."""
+    """One tile of the batch of matrices that starts with number ``first_matrix``.
+
+    With SQUARES O and its sums of squares are stored, else the parameter is updated.
+    """
     if tl.load(control + 1) != 0.0:
         return
     pid = tl.program_id(0)
@@ -167,14 +191,37 @@ def last_product_kernel(
         acc *= tl.load(scales + batch)
     matrix = (first_matrix + batch).to(tl.int64)
     record = table + matrix * NUM_FIELDS
-    scale = tl.load(lr_scales + matrix)
-    # X has its short side first, the storage its outer lines
-    transposed = tl.load(record + OUTER) > tl.load(record + INNER)
-    # in halves, for the whole tile's parameters do not fit in registers beside it
-    halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-    for half in tl.static_range(2):
-        o, first = halves[half], column + half * (BLOCK_N // 2)
-        if transposed:
-            update_tile(record, hyper, scale, first, row, o.T, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)
-        else:
-            update_tile(record, hyper, scale, row, first, o, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)
+    outer_size, inner_size = tl.load(record + OUTER), tl.load(record + INNER)
+    if SQUARES:
+        o = narrow(acc, o_desc.dtype)
+        o_desc.store([batch, row, column], o.reshape(1, BLOCK_M, BLOCK_N))
+        _store_squares(record, parts, o.to(tl.float32), i, j, outer_size, inner_size)
+    else:
+        scale = tl.load(lr_scales + matrix)
+        # in halves, for the whole tile's parameters do not fit in registers beside it
+        halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            o, first = halves[half], column + half * (BLOCK_N // 2)
+            # X has its short side first, the storage its outer lines
+            if outer_size > inner_size:
+                update_tile(record, hyper, scale, first, row, o.T, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)
+            else:
+                update_tile(record, hyper, scale, row, first, o, P_DTYPE, MASTER_KIND, CAUTIOUS, False, ALIGNED)
+
+
+@triton.jit
+def _store_squares(record, parts, o, i, j, outer_size, inner_size):
+    """Sums of O² over what a tile, number (i, j) of X, has of each line."""
+    count = tl.maximum(outer_size, inner_size)
+    first = parts + tl.load(record + FIRST_PART)
+    # X's columns are the longer side, hence the lines; a square X is in the storage's order
+    if (outer_size != inner_size) | (tl.load(record + ROWS_ARE_INNER) != 0):
+        _store_part(first + i * count, j, count, tl.sum(o * o, axis=0))
+    else:
+        _store_part(first + j * count, i, count, tl.sum(o * o, axis=1))
+
+
+@triton.jit
+def _store_part(part, block, count, squares):
+    line = block * squares.shape[0] + tl.arange(0, squares.shape[0])
+    tl.store(part + line, squares, mask=line < count)

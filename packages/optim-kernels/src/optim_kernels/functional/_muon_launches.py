@@ -13,9 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from optim_kernels import _muon_momentum_kernels as front
 from optim_kernels import _muon_table as fields
 from optim_kernels import _muon_update_kernels as back
-from optim_kernels._impl import is_interpreted
-from optim_kernels._muon_tiles import lines_kernel
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv
+from optim_kernels._tiles import cdiv
 from optim_kernels._triton import TRITON_DTYPES
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
@@ -25,12 +23,8 @@ from optim_kernels.reference.muon import MuonRule
 
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024
-# Of the kernels that stream parameters through registers, a tile a program.
-TILE_WARPS = 4
 # Programs that share the writing of a matrix's X once more.
 RESCUERS = 16
-# Of the last product, whose epilogue hides behind the other program's main loop; and where those are too few.
-LAST_TILE, SMALL_LAST_TILE = Tile(128, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)
 PANEL = 8
 
 
@@ -93,9 +87,8 @@ class Launches:
 
     def launch(self, *, parallel: bool = False) -> None:
         """The whole step; with ``parallel`` each family on a branch of its own, filling the others' last rounds."""
-        options = self._options
-        if options.rule.row_equilibrate:
-            self._momentum_of_equilibrated()
+        if self._options.rule.row_equilibrate:
+            self._equilibrated_momentum()
         else:
             self._momentum()
         if parallel and len(self._families) > 1:
@@ -110,9 +103,9 @@ class Launches:
         else:
             for family in self._families:
                 self._orthogonalize(family)
-        if options.has_factors:
+        if self._options.has_factors:
             self._variance()
-        if options.draws_bits:
+        if self._options.draws_bits:
             back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._control)
         if not self._updates_in_last_product:
             self._update()
@@ -120,11 +113,10 @@ class Launches:
     @property
     def count(self) -> int:
         """How many launches that is."""
-        options, ns = self._options, self._options.ns
-        front_and_back = 4 if options.rule.row_equilibrate else 3
-        front_and_back += (3 if options.has_factors else 0) + (1 if options.draws_bits else 0)
-        front_and_back += 0 if self._updates_in_last_product else 1
-        return front_and_back + sum(_iteration_launches(family, ns) for family in self._families)
+        options = self._options
+        around = 2 if options.rule.row_equilibrate else 3
+        around += options.has_factors + options.draws_bits + (not self._updates_in_last_product)
+        return around + sum(_iteration_launches(family, options.ns) for family in self._families)
 
     @property
     def _updates_in_last_product(self) -> bool:
@@ -143,16 +135,17 @@ class Launches:
         }
 
     @property
-    def _of_norm(self) -> tuple[dict[str, float], dict[str, Any]]:
+    def _of_norm(self) -> dict[str, Any]:
         ns = self._options.ns
-        return {"norm_scale": ns.norm_scale, "eps": ns.eps}, {"ADD_EPS": ns.eps_mode == "add", "BLOCK": LINE_BLOCK}
+        return {"norm_scale": ns.norm_scale, "eps": ns.eps, "ADD_EPS": ns.eps_mode == "add", "BLOCK": LINE_BLOCK}
 
     def _momentum(self) -> None:
         t, common = self._tables, (self._hyper, self._control)
-        numbers, constants = self._of_norm
         num_matrices = len(t.matrices)
         front.guess_kernel[(num_matrices,)](t.matrices, *common, t.units, **self._of_gradient)
-        self._move_momentum(equilibrate=False)
+        front.momentum_kernel[(len(t.tile_map),)](
+            t.matrices, t.tile_map, *common, t.units, t.sums, **self._of_gradient, X_DTYPE=self._x_dtype
+        )
         front.norm_kernel[(num_matrices, RESCUERS)](
             t.matrices,
             *common,
@@ -160,70 +153,49 @@ class Launches:
             t.sums,
             t.scales,
             t.squared_scales,
-            **numbers,
-            **constants,
+            **self._of_norm,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
         )
 
-    def _momentum_of_equilibrated(self) -> None:
+    def _equilibrated_momentum(self) -> None:
         t = self._tables
-        numbers, constants = self._of_norm
-        self._move_momentum(equilibrate=True)
-        self._add_lines(by_rows=True)
-        front.equilibrate_kernel[(len(t.matrices),)](t.matrices, t.lines, t.factors, **numbers, **constants)
-        front.normalize_kernel[(len(t.tile_map),)](
+        front.strips_kernel[(len(t.strip_map),)](
             t.matrices,
-            t.tile_map,
+            t.strip_map,
             self._hyper,
             self._control,
-            t.factors,
+            t.row_squares,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
-            num_warps=TILE_WARPS,
         )
-
-    def _move_momentum(self, *, equilibrate: bool) -> None:
-        t = self._tables
-        front.momentum_kernel[(len(t.tile_map),)](
-            t.matrices,
-            t.tile_map,
-            self._hyper,
-            self._control,
-            t.units,
-            t.sums,
-            **self._of_gradient,
-            X_DTYPE=self._x_dtype,
-            EQUILIBRATE=equilibrate,
-            num_warps=TILE_WARPS,
+        front.equilibrate_kernel[(len(t.matrices),)](
+            t.matrices, t.row_squares, t.scales, t.squared_scales, **self._of_norm
         )
-
-    def _add_lines(self, *, by_rows: bool) -> None:
-        t = self._tables
-        lines_kernel[(len(t.line_map),)](t.matrices, t.line_map, t.sums, t.lines, BY_ROWS=by_rows)
 
     def _orthogonalize(self, family: Family) -> None:
-        options = self._options
-        tables = None if options.rule.row_equilibrate else self._tables
-        products = StepProducts(family, options.ns, tables=tables, leave_last=self._updates_in_last_product)
-        iterate([batch.x for batch in family], options.ns, products)
+        leave_last = self._updates_in_last_product or self._options.has_factors
+        products = StepProducts(family, self._options.ns, self._tables, leave_last=leave_last)
+        iterate([batch.x for batch in family], self._options.ns, products)
         for last in products.last:
-            self._update_by(last)
+            self._last_product(last)
 
-    def _update_by(self, last: LastProduct) -> None:
-        """The last product of a batch, and the update of its parameters."""
+    def _last_product(self, last: LastProduct) -> None:
+        """The last product of a batch, with the update of its parameters or what that has to know of O."""
+        t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
-        tile = _last_tile(last.x)
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
         back.last_product_kernel[(count * rows * columns,)](
             TensorDescriptor.from_tensor(last.s, [1, tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(last.x, [1, tile.depth, tile.columns]),
             TensorDescriptor.from_tensor(last.x if last.c is None else last.c, [1, tile.rows, tile.columns]),
-            self._tables.matrices,
+            TensorDescriptor.from_tensor(last.out, [1, tile.rows, tile.columns]),
+            t.matrices,
             self._hyper,
             self._control,
-            self._tables.lr_scales,
-            self._tables.scales if last.scale is None else last.scale,
+            t.lr_scales,
+            t.scales if last.scale is None else last.scale,
+            t.parts,
             last.batch.first,
             rows * columns,
             rows,
@@ -233,6 +205,7 @@ class Launches:
             last.beta,
             HAS_C=last.c is not None,
             HAS_SCALE=last.scale is not None,
+            SQUARES=self._options.has_factors,
             **self._options.of_update,
             ALIGNED=self.state_is_aligned,
             BLOCK_M=tile.rows,
@@ -245,19 +218,16 @@ class Launches:
 
     def _variance(self) -> None:
         t, options = self._tables, self._options
-        back.squares_kernel[(len(t.tile_map),)](
-            t.matrices, t.tile_map, t.sums, X_DTYPE=self._x_dtype, ALIGNED=self.state_is_aligned
-        )
-        self._add_lines(by_rows=False)
         back.variance_kernel[(len(t.matrices),)](
             t.matrices,
             self._hyper,
             self._control,
-            t.lines,
+            t.parts,
             t.factors,
             RENORMALIZE=options.rule.renormalize,
             VARIANCE=options.variance,
             BLOCK=LINE_BLOCK,
+            num_warps=8,
         )
 
     def _update(self) -> None:
@@ -274,19 +244,7 @@ class Launches:
             HAS_FACTORS=options.has_factors,
             STOCHASTIC=options.draws_bits,
             ALIGNED=self.state_is_aligned,
-            num_warps=TILE_WARPS,
         )
-
-
-def _last_tile(x: Tensor) -> Tile:
-    if is_interpreted():
-        return INTERPRETED
-    if x.dtype == torch.float32:
-        return FULL_PRECISION
-    count, m, n = x.shape
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    tiles = count * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
-    return LAST_TILE if tiles > 2 * num_sms else SMALL_LAST_TILE
 
 
 def _iteration_launches(family: Family, ns: NSConfig) -> int:

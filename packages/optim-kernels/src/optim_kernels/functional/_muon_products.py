@@ -24,6 +24,7 @@ class LastProduct:
     s: Tensor
     x: Tensor
     c: Tensor | None
+    out: Tensor
     alpha: float
     beta: float
     scale: Tensor | None
@@ -33,11 +34,11 @@ class StepProducts(TritonProducts):
     """The products of one family's iteration in one step.
 
     Args:
-        tables: holds σ and σ² where the norm is to be folded in; ``None`` where X comes normalised.
+        tables: holds σ and σ².
         leave_last: do not compute the last rectangular products; they are in ``last`` afterwards.
     """
 
-    def __init__(self, family: Family, ns: NSConfig, *, tables: MuonTables | None, leave_last: bool) -> None:
+    def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool) -> None:
         self._family, self._ns = family, ns
         self._tables = tables
         self._leave_last = leave_last
@@ -47,7 +48,7 @@ class StepProducts(TritonProducts):
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         self._grams += 1
-        if self._tables is None or self._grams > 1:
+        if self._grams > 1:
             return super().gram(xs)
         m, counts = xs[0].shape[-2], [len(x) for x in xs]
         out = empty_matrices(sum(counts), m, m, like=xs[0])
@@ -62,8 +63,8 @@ class StepProducts(TritonProducts):
         out = batch.other if b.data_ptr() == batch.x.data_ptr() else batch.x
         done = self._rectangular[batch.first]
         self._rectangular[batch.first] = done + 1
-        scale = self._tables.scales[batch.numbers] if self._tables is not None and done == 0 else None
+        scale = self._tables.scales[batch.numbers] if done == 0 else None
         if self._leave_last and done + 1 == num_rectangular(b.shape, self._ns):
-            self.last.append(LastProduct(batch, a, b, c, alpha, beta, scale))
+            self.last.append(LastProduct(batch, a, b, c, out, alpha, beta, scale))
             return out
         return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)

@@ -15,21 +15,31 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _muon_table as fields
-from optim_kernels._tiles import cdiv
+from optim_kernels._impl import is_interpreted
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 from optim_kernels.orthogonalization import NSConfig
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
 ROW_STEP = 8
+STRIP: int = fields.STRIP.value
+# Of the last product: its epilogue hides behind the other program's main loop; and where those are too few.
+LAST_TILE, SMALL_LAST_TILE = Tile(128, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The matrices ``first …`` of one shape, and two buffers ``[count, m, n]`` that X goes back and forth between."""
+    """The matrices ``first …`` of one shape.
+
+    Args:
+        x, other: two buffers ``[count, m, n]`` that X goes back and forth between.
+        last_tile: of the last product.
+    """
 
     first: int
     x: Tensor
     other: Tensor
+    last_tile: Tile
 
     @property
     def numbers(self) -> slice:
@@ -54,7 +64,7 @@ def families_of(matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, de
             count = len(list(members))
             padded = cdiv(n, ROW_STEP) * ROW_STEP
             x, other = (torch.empty(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
-            batches.append(Batch(first, x, other))
+            batches.append(Batch(first, x, other, _last_tile(x)))
             first += count
         families.append(batches)
     return families
@@ -63,6 +73,17 @@ def families_of(matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, de
 def num_rectangular(shape: Sequence[int], ns: NSConfig) -> int:
     """How often the iteration multiplies X, and so moves it to the other buffer."""
     return len(ns.blocks) if ns.method_for(*shape[-2:]) == "gram" else ns.steps
+
+
+def _last_tile(x: Tensor) -> Tile:
+    if is_interpreted():
+        return INTERPRETED
+    if x.dtype == torch.float32:
+        return FULL_PRECISION
+    count, m, n = x.shape
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tiles = count * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
+    return LAST_TILE if tiles > 2 * num_sms else SMALL_LAST_TILE
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, str, int]:
@@ -78,11 +99,14 @@ class MuonTables:
     ) -> None:
         rows: list[list[int]] = []
         tile_map: list[tuple[int, int, int]] = []
-        line_map: list[tuple[int, int]] = []
+        strips: list[tuple[int, int, int]] = []
+        num_lines, num_parts = 0, 0
         xs = [place for family in families for batch in family for place in _places(batch, ns)]
-        for number, (matrix, (x, o)) in enumerate(zip(matrices, xs, strict=True)):
+        for number, (matrix, (x, o, tile)) in enumerate(zip(matrices, xs, strict=True)):
             t = tensors[matrix.parameter]
             outer_tiles, inner_tiles = matrix.tiles
+            m, n = matrix.shape
+            parts = cdiv(m, tile.rows) if matrix.lines_are_columns else cdiv(n, tile.columns)
             row = [0] * fields.NUM_FIELDS.value
             for column, value in (
                 (fields.P, address_of(t.param, matrix.offset)),
@@ -100,7 +124,9 @@ class MuonTables:
                 (fields.FIRST_TILE, len(tile_map)),
                 (fields.OUTER_TILES, outer_tiles),
                 (fields.INNER_TILES, inner_tiles),
-                (fields.FIRST_LINE, len(line_map) * TILE),
+                (fields.FIRST_LINE, num_lines),
+                (fields.FIRST_PART, num_parts),
+                (fields.NUM_PARTS, parts),
                 (fields.ROWS_ARE_INNER, int(matrix.rows_are_inner)),
                 (fields.GROUP, t.group),
                 (fields.PLACE, t.place),
@@ -110,7 +136,10 @@ class MuonTables:
                 row[column] = value
             rows.append(row)
             tile_map += [(number, i * TILE, j * TILE) for i, j in product(range(outer_tiles), range(inner_tiles))]
-            line_map += [(number, block) for block in range(max(outer_tiles, inner_tiles))]
+            rows_and_columns = (matrix.outer, matrix.inner)[:: -1 if matrix.rows_are_inner else 1]
+            strips += [(-rows_and_columns[1], number, first) for first in range(0, rows_and_columns[0], STRIP)]
+            num_lines += n
+            num_parts += n * parts
         device = tensors[0].param.device
 
         def on_device(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -121,18 +150,21 @@ class MuonTables:
 
         self.matrices = on_device(rows, torch.int64)
         self.tile_map = on_device(tile_map, torch.int32)
-        self.line_map = on_device(line_map, torch.int32)
+        # long rows first, for short ones to fill the end
+        self.strip_map = on_device([(number, first) for _, number, first in sorted(strips)], torch.int32)
         self.lr_scales = on_device([matrix.scale for matrix in matrices], torch.float32)
         steps = {t.step.data_ptr() for t in tensors if t.step is not None}
         self.steps = on_device(sorted(steps), torch.int64)
         # of each matrix: the power of two that X is first written with, what is missing to norm 1, and its square
         self.units, self.scales, self.squared_scales = (room(len(rows), dtype=torch.float32) for _ in range(3))
-        self.sums = room(len(tile_map), TILE, dtype=torch.float64)
-        self.lines = room(len(line_map) * TILE, dtype=torch.float64)
-        self.factors = room(len(line_map) * TILE, dtype=torch.float32)
+        # Σ U² of each tile, or of each row; Σ O² of each part of a line; the factor of each line
+        self.sums = room(len(tile_map), dtype=torch.float64)
+        self.row_squares = room(num_lines, dtype=torch.float64)
+        self.parts = room(num_parts, dtype=torch.float32)
+        self.factors = room(num_lines, dtype=torch.float32)
 
 
-def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor]]:
-    """Where each matrix's first and last X are."""
+def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor, Tile]]:
+    """Where each matrix's first and last X are, and the tile of the last product."""
     last = batch.other if num_rectangular(batch.x.shape, ns) % 2 else batch.x
-    return list(zip(batch.x, last, strict=True))
+    return [(x, o, batch.last_tile) for x, o in zip(batch.x, last, strict=True)]
