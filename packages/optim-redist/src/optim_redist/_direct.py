@@ -135,3 +135,13 @@ def even_shares(total: int, rooms: Sequence[int]) -> list[int]:
             shares[k] += taken
             left -= taken
     return shares
+
+
+def level_shares(total: int, taken: Sequence[int]) -> list[int]:
+    """Shares of a total that make all sums of share and what is taken already as equal as they can be."""
+    level = -(-(total + sum(taken)) // len(taken))
+    while True:
+        rooms = [max(0, level - amount) for amount in taken]
+        if sum(rooms) >= total:
+            return even_shares(total, rooms)
+        level += -(-(total - sum(rooms)) // len(taken))

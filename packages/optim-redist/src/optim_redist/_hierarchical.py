@@ -6,20 +6,24 @@ So what enters a group is exactly In(group), the bound, and still no rank receiv
 
 The needers of one target point in one group share what the group must fetch for them in equal parts; no other rank
 could fetch it without receiving more than it needs, so the busiest one's share is the least possible. The holders
-that are asked share the sending in the same way.
+that are asked share the sending so that, with what they have to send besides, they send equally much. Holders inside
+a group that would send more than the bound leave some of it to those who need the same: see ``_forward``.
 
 A transfer out of a source tensor runs in the first phase, one out of what a fetcher received in phase p in phase p+1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from optim_redist._direct import Demand, share, stays
-from optim_redist.boxes import Box
+from optim_redist._direct import Demand, deal, level_shares, share, stays
+from optim_redist._forward import Asked, relieved
+from optim_redist.boxes import Box, volume
 from optim_redist.cost import Topology
 from optim_redist.errors import UnsupportedError
+from optim_redist.lower_bounds import bounds_of
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
@@ -49,12 +53,25 @@ class _Planner:
         self.transfers: list[list[Transfer]] = [[*stays(problem)]]
         # what is asked of the same holders is dealt out together, so that their shares are equal
         self.asked: dict[tuple[Point, tuple[int, ...]], list[Demand]] = {}
+        # what holders inside a group are asked for by others in it
+        self.inside: list[Asked] = []
+        # elements that ranks send so far
+        self.sending = dict.fromkeys(problem.ranks, 0)
 
     def run(self) -> list[Phase]:
         for dst, needers in self.problem.needers.items():
             self._fetch_groups(dst, needers)
-        for (_, holders), demands in self.asked.items():
-            self.transfers[0] += (Transfer(s, receiver, box) for s, (receiver, box) in share(demands, holders))
+        first, second = relieved(self.inside, bounds_of(self.problem).lb, self.sending)
+        self.transfers[0] += first
+        if second:
+            self._in_phase(1).extend(second)
+        # fewest holders first: the others can make up for what these have to send anyway
+        for (_, holders), demands in sorted(self.asked.items(), key=lambda item: len(item[0][1])):
+            total = sum(volume(box) for _, box in demands)
+            dealt, _ = deal(demands, holders, level_shares(total, [self.sending.get(rank, 0) for rank in holders]))
+            for sender, (receiver, box) in dealt:
+                self.transfers[0].append(Transfer(sender, receiver, box))
+                self.sending[sender] += volume(box)
         names = ["fetch", *("share" for _ in self.transfers[1:])]
         return [Phase.of(name, transfers) for name, transfers in zip(names, self.transfers)]
 
@@ -68,10 +85,12 @@ class _Planner:
     def _spread(self, missing: list[tuple[Box, Point, _Available]], needers: list[int], level: int) -> None:
         """Serve needers of the same boxes from where these are available, one level of groups at a time."""
         if level < 0:
-            for box, src, available in missing:
-                for rank in needers:
-                    if rank not in available.ranks:
-                        self._ask(rank, box, src, available)
+            for box, _, available in missing:
+                ranks = tuple(rank for rank in needers if rank not in available.ranks)
+                if available.since < 0 and ranks:
+                    self.inside.append(Asked(available.ranks, box, ranks))
+                elif ranks:
+                    self._share(box, available, ranks)
             return
         groups: dict[int, list[int]] = {}
         for rank in needers:
@@ -86,20 +105,28 @@ class _Planner:
                 else:
                     outside.append(((src, available), box))
             for fetcher, (src, available), box in _deal_out(outside, members):
-                since = self._ask(fetcher, box, src, available)
+                since = self._fetch(fetcher, box, src, available)
                 inside.append((box, src, _Available((fetcher,), since)))
             self._spread(inside, members, level - 1)
 
-    def _ask(self, receiver: int, box: Box, src: Point, available: _Available) -> int:
-        """Order one transfer; the phase in which it runs."""
+    def _fetch(self, receiver: int, box: Box, src: Point, available: _Available) -> int:
+        """Order one transfer into a group; the phase in which it runs."""
         if available.since < 0:
             self.asked.setdefault((src, available.ranks), []).append((receiver, box))
             return 0
-        phase = available.since + 1
+        self._share(box, available, (receiver,))
+        return available.since + 1
+
+    def _share(self, box: Box, available: _Available, ranks: Sequence[int]) -> None:
+        """The one rank that has fetched a box hands it on."""
+        (fetcher,) = available.ranks
+        self._in_phase(available.since + 1).extend(Transfer(fetcher, rank, box, "dst") for rank in ranks)
+        self.sending[fetcher] += volume(box) * len(ranks)
+
+    def _in_phase(self, phase: int) -> list[Transfer]:
         while len(self.transfers) <= phase:
             self.transfers.append([])
-        self.transfers[phase].append(Transfer(available.ranks[0], receiver, box, "dst"))
-        return phase
+        return self.transfers[phase]
 
 
 def _deal_out(
