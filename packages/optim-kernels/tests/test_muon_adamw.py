@@ -56,6 +56,38 @@ def test_it_is_muon_and_adamw() -> None:
     assert both.param_groups[1]["initial_lr"] == 0.5
 
 
+def test_adamw_groups_are_one_planned_launch() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    first, second = (
+        [nn.Parameter(torch.randn(shape, device=device)) for shape in ((5, 3), (300,), ())] for _ in range(2)
+    )
+    copies = copy.deepcopy(first), copy.deepcopy(second)
+    options: list[dict[str, Any]] = [
+        {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+        {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1},
+    ]
+    groups = [{"kind": "adamw", "impl": "triton", "params": p, **o} for p, o in zip((first, second), options)]
+    ours = TritonMuonAdamW(groups)
+    theirs = torch.optim.AdamW([{"params": p, **o} for p, o in zip(copies, options)])
+    prepared = []
+    for step in range(3):
+        give_gradients(first + second, step)
+        for p, q in zip(copies[0] + copies[1], first + second, strict=True):
+            p.grad = None if q.grad is None else q.grad.clone()
+        ours.step()
+        theirs.step()
+        prepared.append(ours._adamw)
+        ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 1e-2 / (step + 2)
+    assert prepared[0] is prepared[2]
+    assert prepared[0] is not None
+    assert prepared[0].kernels is not None
+    assert prepared[0].kernels.plan.num_launches == 1
+    for p, q in zip(copies[0] + copies[1], first + second, strict=True):
+        torch.testing.assert_close(q, p, rtol=2e-5, atol=2e-6)
+    assert ours.explain().count("triton") == 6
+
+
 def test_a_routed_model_learns() -> None:
     torch.manual_seed(0)
     model = Tiny()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -15,6 +15,8 @@ from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
 State = dict[str, Any]
+# What plain torch updates of a group: the group, the parameters' numbers among all, and the parameters.
+TorchPart = tuple[Group, list[int], list[Tensor]]
 
 _exp_avg = itemgetter("exp_avg")
 
@@ -95,6 +97,60 @@ class AdamWStep:
         self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
+
+
+class PreparedStep:
+    """What a step needs that depends on which parameters have gradients, and on where they and their states are."""
+
+    def __init__(
+        self,
+        grads: list[Tensor | None],
+        places: list[int],
+        kernels: AdamWStep | None,
+        with_torch: list[TorchPart],
+    ) -> None:
+        self.kernels = kernels
+        self.with_torch = with_torch
+        self._types = list(map(type, grads))
+        self._places = None if len(places) == len(grads) else places
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        states: Mapping[Tensor, State],
+        places: list[int],
+        members: Sequence[int],
+        with_torch: list[TorchPart],
+    ) -> PreparedStep:
+        """Plan the kernels' part: ``places`` says which parameters that is, ``members`` the group of every one."""
+        kernels = None
+        if places:
+            chosen = [params[place] for place in places]
+            kernels = AdamWStep(
+                groups,
+                chosen,
+                [states[param] for param in chosen],
+                [grads[place] for place in places],
+                members=[members[place] for place in places],
+                places=places,
+            )
+        return cls(grads, places, kernels, with_torch)
+
+    def is_for(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
+        """Whether the same parameters have gradients, at their old places and with their old states."""
+        if list(map(type, grads)) != self._types:
+            return False
+        return self.kernels is None or self.kernels.is_for(self._of_kernels(params))
+
+    def look_at(self, grads: list[Tensor | None]) -> TensorList:
+        """The gradients of the parameters that the kernels update."""
+        return TensorList([]) if self.kernels is None else self.kernels.look_at(self._of_kernels(grads))
+
+    def _of_kernels(self, tensors: list[Any]) -> list[Any]:
+        return tensors if self._places is None else [tensors[place] for place in self._places]
 
 
 def is_dtensor(tensor: Tensor) -> bool:

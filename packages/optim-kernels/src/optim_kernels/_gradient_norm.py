@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # Elements of a tile (four make a chunk) and threads of a program; programs for each multiprocessor of the device.
 TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
 INTERPRETED_TILE = 1024
-# Lists of gradients that a ``GradientNorms`` remembers.
-MOST_PARTS = 32
+# Lists of gradients of one length that a ``GradientNorms`` for all remembers, by their first address.
+MOST_LISTS = 32
 
 
 class GradientNorm:
@@ -134,13 +134,14 @@ class GradientNorms:
     """Norms of gradients of any devices and dtypes: one ``GradientNorm`` for each, kept from step to step.
 
     Args:
-        any_stream: whether calls may overlap in several streams, each of which then has scratch of its own.
+        any_stream: whether calls come from anywhere: for many lists, and in several streams at once, each of which then
+            has scratch of its own. Otherwise it is one list, whose addresses may change.
     """
 
     def __init__(self, impl: Impl = "auto", *, any_stream: bool = False) -> None:
         self._impl = impl
         self._any_stream = any_stream
-        self._parts: dict[Any, GradientNorm] = {}
+        self._parts: dict[Any, dict[int, GradientNorm]] = {}
         self._split: _Split | None = None
 
     def norm_and_factor(
@@ -221,18 +222,21 @@ class GradientNorms:
         return parts
 
     def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int]) -> GradientNorm:
-        """The part that knows these gradients, or those of an earlier step at about the same place."""
-        key = (device, dtype, len(addresses), addresses[0], _stream(device) if self._any_stream else 0)
+        """The part that knows these gradients, or else one that has to learn where they are."""
+        kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
             # The graph may be replayed beside eager calls, so it takes a part along: one that knows the gradients, if
-            # there was a warm-up, for otherwise every replay would repeat the upload.
-            alike = next((other for other in self._parts if other[:-1] == key[:-1]), key)
-            return self._parts.pop(alike, None) or GradientNorm(device, dtype)
-        part = self._parts.get(key)
+            # there was a warm-up in whatever stream, for otherwise every replay would repeat the upload.
+            for other, parts in self._parts.items():
+                if other[:-1] == kind[:-1] and addresses[0] in parts:
+                    return parts.pop(addresses[0])
+            return GradientNorm(device, dtype)
+        parts = self._parts.setdefault(kind, {})
+        part = parts.get(addresses[0])
         if part is None:
-            if len(self._parts) == MOST_PARTS:
-                del self._parts[next(iter(self._parts))]
-            part = self._parts[key] = GradientNorm(device, dtype)
+            oldest = next(iter(parts), 0)
+            known = MOST_LISTS if self._any_stream else 1
+            part = parts[addresses[0]] = parts.pop(oldest) if len(parts) == known else GradientNorm(device, dtype)
         return part
 
     def _split_of(self, grads: TensorList) -> _Split | None:

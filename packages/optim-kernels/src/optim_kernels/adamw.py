@@ -20,7 +20,7 @@ from optim_kernels._adamw_state import (
     plain_state,
     torch_state,
 )
-from optim_kernels._adamw_step import AdamWStep, is_dtensor
+from optim_kernels._adamw_step import PreparedStep, TorchPart, is_dtensor
 from optim_kernels._adamw_torch import step_with_torch
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
@@ -154,7 +154,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     def _forget(self) -> None:
         """Drop what was prepared: the parameters, states or options are not what they were."""
         self._norms = GradientNorms(self.param_groups[0]["impl"] if self.__dict__.get("param_groups") else "auto")
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedStep | None = None
         self._logged_fallback = False
         self.grad_norm: Tensor | None = None
 
@@ -190,12 +190,12 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             step_with_torch(group, own, states, places, grad_scale, found_inf, clip_factor)
         return loss
 
-    def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> _Prepared:
+    def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
         names = self._parameter_names()
         members = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         places: list[int] = []
-        with_torch: dict[int, tuple[dict[str, Any], list[int], list[Tensor]]] = {}
+        with_torch: dict[int, TorchPart] = {}
         reasons: list[str] = []
         for place, (param, grad) in enumerate(zip(params, grads)):
             if grad is None:
@@ -218,18 +218,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        kernels = None
-        if places:
-            chosen = [params[place] for place in places]
-            kernels = AdamWStep(
-                self.param_groups,
-                chosen,
-                [self.state[param] for param in chosen],
-                [grads[place] for place in places],
-                members=[members[place] for place in places],
-                places=places,
-            )
-        return _Prepared(grads, places, kernels, list(with_torch.values()))
+        return PreparedStep.of(self.param_groups, params, grads, self.state, places, members, list(with_torch.values()))
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any]) -> None:
         """Make the state of a parameter that gets its first gradient; put its step count where it is advanced."""
@@ -302,32 +291,3 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
-
-
-class _Prepared:
-    """What a step needs that depends on which parameters have gradients, and on where they and their states are."""
-
-    def __init__(
-        self,
-        grads: list[Tensor | None],
-        places: list[int],
-        kernels: AdamWStep | None,
-        with_torch: list[tuple[dict[str, Any], list[int], list[Tensor]]],
-    ) -> None:
-        self.kernels = kernels
-        self.with_torch = with_torch
-        self._types = list(map(type, grads))
-        self._places = None if len(places) == len(grads) else places
-
-    def is_for(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
-        """Whether the same parameters have gradients, at their old places and with their old states."""
-        if list(map(type, grads)) != self._types:
-            return False
-        return self.kernels is None or self.kernels.is_for(self._of_kernels(params))
-
-    def look_at(self, grads: list[Tensor | None]) -> TensorList:
-        """The gradients of the parameters that the kernels update."""
-        return TensorList([]) if self.kernels is None else self.kernels.look_at(self._of_kernels(grads))
-
-    def _of_kernels(self, tensors: list[Any]) -> list[Any]:
-        return tensors if self._places is None else [tensors[place] for place in self._places]

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
-from optim_kernels._impl import Impl, check_impl
+from optim_kernels._adamw_step import PreparedStep, TorchPart, local
+from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._muon_groups import variant_options
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._optimizer import check_capture, run_closure, text_table
+from optim_kernels._optimizer import check_capture, hooked_step, run_closure, text_table
 from optim_kernels.clip import clip_factor as factor_of
-from optim_kernels.clip import get_total_norm
 from optim_kernels.functional import adamw_
+from optim_kernels.multi_tensor import is_dense
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row
 
 __all__ = ["TritonMuonAdamW"]
@@ -47,6 +49,8 @@ class TritonMuonAdamW(MuonGroups):
     """
 
     grad_norm: Tensor | None = None
+    # derived, and never saved
+    _adamw: PreparedStep | None = None
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class TritonMuonAdamW(MuonGroups):
         impl: Impl = "auto",
     ) -> None:
         check_impl(impl)
+        self._norms = GradientNorms(impl)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
         self._views, self._planner = {}, MuonPlanner()
@@ -77,6 +82,7 @@ class TritonMuonAdamW(MuonGroups):
         else:
             group = {**ADAMW_DEFAULTS, **mine, **group}
         super().add_param_group(group)
+        self._adamw = None
         try:
             if self._is_muon(group):
                 self._add_views(self.param_groups[-1])
@@ -86,6 +92,11 @@ class TritonMuonAdamW(MuonGroups):
             self._withdraw_last_group()
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._adamw, self._norms = None, GradientNorms(self.defaults["impl"])
+
+    @hooked_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient; gradients are only read.
@@ -99,12 +110,9 @@ class TritonMuonAdamW(MuonGroups):
         grad_scale, found_inf = self._loss_scaling()
         if clip_factor is None:
             clip_factor = self._clip(grad_scale)
-        names = self._parameter_names()
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
-        for group in self.param_groups:
-            if not self._is_muon(group):
-                self._step_adamw(group, names, scaling)
+        self._step_adamw([group for group in self.param_groups if not self._is_muon(group)], scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -112,37 +120,74 @@ class TritonMuonAdamW(MuonGroups):
         max_norm = self.defaults["max_norm"]
         if max_norm is None:
             return None
-        grads = [p.grad for _, p in self._parameters() if p.grad is not None]
-        norm = get_total_norm(grads)
-        self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
-        return factor_of(self.grad_norm, max_norm)
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm, factor = self._norms.norm_and_factor([grad for grad in grads if grad is not None], 2.0, max_norm)
+        if grad_scale is not None:
+            norm = norm / grad_scale.to(norm)
+            factor = factor_of(norm, max_norm)
+        self.grad_norm = norm
+        return factor
 
-    def _step_adamw(self, group: dict[str, Any], names: dict[Tensor, str], options: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        for p in params:
-            if p.grad is not None and p.grad.is_sparse:
-                raise RuntimeError(f"AdamW does not support sparse gradients, got one for {names[p]}; densify it")
-            state = self.state[p]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if p.is_cuda else None)
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        states = [self.state[p] for p in params]
-        adamw_(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            steps=[state["step"] for state in states],
-            lr=group["lr"],
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            **options,
-        )
+    def _step_adamw(self, groups: list[dict[str, Any]], scaling: dict[str, Tensor | None]) -> None:
+        """AdamW of all its groups: one launch where the kernels run, the reference elsewhere."""
+        params = [p for group in groups for p in group["params"]]
+        grads = [p.grad for p in params]
+        prepared = self._adamw
+        if prepared is None or not prepared.is_for(params, grads):
+            prepared = self._adamw = self._prepare_adamw(groups, params, grads)
+        if prepared.kernels is not None:
+            prepared.kernels.run(prepared.look_at(grads), **scaling)
+        for group, _, own in prepared.with_torch:
+            states = [self.state[p] for p in own]
+            adamw_(
+                own,
+                [p.grad for p in own],  # type: ignore[misc]
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                steps=[state["step"] for state in states],
+                lr=group["lr"],
+                betas=tuple(group["betas"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                impl="torch",
+                **scaling,  # type: ignore[arg-type]
+            )
+
+    def _prepare_adamw(
+        self, groups: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor | None]
+    ) -> PreparedStep:
+        """Make the states of AdamW parameters with gradients, and sort them by what updates them."""
+        names = self._parameter_names()
+        members = [number for number, group in enumerate(groups) for _ in group["params"]]
+        places: list[int] = []
+        with_torch: dict[int, TorchPart] = {}
+        for place, (p, grad) in enumerate(zip(params, grads)):
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
+            group = groups[members[place]]
+            self._ensure_adamw_state(p)
+            reason = _why_not_kernels(p, group)
+            if reason is None:
+                places.append(place)
+            elif group["impl"] == "triton":
+                raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
+            else:
+                _, own_places, own = with_torch.setdefault(members[place], (group, [], []))
+                own_places.append(place)
+                own.append(p)
+        return PreparedStep.of(groups, params, grads, self.state, places, members, list(with_torch.values()))
+
+    def _ensure_adamw_state(self, p: Tensor) -> None:
+        state = self.state[p]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        # a loaded count is on the CPU, or nanochat's int
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
 
     def state_dict(self, *, layout: Literal["separate", "nanochat"] = "separate") -> dict[str, Any]:
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
@@ -164,7 +209,9 @@ class TritonMuonAdamW(MuonGroups):
                 if self._is_muon(group):
                     rows.append(["muon", *explain_row(names[p], p, self._views[p], group)])
                 else:
-                    rows.append(["adamw", names[p], tuple(p.shape), "", "", "functional.adamw_", "", ""])
+                    reason = _why_not_kernels(p, group)
+                    path = "torch" if reason else "triton"
+                    rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", ""])
         return text_table(("kind", *MUON_HEADER), rows)
 
 
@@ -174,6 +221,15 @@ def _kind_of(group: dict[str, Any]) -> dict[str, str]:
     if kind not in ("muon", "adamw"):
         raise ValueError(f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}")
     return {"kind": kind}
+
+
+def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
+    """What keeps the kernels from updating an AdamW parameter; ``None`` where they do."""
+    if group["impl"] == "torch":
+        return "impl='torch'"
+    if group["impl"] == "auto" and not p.is_cuda:
+        return f"it is on {p.device.type}"
+    return why_not_triton(p) or (None if is_dense(local(p)) else "its elements are not dense in memory")
 
 
 def _check_adamw_group(group: dict[str, Any]) -> None:

@@ -1,0 +1,192 @@
+"""What the host does in a step of TritonAdamW: look, upload what changed, launch; and what it must not miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from optim_kernels import TritonAdamW, multi_tensor, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_params(shapes: Any = ((40, 30), (7,), (64,))) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes]
+    give_gradients(params)
+    return params
+
+
+def give_gradients(params: list[torch.nn.Parameter]) -> list[Tensor]:
+    """New gradients at new addresses; the old ones, so that their memory is not given away at once."""
+    old = [p.grad for p in params if p.grad is not None]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return old
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each table that is uploaded."""
+    seen: list[int] = []
+    upload = multi_tensor._upload
+
+    def count(content: bytes, on_device: Tensor) -> None:
+        seen.append(len(content))
+        upload(content, on_device)
+
+    monkeypatch.setattr(multi_tensor, "_upload", count)
+    return seen
+
+
+def test_only_what_changed_is_uploaded_and_in_one_table(uploads: list[int]) -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton", max_norm=1.0)
+    optimizer.step()
+    uploads.clear()
+    for _ in range(3):
+        optimizer.step()
+    assert uploads == []
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert len(uploads) == 1
+    uploads.clear()
+    old = give_gradients(params)
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.step()
+    assert len(uploads) == 2, "the norm's table and the step's"
+    assert len(old) == len(params)
+
+
+def test_a_gradient_of_another_layout_at_the_same_address_is_seen() -> None:
+    memory = torch.randn(24, device=DEVICE)
+    p = torch.nn.Parameter(torch.randn(4, 6, device=DEVICE))
+    q = p.detach().clone()
+    optimizer = TritonAdamW([p], lr=0.1, impl="triton")
+    m, v, steps = torch.zeros_like(q), torch.zeros_like(q), torch.zeros((), device=DEVICE)
+    for grad in (memory.view(4, 6), memory.view(6, 4).t(), memory.view(4, 6)):
+        p.grad = grad
+        optimizer.step()
+        options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        reference.adamw_([q], [grad], [m], [v], steps=steps, **options)
+    torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_was_resized_is_refused() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    optimizer.step()
+    assert params[2].grad is not None
+    params[2].grad.resize_(32)
+    before = params[2].detach().clone()
+    with pytest.raises(ValueError, match=r"grads\[2\]"):
+        optimizer.step()
+    assert torch.equal(params[2], before)
+
+
+def test_a_gradient_that_became_sparse_is_named() -> None:
+    table = torch.nn.Parameter(torch.zeros(3, 2, device=DEVICE))
+    optimizer = TritonAdamW([("table", table)], impl="triton")
+    table.grad = torch.ones_like(table)
+    optimizer.step()
+    indices = torch.tensor([[1]], device=DEVICE)
+    table.grad = torch.sparse_coo_tensor(indices, torch.ones(1, 2, device=DEVICE), (3, 2), check_invariants=True)
+    with pytest.raises(RuntimeError, match=r"table.*sparse"):
+        optimizer.step()
+
+
+def test_moved_parameters_and_replaced_groups_are_followed() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, lr=0.1, impl="triton")
+    optimizer.step()
+    moved = params[0].detach().clone()
+    params[0].data = moved
+    optimizer.step()
+    assert not torch.equal(moved, torch.zeros_like(moved))
+    assert params[0].data_ptr() == moved.data_ptr()
+    assert int(optimizer.state[params[0]]["step"]) == 2
+    stranger = torch.nn.Parameter(torch.ones(7, device=DEVICE))
+    stranger.grad = torch.ones_like(stranger)
+    optimizer.param_groups[0]["params"][1] = stranger
+    optimizer.step()
+    assert float(stranger.detach().max()) < 1
+    assert int(optimizer.state[stranger]["step"]) == 1
+
+
+def test_hooks_run_around_the_step() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    calls: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert calls == ["global pre", "pre", "post", "global post"]
+    optimizer.step()
+    assert len(calls) == 4
+
+
+def test_profiles_name_the_step() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        optimizer.step()
+    assert "Optimizer.step#TritonAdamW.step" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_betas_may_be_tensors_that_change(impl: Any) -> None:
+    ours, theirs = make_params(), []
+    for p in ours:
+        assert p.grad is not None
+        theirs.append(torch.nn.Parameter(p.detach().clone()))
+        theirs[-1].grad = p.grad.clone()
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    optimizer = TritonAdamW(ours, betas=betas, foreach=False, impl=impl)
+    expected = torch.optim.AdamW(theirs, betas=(betas[0].item(), betas[1].item()), foreach=False)
+    for _ in range(3):
+        optimizer.step()
+        expected.step()
+        betas[0].mul_(0.9)
+        expected.param_groups[0]["betas"] = (betas[0].item(), betas[1].item())
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning", "ignore:.*capturable=True.*:UserWarning")
+def test_betas_on_the_device_are_read_there() -> None:
+    ours, theirs = make_params(), []
+    for p in ours:
+        assert p.grad is not None
+        theirs.append(torch.nn.Parameter(p.detach().clone()))
+        theirs[-1].grad = p.grad.clone()
+    betas = torch.tensor(0.9, device="cuda"), torch.tensor(0.99, device="cuda", dtype=torch.float64)
+    optimizer = TritonAdamW(ours, betas=betas, capturable=True)
+    expected = TritonAdamW(theirs, betas=(betas[0].item(), betas[1].item()))
+    optimizer.step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    expected.step()
+    expected.step()
+    for _ in range(2):
+        betas[0].mul_(0.9)
+        expected.param_groups[0]["betas"] = (betas[0].item(), betas[1].item())
+        graph.replay()
+        expected.step()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
