@@ -228,7 +228,7 @@ def test_extreme_magnitudes(fmt: LowBitFormat) -> None:
         x = torch.tensor([1.0, 0.5, 0.0, 1.0]) * scale
         decoded = dequantize(quantize(x, fmt))
         assert decoded.isfinite().all()
-        assert decoded[0].item() == pytest.approx(scale, rel=2e-2)
+        assert decoded[0].item() == pytest.approx(scale, rel=2.5e-2)
         assert (decoded - x).abs().max() <= 0.3 * scale
     if fmt.has_offset:
         both_ends = dequantize(quantize(torch.tensor([largest, -largest]), fmt))
@@ -410,6 +410,8 @@ def test_functional_forms_compile_fullgraph(fmt: LowBitFormat) -> None:
     assert torch.equal(encode(x).codes, expected.codes)
     assert torch.equal(encode(x).scale, expected.scale)
     assert torch.equal(decode(expected), dequantize(expected))
+    at_random = torch.compile(lambda x: quantize(x, fmt, stochastic=True, seed=3), fullgraph=True, backend="eager")
+    assert torch.equal(at_random(x).codes, quantize(x, fmt, stochastic=True, seed=3).codes)
 
 
 def test_the_averages_that_stall_in_bf16_do_not_at_eight_bits() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from optim_utils.rounding import (
     join_master,
     packed_philox_uint16,
+    philox_2x32,
     philox_4x32,
     philox_uint32,
     random_bits,
@@ -51,6 +52,22 @@ def neighbours(x: float, dtype: torch.dtype) -> tuple[float, float]:
 def test_philox_known_answers(word: int, answer: tuple[int, ...]) -> None:
     counter = torch.tensor([word])
     words = philox_4x32((counter, counter, counter, counter), (word, word))
+    assert tuple(w.item() for w in words) == answer
+
+
+@pytest.mark.parametrize(
+    ("word", "rounds", "answer"),
+    [
+        (0, 7, (0x257A3673, 0xCD26BE2A)),
+        (0xFFFFFFFF, 7, (0xAB302C4D, 0x3DC9D239)),
+        (0, 10, (0xFF1DAE59, 0x6CD10DF2)),
+        (0xFFFFFFFF, 10, (0x2C3F628B, 0xAB4FD7AD)),
+    ],
+    ids=["zeros, 7 rounds", "ones, 7 rounds", "zeros, 10 rounds", "ones, 10 rounds"],
+)
+def test_philox_2x32_known_answers(word: int, rounds: int, answer: tuple[int, int]) -> None:
+    counter = torch.tensor([word])
+    words = philox_2x32((counter, counter), word, rounds=rounds)
     assert tuple(w.item() for w in words) == answer
 
 
@@ -216,11 +233,22 @@ def test_seeded_form_compiles_fullgraph(dtype: torch.dtype) -> None:
     x = torch.randn(33)
     assert torch.equal(compiled(x, torch.tensor(9)), stochastic_round(x, dtype, seed=9))
     assert torch.equal(compiled(x, 9), stochastic_round(x, dtype, seed=9))
-    default = torch.compile(lambda x: stochastic_round(x, dtype), fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_default_form_compiles_fullgraph_and_is_unbiased_and_reproducible(dtype: torch.dtype, backend: str) -> None:
+    compiled = torch.compile(lambda x: stochastic_round(x, dtype), fullgraph=True, backend=backend)
+    x = torch.full((1 << 16,), 1 + 0.3 * torch.finfo(dtype).eps)
     torch.manual_seed(0)
-    expected = stochastic_round(x, dtype)
+    first, second = compiled(x), compiled(x)
     torch.manual_seed(0)
-    assert torch.equal(default(x), expected)
+    assert torch.equal(compiled(x), first)
+    assert not torch.equal(first, second)
+    for rounded in (first, second):
+        up = (rounded.float() == 1 + torch.finfo(dtype).eps).double()
+        assert ((rounded == 1) | (up == 1)).all()
+        assert abs(up.mean().item() - 0.3) <= 5 * math.sqrt(0.3 * 0.7 / x.numel())
 
 
 @given(patterns=st.lists(fp32_patterns, min_size=1, max_size=20))

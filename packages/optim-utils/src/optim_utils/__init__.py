@@ -10,6 +10,7 @@ from optim_utils.block_info import BlockInfo, DTensorBlockInfo
 from optim_utils.commons import batched, get_all_non_abstract_subclasses
 from optim_utils.dict_zip_iterator import DictZipIterator
 from optim_utils.low_bit import (
+    CUBIC8,
     DYNAMIC8,
     DYNAMIC8_UNSIGNED,
     FP8_E4M3,
@@ -22,6 +23,7 @@ from optim_utils.low_bit import (
     OCTAL8,
     OCTAL8_UNSIGNED,
     OCTAL_MOMENT8,
+    QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
     LowBitTensor,
@@ -97,6 +99,7 @@ __all__ = [
     "CostModel",
     "CubicCost",
     "DTensorBlockInfo",
+    "CUBIC8",
     "DYNAMIC8",
     "DYNAMIC8_UNSIGNED",
     "DequantizeQuantizedTensorListContext",
@@ -120,6 +123,7 @@ __all__ = [
     "OCTAL8",
     "OCTAL8_UNSIGNED",
     "OCTAL_MOMENT8",
+    "QUINTIC8_UNSIGNED",
     "OptimizerModule",
     "ParameterizeEnterExitContext",
     "Partition",

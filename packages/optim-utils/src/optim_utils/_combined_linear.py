@@ -30,6 +30,32 @@ def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]
     return (c[:, :-1], c[:, -1]) if has_bias else (c, None)
 
 
+class _Split(torch.autograd.Function):
+    """`split_weight_bias` of a matrix with a bias, whose gradient is one matrix written once.
+
+    Two slices would each make a matrix of zeros, fill their part, and add the two.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(combined: Tensor) -> tuple[Tensor, Tensor]:
+        # a bias of neighbouring elements is what the matrix product can add on its way out
+        return combined[:, :-1], combined[:, -1].contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor, bias: Tensor) -> Tensor:
+        return join_weight_bias(weight, bias)
+
+    @staticmethod
+    def jvp(ctx: Any, combined: Tensor) -> tuple[Tensor, Tensor]:
+        return combined[:, :-1], combined[:, -1].contiguous()
+
+
 class CombinedLinear(nn.Module):
     """``torch.nn.Linear`` with weight and bias in one parameter ``combined_weight``, the bias in the last column.
 
@@ -90,9 +116,13 @@ class CombinedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (..., in) to (..., out)."""
-        if self.has_bias:
+        if not self.has_bias:
+            return F.linear(input, self.combined_weight)
+        # compilers see through slices themselves
+        if torch.jit.is_scripting() or torch.compiler.is_compiling() or not self.combined_weight.requires_grad:
             return F.linear(input, self.combined_weight[:, :-1], self.combined_weight[:, -1])
-        return F.linear(input, self.combined_weight)
+        weight, bias = _Split.apply(self.combined_weight)
+        return F.linear(input, weight, bias)
 
     @property
     def weight(self) -> Tensor:

@@ -20,12 +20,12 @@ rows: x [..., k] -> codes [..., k] (4 bits: [..., ceil(k / 2)]), scale [..., cei
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from optim_utils._low_bit_codes import code_of
@@ -86,14 +86,10 @@ def _from_blocks(blocks: Tensor, length: int) -> Tensor:
     return blocks.flatten(1)[:, :length]
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """[runs, length] of 4-bit codes -> [runs, ceil(length / 2)], the first of two in the low half."""
-    codes = F.pad(codes, (0, codes.shape[1] % 2))
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
 def _unpack(packed: Tensor, length: int) -> Tensor:
-    return torch.stack((packed & 0xF, packed >> 4), dim=2).flatten(1)[:, :length]
+    """[runs, bytes] -> [runs, length] of 4-bit codes."""
+    shifts = 4 * torch.arange(2, dtype=torch.int32, device=packed.device)
+    return ((packed.to(torch.int32)[:, :, None] >> shifts) & 0xF).flatten(1)[:, :length]
 
 
 def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
@@ -112,9 +108,7 @@ def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None
         codes, scale, offset = _encode_affine(blocks, uniform)
     else:
         codes, scale, offset = *_encode_scaled(blocks, fmt, uniform), None
-    codes = _from_blocks(codes.to(torch.uint8), runs.shape[1])
-    if fmt.bits == 4:
-        codes = _pack(codes)
+    codes = _from_blocks(codes.to(torch.uint8), -(-runs.shape[1] * fmt.bits // 8))
     shape_of_scale = scale_shape(shape, fmt)
     return Blocks(
         codes.reshape(codes_shape(shape, fmt)),
@@ -124,21 +118,36 @@ def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None
 
 
 def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    code = code_of(fmt)
-    if fmt.unsigned:
-        x = x.clamp(min=0)
-    if fmt.companding == "sqrt":
-        x = x.sqrt()
-    largest = x.abs().amax(dim=-1, keepdim=True)
+    """[..., B] -> the bytes of the codes [..., B or B / 2] and the scales [...]."""
+    numbers = [_companded(part, fmt) for part in _by_place_in_byte(x, fmt)]
+    largest = functools.reduce(torch.maximum, [part.abs() for part in numbers]).amax(dim=-1, keepdim=True)
     finite = largest <= _FP32_MAX
+    code = code_of(fmt)
     up = torch.where(largest < _SMALL, _RAISE, 1.0)
     factor = torch.where(finite & (largest > 0), code.peak * (largest * up).reciprocal(), 0.0)
-    y = torch.where(finite, x, 0.0) * up * factor
-    codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform)
-    if fmt.unsigned:
-        codes = torch.where(x > 0, codes.clamp(min=1), 0)
+
+    def encode(x: Tensor, uniform: Tensor | None) -> Tensor:
+        y = torch.where(finite, x, 0.0) * up * factor
+        codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform)
+        return torch.where(x > 0, codes.clamp(min=1), 0) if fmt.unsigned else codes
+
+    uniforms = [None, None] if uniform is None else _by_place_in_byte(uniform, fmt)
+    codes = [encode(part, chances) for part, chances in zip(numbers, uniforms)]
+    packed = codes[0] if fmt.bits == 8 else codes[0] | codes[1] << 4
     scale = torch.where(finite, (largest * (1 / code.peak)).clamp(max=_FP32_MAX), math.nan)
-    return codes, scale.squeeze(-1)
+    return packed, scale.squeeze(-1)
+
+
+def _by_place_in_byte(x: Tensor, fmt: LowBitFormat) -> list[Tensor]:
+    """x itself, or of two 4-bit neighbours that share a byte the first ones and the second ones."""
+    # Not packed afterwards, so that a compiler makes one kernel of it: it reads pairs and writes bytes.
+    return [x] if fmt.bits == 8 else [x[..., 0::2], x[..., 1::2]]
+
+
+def _companded(x: Tensor, fmt: LowBitFormat) -> Tensor:
+    if fmt.unsigned:
+        x = x.clamp(min=0)
+    return x.sqrt() if fmt.companding == "sqrt" else x
 
 
 def _encode_affine(x: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 __all__ = [
+    "CUBIC8",
     "DYNAMIC8",
     "DYNAMIC8_UNSIGNED",
     "FP8_E4M3",
@@ -26,12 +27,24 @@ __all__ = [
     "OCTAL8",
     "OCTAL8_UNSIGNED",
     "OCTAL_MOMENT8",
+    "QUINTIC8_UNSIGNED",
     "UINT8_AFFINE",
     "LowBitFormat",
 ]
 
 CodeName = Literal[
-    "int", "affine", "dynamic", "dynamic_unsigned", "e4m3", "e5m2", "nf4", "log_unsigned", "octal", "octal_unsigned"
+    "int",
+    "affine",
+    "dynamic",
+    "dynamic_unsigned",
+    "e4m3",
+    "e5m2",
+    "nf4",
+    "log_unsigned",
+    "octal",
+    "octal_unsigned",
+    "cubic",
+    "quintic_unsigned",
 ]
 LayoutName = Literal["flat", "rows"]
 CompandingName = Literal["none", "sqrt"]
@@ -42,7 +55,7 @@ _COMPANDINGS: tuple[CompandingName, ...] = get_args(CompandingName)
 _SCALE_DTYPES = (torch.float32,)
 _CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
     4: ("int", "nf4", "log_unsigned"),
-    8: ("int", "affine", "dynamic", "dynamic_unsigned", "e4m3", "e5m2", "octal", "octal_unsigned"),
+    8: tuple(code for code in _CODES if code not in ("nf4", "log_unsigned")),
 }
 
 
@@ -150,3 +163,5 @@ LOG4_UNSIGNED = LowBitFormat("log_unsigned", bits=4, block_size=128)
 OCTAL8 = LowBitFormat("octal")
 OCTAL8_UNSIGNED = LowBitFormat("octal_unsigned")
 OCTAL_MOMENT8 = LowBitFormat("octal_unsigned", companding="sqrt")
+CUBIC8 = LowBitFormat("cubic")
+QUINTIC8_UNSIGNED = LowBitFormat("quintic_unsigned")

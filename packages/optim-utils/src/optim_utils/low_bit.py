@@ -10,6 +10,7 @@ Which format for what (bytes an element with the default block; the errors are i
     DYNAMIC8 1.016      first moments: steps that grow with the number, over seven decades
     MOMENT8 1.016       second moments: their roots in DYNAMIC8_UNSIGNED; what is positive stays positive
     OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at less than half the instructions in a kernel
+    CUBIC8, QUINTIC8_UNSIGNED 1.016  first and second moments with smaller errors yet, and few instructions in a kernel
     FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit_blocks import encode_blocks
 from optim_utils._low_bit_formats import (
+    CUBIC8,
     DYNAMIC8,
     DYNAMIC8_UNSIGNED,
     FP8_E4M3,
@@ -42,6 +44,7 @@ from optim_utils._low_bit_formats import (
     OCTAL8,
     OCTAL8_UNSIGNED,
     OCTAL_MOMENT8,
+    QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
 )
@@ -49,6 +52,7 @@ from optim_utils._low_bit_tensor import LowBitTensor
 from optim_utils.rounding import random_bits
 
 __all__ = [
+    "CUBIC8",
     "DYNAMIC8",
     "DYNAMIC8_UNSIGNED",
     "FP8_E4M3",
@@ -61,6 +65,7 @@ __all__ = [
     "OCTAL8",
     "OCTAL8_UNSIGNED",
     "OCTAL_MOMENT8",
+    "QUINTIC8_UNSIGNED",
     "UINT8_AFFINE",
     "LowBitFormat",
     "LowBitTensor",

@@ -23,6 +23,10 @@ two and a counter of four 32-bit words to four random words. Two streams are dra
 A shard that is rounded with its first element's index as ``offset`` therefore equals the slice of the whole, and a
 kernel that follows these lines gives the same bits. The packed stream needs an eighth of the calls.
 
+Without a seed nothing has to be the same elsewhere, and the bits are the cheapest there are: eagerly, four elements
+share a 64-bit draw of torch's generator; compiled, where drawing would be a pass over memory of its own, one such draw
+is the seed of Philox 2x32-7, the paper's fastest generator that passes BigCrush, computed where its word is used.
+
 **split16.** With b the pattern of an fp32 master: parameter = ``(b + 0x8000) >> 16`` as bf16 (the nearest; halves go
 away from zero), low = the low half of b as signed int16, and b = ``(parameter << 16) + low``: four bytes hold both.
 """
@@ -37,6 +41,7 @@ from torch import Tensor
 __all__ = [
     "join_master",
     "packed_philox_uint16",
+    "philox_2x32",
     "philox_4x32",
     "philox_uint32",
     "random_bits",
@@ -47,8 +52,9 @@ __all__ = [
 ]
 
 _WORD = 0xFFFFFFFF
-# Multipliers and key increments of Philox 4x32 (the paper's table 2 and section 3.3).
+# Multipliers and key increments of Philox 4x32 and 2x32 (the paper's table 2 and section 3.3).
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_MULTIPLIER_OF_TWO = 0xD256D193
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _CACHED = 1 << 14  # words that are computed at a time on a CPU, 128 KiB
@@ -83,6 +89,18 @@ def philox_4x32(
     if not all(isinstance(word, Tensor) for word in words):
         raise TypeError("philox_4x32 needs at least one counter word as an int64 tensor, got only ints")
     return words  # type: ignore[return-value]
+
+
+def philox_2x32(counter: tuple[Word, Word], key: Word, *, rounds: int = 7) -> tuple[Tensor, Tensor]:
+    """The two random words of Philox 2x32 for each counter, as int64 tensors with values in [0, 2**32)."""
+    c0, c1 = counter
+    for _ in range(rounds):
+        product = c0 * _MULTIPLIER_OF_TWO
+        c0, c1 = ((product >> 32) & _WORD) ^ c1 ^ key, product & _WORD
+        key = (key + _WEYL_0) & _WORD
+    if not (isinstance(c0, Tensor) and isinstance(c1, Tensor)):
+        raise TypeError("philox_2x32 needs at least one counter word as an int64 tensor, got only ints")
+    return c0, c1
 
 
 def _words(value: Word, name: str) -> tuple[Word, Word]:
@@ -169,12 +187,19 @@ def random_bits(
         if generator is not None:
             raise ValueError("random bits come from a seed or a generator, got both")
         return (philox_uint32(seed, offset, shape, device) & 0xFFFF).to(torch.int32)
-    # Four elements share a draw: drawing costs more than all the rest. (One of the 2**64 values is never drawn.)
     count = _numel(shape)
-    draws = torch.randint(
-        -(1 << 63), (1 << 63) - 1, (-(-count // 4),), generator=generator, dtype=torch.int64, device=device
-    )
+    if generator is None and torch.compiler.is_compiling():
+        low, high = _words(_draws(1, device, None).view(()), "seed")
+        index = _indices(0, count, device)
+        return (philox_2x32((index & _WORD, (index >> 32) ^ high), low)[0] & 0xFFFF).to(torch.int32).view(shape)
+    # Four elements share a draw: drawing costs more than all the rest.
+    draws = _draws(-(-count // 4), device, generator)
     return (draws.view(torch.int16)[:count].to(torch.int32) & 0xFFFF).view(shape)
+
+
+def _draws(count: int, device: torch.device | str | None, generator: torch.Generator | None) -> Tensor:
+    """64-bit words of a generator of torch's. (One of the 2**64 values is never drawn.)"""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64, device=device)
 
 
 def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from optim_utils._dtensors import is_dtensor
+from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
-from optim_utils.rounding import stochastic_round_
 from optim_utils.shampoo_utils import ParameterizeEnterExitContext, compress_list
 
 __all__ = [
@@ -163,6 +163,7 @@ class QuantizedTensorList(OptimizerModule):
         "dequantized_value_list",
         "rounding",
         "generator",
+        "_stacks",
     )
 
     # None is no state: float storage has the one entry `quantized_value_list`
@@ -187,6 +188,7 @@ class QuantizedTensorList(OptimizerModule):
         self.rounding: Rounding = rounding
         self.generator = generator
         self.dequantized_value_list: tuple[Tensor, ...] | None = None
+        self._stacks: Stacks | None = None
 
         rows = _values_and_ranges(quantized_data)
         self.quantized_value_list = tuple(_to_storage(value, quantized_dtype) for value, _, _ in rows)
@@ -223,10 +225,15 @@ class QuantizedTensorList(OptimizerModule):
         if self.quantized_dtype == self.computation_dtype:
             return self.quantized_value_list
         if isinstance(self.quantized_dtype, LowBitFormat):
-            return tuple(_low_bit(value).dequantize(self.computation_dtype) for value in self.quantized_value_list)
-        values = tuple(torch.empty_like(value, dtype=self.computation_dtype) for value in self.quantized_value_list)
+            return decode_many([_low_bit(value) for value in self.quantized_value_list], self.computation_dtype)
+        stored = self.quantized_value_list
+        if torch.compiler.is_compiling():
+            return tuple(value.to(self.computation_dtype) for value in stored)
+        if self._stacks is None or self._stacks.tensors is not stored:
+            self._stacks = Stacks.of(stored)
+        values = self._stacks.new(self.computation_dtype)
         if values:
-            torch._foreach_copy_(values, self.quantized_value_list)
+            torch._foreach_copy_(values, stored)
         return values
 
     def dequantize_(self) -> None:
@@ -239,23 +246,26 @@ class QuantizedTensorList(OptimizerModule):
     def quantize(self, tensor_list: Sequence[Tensor]) -> None:
         """Write ``tensor_list`` into the storage."""
         self._check_supported()
-        self._check_shapes(tensor_list)
         stored = self.dequantized_value_list
-        if stored is not None and any(mine is not given for mine, given in zip(stored, tensor_list)):
-            logger.warning(
-                "Existing stored dequantized values.\n"
-                "Writing quantized values with input tensor_list without using these stored dequantized values..."
-            )
+        if tensor_list is not stored:
+            self._check_shapes(tensor_list)
+            if stored is not None and any(mine is not given for mine, given in zip(stored, tensor_list)):
+                logger.warning(
+                    "Existing stored dequantized values.\n"
+                    "Writing quantized values with input tensor_list without using these stored dequantized values..."
+                )
         # with equal dtypes the values are the storage: nothing to write
         changed = [(mine, given) for mine, given in zip(self.quantized_value_list, tensor_list) if mine is not given]
+        if not changed:
+            return
+        targets, numbers = zip(*changed)
+        stochastic = self.rounding == "stochastic"
         if isinstance(self.quantized_dtype, LowBitFormat):
-            for mine, given in changed:
-                mine.copy_(self._coded(given, self.quantized_dtype))
-        elif self.rounding == "stochastic" and self.quantized_dtype.itemsize == 2:
-            for mine, given in changed:
-                stochastic_round_(mine, given, generator=self.generator)
-        elif changed:
-            torch._foreach_copy_([mine for mine, _ in changed], [given for _, given in changed])
+            encode_many(targets, numbers, stochastic=stochastic, generator=self.generator)
+        elif stochastic and self.quantized_dtype.itemsize == 2:
+            round_many(targets, numbers, generator=self.generator)
+        else:
+            torch._foreach_copy_(targets, numbers)
 
     def quantize_(self) -> None:
         """Write the values to compute with back into the storage, and drop them."""
@@ -284,11 +294,6 @@ class QuantizedTensorList(OptimizerModule):
             rounding=self.rounding,
             generator=self.generator,
         )
-
-    def _coded(self, tensor: Tensor, fmt: LowBitFormat) -> Tensor:
-        if self.rounding == "nearest":
-            return quantize(tensor, fmt)
-        return quantize(tensor, fmt, stochastic=True, generator=self.generator)
 
     def _check_shapes(self, tensor_list: Sequence[Tensor]) -> None:
         if len(tensor_list) != len(self):

@@ -1,0 +1,149 @@
+"""Many small tensors handled at once: a thousand then cost about what one of their total size costs.
+
+Eagerly, allocating a tensor takes longer than filling a small one, and coding one is some dozens of kernels, whatever
+its size. So tensors of one shape are allocated as one and cut, and those to be coded or rounded are strung together:
+
+    a, b, c, ...  ->  one row of numbers or codes  ->  one row of codes or numbers  ->  its parts a, b, c, ...
+
+up to a length that keeps a device busy. Under ``torch.compile`` each tensor goes its own way: a compiler makes few
+kernels of it, and its program would only become longer. What comes from one row shares memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils._low_bit_blocks import decode_blocks
+from optim_utils._low_bit_tensor import LowBitTensor
+from optim_utils.low_bit import quantize
+from optim_utils.rounding import stochastic_round, stochastic_round_
+
+__all__ = ["Stacks", "decode_many", "encode_many", "round_many"]
+
+_LONGEST = 1 << 22  # elements of a row
+
+
+class Stacks(NamedTuple):
+    """How to allocate tensors like the given ones."""
+
+    tensors: tuple[Tensor, ...]
+    stacks: list[tuple[tuple[int, ...], torch.device, list[int]]]  # (shape, device, positions)
+    others: list[int]  # positions of what is no plain contiguous tensor
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...]) -> Stacks:
+        positions: dict[tuple[tuple[int, ...], torch.device], list[int]] = {}
+        others = []
+        for position, tensor in enumerate(tensors):
+            if _is_plain(tensor):
+                positions.setdefault((tuple(tensor.shape), tensor.device), []).append(position)
+            else:
+                others.append(position)
+        return cls(tensors, [(*key, members) for key, members in positions.items()], others)
+
+    def new(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Tensors like these, in ``dtype``, not filled yet."""
+        made: dict[int, Tensor] = {}
+        for shape, device, members in self.stacks:
+            stack = torch.empty((len(members), *shape), dtype=dtype, device=device)
+            made.update(zip(members, stack.unbind(0)))
+        for position in self.others:
+            made[position] = torch.empty_like(self.tensors[position], dtype=dtype)
+        return tuple(map(made.__getitem__, range(len(self.tensors))))
+
+
+def decode_many(tensors: Sequence[LowBitTensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The numbers of each tensor."""
+    decoded: dict[int, Tensor] = {}
+    for members in _rows((_low_bit_kind(tensor), tensor.numel()) for tensor in tensors):
+        codes, scale, offset = (_joined(parts) for parts in zip(*(tensors[i].parts for i in members)))
+        assert codes is not None
+        assert scale is not None
+        sizes = [tensors[i].numel() for i in members]
+        fmt = tensors[members[0]].fmt.with_(layout="flat")
+        row = decode_blocks(codes, scale, offset, fmt, (sum(sizes),)).to(dtype)
+        for i, part in zip(members, row.split(sizes)):
+            decoded[i] = part.view(tensors[i].shape)
+    return tuple(decoded[i] if i in decoded else tensor.dequantize(dtype) for i, tensor in enumerate(tensors))
+
+
+def encode_many(
+    targets: Sequence[LowBitTensor],
+    numbers: Sequence[Tensor],
+    *,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Fill each target with the codes of its numbers; the options are those of `quantize`."""
+    alone = set(range(len(targets)))
+    kinds = (None if is_dtensor(given) else _low_bit_kind(target) for target, given in zip(targets, numbers))
+    for members in _rows(zip(kinds, map(Tensor.numel, numbers))):
+        alone.difference_update(members)
+        row = torch.cat([numbers[i].detach().flatten() for i in members])
+        fmt = targets[members[0]].fmt.with_(layout="flat")
+        coded = quantize(row, fmt, stochastic=stochastic, generator=generator).parts
+        for mine, new in zip(zip(*(targets[i].parts for i in members)), coded):
+            if new is not None:
+                _fill(mine, new)
+    for i in sorted(alone):
+        targets[i].copy_(quantize(numbers[i], targets[i].fmt, stochastic=stochastic, generator=generator))
+
+
+def round_many(targets: Sequence[Tensor], numbers: Sequence[Tensor], *, generator: torch.Generator | None) -> None:
+    """Fill each target with its numbers rounded at random to its dtype, bf16 or fp16."""
+    alone = set(range(len(targets)))
+    kinds = (
+        (target.dtype, target.device) if _is_plain(target) and _is_plain(given) else None
+        for target, given in zip(targets, numbers)
+    )
+    for members in _rows(zip(kinds, map(Tensor.numel, targets))):
+        alone.difference_update(members)
+        row = torch.cat([numbers[i].detach().flatten() for i in members])
+        mine = [targets[i] for i in members]
+        _fill(mine, stochastic_round(row, mine[0].dtype, generator=generator))
+    for i in sorted(alone):
+        stochastic_round_(targets[i], numbers[i], generator=generator)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
+
+
+def _low_bit_kind(tensor: LowBitTensor) -> Hashable:
+    """What tensors must have in common to be coded in a row; None if this one can't be: not made of whole blocks."""
+    fmt = tensor.fmt
+    run = tensor.numel() if fmt.layout == "flat" or tensor.dim() == 0 else tensor.shape[-1]
+    return None if run % fmt.block_size or is_dtensor(tensor.codes) else (fmt, tensor.device)
+
+
+def _rows(kinds_and_sizes: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
+    """Positions to string together, two or more of one kind; those of the kind None and large ones are in no row."""
+    if torch.compiler.is_compiling():
+        return
+    rows: dict[Hashable, list[int]] = {}
+    lengths: dict[Hashable, int] = {}
+    for position, (kind, size) in enumerate(kinds_and_sizes):
+        if kind is None or not 0 < size <= _LONGEST // 2:
+            continue
+        if lengths.get(kind, 0) + size > _LONGEST:
+            yield rows.pop(kind)
+            lengths[kind] = 0
+        rows.setdefault(kind, []).append(position)
+        lengths[kind] = lengths.get(kind, 0) + size
+    yield from (members for members in rows.values() if len(members) > 1)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """All parts in one row; None if they are None."""
+    given = [part.flatten() for part in parts if part is not None]
+    return torch.cat(given) if given else None
+
+
+def _fill(targets: Sequence[Tensor], row: Tensor) -> None:
+    parts = row.split([target.numel() for target in targets])
+    torch._foreach_copy_(list(targets), [part.view(target.shape) for part, target in zip(parts, targets)])
