@@ -7,7 +7,8 @@ predicted time
     launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
 
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
-they only rank tiles.
+they only rank tiles. Candidates of 128 rows on Hopper with Triton 3.6 or newer run on the ping-pong schedule of
+`_hopper_kernels`; elsewhere, and for few tiles, on that of `_product_kernels`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """A block of the result, the depth of one step along K, and how Triton runs it."""
+    """A block of the result, the depth of one step along K, and how it is run."""
 
     rows: int
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    # persistent, with a producer and two alternating consumers (`_hopper_kernels`)
+    ping_pong: bool = False
 
 
 class Cost(NamedTuple):
@@ -40,17 +43,19 @@ INTERPRETED = Tile(32, 32, 32, 4, 2)
 # fp32 operands are multiplied without tensor cores.
 FULL_PRECISION = Tile(64, 64, 32, 4, 2)
 
-SYMMETRIC: Sequence[tuple[Tile, Cost]] = (
-    (Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)),
-    (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
-)
+SMALL_SYMMETRIC = (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9))
+SYMMETRIC: Sequence[tuple[Tile, Cost]] = ((Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)), SMALL_SYMMETRIC)
 # Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
 SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
+SMALL_GENERAL = (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
     (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
     (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
-    (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0)),
+    SMALL_GENERAL,
 )
+PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
+# Of fewer tiles a multiprocessor, too much is the first tile's start and the last one's end.
+PING_PONG_ROUNDS = 3.5
 
 
 def cdiv(a: int, b: int) -> int:
@@ -65,15 +70,20 @@ def symmetric_tiles(m: int, tile: Tile) -> int:
 
 
 @lru_cache(maxsize=4096)
-def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool) -> Tile:
+def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False) -> Tile:
     """The tile of a symmetric m×m product over k; ``same``: of a matrix with its own transpose."""
+    if hopper and batch * symmetric_tiles(m, PING_PONG) >= PING_PONG_ROUNDS * num_sms:
+        return PING_PONG
     candidates = [*SYMMETRIC, SYMMETRIC_WIDE] if same else SYMMETRIC
     return min(candidates, key=lambda each: _time(each[1], batch * symmetric_tiles(m, each[0]), k, num_sms))[0]
 
 
 @lru_cache(maxsize=4096)
-def general_tile(m: int, n: int, k: int, batch: int, num_sms: int) -> Tile:
+def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool = False) -> Tile:
     """The tile of a general m×n product over k."""
+    side = PING_PONG.rows
+    if hopper and batch * cdiv(m, side) * cdiv(n, side) >= PING_PONG_ROUNDS * num_sms:
+        return PING_PONG
 
     def time(each: tuple[Tile, Cost]) -> float:
         tile, cost = each

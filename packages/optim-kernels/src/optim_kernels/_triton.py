@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from optim_kernels._impl import is_interpreted
 
@@ -21,6 +22,7 @@ __all__ = [
     "INTERPRETED",
     "TRITON_DTYPES",
     "Launch",
+    "after_previous",
     "current_stream",
     "div_rn",
     "dot",
@@ -33,7 +35,12 @@ __all__ = [
 
 INTERPRETED = tl.constexpr(is_interpreted())
 
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.uint8: tl.uint8,
+}
 
 
 @triton.jit
@@ -97,6 +104,18 @@ def arrive(counter):
             pack=1,
         )
     return earlier
+
+
+@triton.jit
+def after_previous(OVERLAP: tl.constexpr):
+    """Wait until the launch before this one is complete, and let the next one get ready in the meantime.
+
+    For launches with ``launch_pdl=True`` (Hopper and newer), which may start under the end of the one before. Every
+    such kernel calls this before it touches memory.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

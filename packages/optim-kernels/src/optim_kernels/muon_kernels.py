@@ -10,18 +10,21 @@ are multiplied exactly, without tensor cores). The kernels stand in `_product_ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optim_kernels import _product_kernels as kernels
 from optim_kernels._impl import is_interpreted
+from optim_kernels._normalize_kernels import normalize_into
 from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, symmetric_tiles
+from optim_kernels.orthogonalization import NSConfig
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -52,9 +55,14 @@ def symmetric_product(
     if out.numel() == 0:
         return out
     same = a is b
-    tile = tile or _tile_for(a, lambda sms: symmetric_tile(m, k, batch, sms, same))
+    tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper))
     q, omega = (out, 0.0) if shifted is None else shifted
     tiles = symmetric_tiles(m, tile)
+    if tile.ping_pong:
+        flags = {"SYMMETRIC": True, "SAME": same, "HAS_C": c is not None, "HAS_Q": shifted is not None}
+        grid = (tiles, cdiv(m, tile.rows), 0)
+        _ping_pong(a, b, out if c is None else c, out, q, scale, tile, grid, (alpha, beta, omega), flags)
+        return out
     kernels.symmetric_kernel[(batch * tiles,)](
         _descriptor(a, tile.rows, tile.depth),
         _descriptor(b, tile.columns, tile.depth),
@@ -102,8 +110,13 @@ def general_product(
         out = empty_matrices(batch, m, n, like=b)
     if out.numel() == 0:
         return out
-    tile = tile or _tile_for(a, lambda sms: general_tile(m, n, k, batch, sms))
+    tile = tile or _tile_for(a, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    if tile.ping_pong:
+        flags = {"SYMMETRIC": False, "SAME": False, "HAS_C": c is not None, "HAS_Q": False}
+        grid = (rows * columns, rows, columns)
+        _ping_pong(a, b, out if c is None else c, out, out, scale, tile, grid, (alpha, beta, 0.0), flags)
+        return out
     kernels.general_kernel[(batch * rows * columns,)](
         _descriptor(a, tile.rows, tile.depth),
         _descriptor(b, tile.depth, tile.columns),
@@ -128,6 +141,43 @@ def general_product(
     return out
 
 
+def _ping_pong(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    q: Tensor,
+    scale: Tensor | None,
+    tile: Tile,
+    grid: tuple[int, int, int],
+    numbers: tuple[float, float, float],
+    flags: dict[str, bool],
+) -> None:
+    """Either product on the ping-pong schedule; ``grid``: tiles of a matrix, their rows and columns."""
+    hopper = _hopper_kernels()
+    total = len(a) * grid[0]
+    side, depth = tile.rows, tile.depth
+    operands = (
+        hopper.descriptor(a, side, depth),
+        hopper.descriptor(b, *((side, depth) if flags["SYMMETRIC"] else (depth, side))),
+        *(hopper.descriptor(x, side, side) for x in (c, d, q)),
+    )
+    hopper.product_kernel[(min(total, _num_sms(a.device.index)),)](
+        *operands,
+        d if scale is None else scale,
+        total,
+        *grid,
+        a.shape[-1],
+        *numbers,
+        **flags,
+        HAS_SCALE=scale is not None,
+        GROUP=PANEL,
+        DEPTH=depth,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+
+
 def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
     """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
     step = ALIGNMENT // like.element_size()
@@ -150,10 +200,25 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
 
 
-def _tile_for(x: Tensor, choose: Any) -> Tile:
+def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
     if is_interpreted():
         return INTERPRETED
-    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(x.device.index))
+    device = x.device.index
+    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(device), _has_ping_pong(device))
+
+
+@cache
+def _has_ping_pong(device: int | None) -> bool:
+    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _hopper_kernels() -> Any:
+    from optim_kernels import _hopper_kernels
+
+    return _hopper_kernels
 
 
 @cache
@@ -164,8 +229,17 @@ def _num_sms(device: int | None) -> int:
 class TritonProducts:
     """The three products of `orthogonalization`'s iterations, on ``[batch, M, K]``."""
 
-    def batch(self, x: Tensor, /) -> Tensor:
-        return as_batch(x)
+    def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
+        g = x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
+        out = empty_matrices(*g.shape, like=x.new_empty(0, dtype=config.compute_dtype(x)))
+        normalize_into(
+            out,
+            g,
+            norm_scale=config.norm_scale,
+            eps=config.eps,
+            add_eps=config.eps_mode == "add",
+        )
+        return out
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         m = xs[0].shape[-2]

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -39,8 +40,11 @@ Method = Literal["auto", "standard", "gram"]
 EpsMode = Literal["clamp", "add"]
 Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[float]]
 
-# From here on the Gram iteration wins on time although it makes more launches.
-GRAM_ASPECT = 1.5
+# From which n/m on "auto" takes the Gram iteration, by the slope at 0 of the whole polynomial: how much the iteration
+# enlarges small singular values, and with them the rounding of R. Below 1.5 Gram wins no time; the other limits keep
+# Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see "Newton–Schulz and Muon" in the benchmarks'
+# notes for the errors measured.
+GRAM_ASPECTS = ((600.0, 1.5), (900.0, 3.0), (float("inf"), 4.0))
 RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -52,7 +56,7 @@ class NSConfig:
     Args:
         coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
         steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with n ≥ 1.5 m, else ``"standard"``.
+        method: ``"auto"`` takes ``"gram"`` for matrices with n ≥ `gram_aspect` m, else ``"standard"``.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
             fp32 (fp64 for fp64 matrices).
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
@@ -110,8 +114,14 @@ class NSConfig:
     def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
         """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
         if self.method == "auto":
-            return "gram" if n >= GRAM_ASPECT * m else "standard"
+            return "gram" if n >= self.gram_aspect * m else "standard"
         return self.method
+
+    @cached_property
+    def gram_aspect(self) -> float:
+        """n/m from which ``"auto"`` takes the Gram iteration: 1.5, 3 or 4, the steeper the polynomial the larger."""
+        slope = prod(a for a, _, _ in self.triples)
+        return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
 
     def flops(self, rows: int, columns: int) -> int:
         """Of one ``rows × columns`` matrix, with symmetric halves counted once."""
@@ -140,8 +150,8 @@ class Products(Protocol):
     An iteration runs on a family: tensors of matrices with one short side M, whose m×m factors are one batch.
     """
 
-    def batch(self, x: Tensor, /) -> Tensor:
-        """``x`` as the other methods take it, copied only if they must."""
+    def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
+        """``x / N`` in the compute dtype, as the other methods take it."""
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         """``x xᵀ`` of every x of the family, as one batch."""
@@ -166,8 +176,8 @@ class Products(Protocol):
 class TorchProducts:
     """Plain torch. On the CPU 16-bit operands are multiplied in fp32 and the result is rounded, as tensor cores do."""
 
-    def batch(self, x: Tensor, /) -> Tensor:
-        return x
+    def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
+        return normalize(x, config)[0]
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         grams = [self.matmul_add(x, x.mT) for x in xs]
@@ -349,8 +359,7 @@ def _forward(x: Tensor, config: NSConfig, products: Products) -> Tensor:
         return _forward(x.mT, config, products).mT
     if x.numel() == 0:
         return x.clone()
-    start = products.batch(normalize(x, config)[0])
-    return iterate([start], config, products)[0].reshape(x.shape).to(x.dtype)
+    return iterate([products.normalize(x, config)], config, products)[0].reshape(x.shape).to(x.dtype)
 
 
 class _NewtonSchulz(torch.autograd.Function):

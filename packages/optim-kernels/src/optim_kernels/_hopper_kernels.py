@@ -1,0 +1,262 @@
+"""Products of Newton–Schulz for Hopper in Gluon: the two of `_product_kernels`, on a persistent ping-pong schedule.
+
+    D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: one triangle of tiles is computed, and mirrored
+    D = s (α A B + β C)                    otherwise
+
+One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Its warps have three roles:
+
+    producer    one warp: copies A [128, 64] and B for each step of each tile, in order, into a ring in shared memory
+    consumer 0  four warps: the 1st, 3rd, 5th … tile of the program
+    consumer 1  four warps: the 2nd, 4th, 6th … tile
+
+A consumer multiplies through its whole tile at the full rate of the tensor cores, hands the turn to the other, and
+while that one multiplies, it rounds, stores and mirrors its own result: at K = 1280 that end of a tile costs a quarter
+of its time where nothing hides it.
+
+Two barriers guard each slot of the ring: `ready` (filled by the copy engine) and `empty` (read by the tensor cores). A
+wait on a barrier knows only the parity of a slot's round, so a consumer may look at the ring when the other one has
+taken all its steps, not earlier: that is what `turn` says.
+
+The tile's own buffer [128, 128] first receives C (copied while the other consumer multiplies), then D, then D's mirror
+image. Exact symmetry is needed and kept as in `_product_kernels`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from optim_kernels._product_kernels import rectangle_tile, triangle_tile
+
+# drop the names of Triton 3.6 when it is no longer supported
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+BLOCK = gl.constexpr(128)
+# Registers of a thread: the first consumer takes what the other two leave of a multiprocessor's 65,536.
+CONSUMER_REGISTERS = gl.constexpr(232)
+PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+@gluon.jit
+def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr):
+    """(batch, first row, first column) of a tile."""
+    batch = tile // tiles
+    if SYMMETRIC:
+        i, j = triangle_tile(tile % tiles, T, GROUP)
+    else:
+        i, j = rectangle_tile(tile % tiles, T, columns, GROUP)
+    return batch, i * BLOCK, j * BLOCK
+
+
+@gluon.jit
+def _produce(
+    a_desc,
+    b_desc,
+    ring,
+    schedule,
+    flags: gl.constexpr,
+):
+    SYMMETRIC: gl.constexpr = flags[0]
+    GROUP: gl.constexpr = flags[5]
+    DEPTH: gl.constexpr = flags[6]
+    STAGES: gl.constexpr = flags[7]
+    a_ring, b_ring, ready, empty = ring
+    total, tiles, T, columns, K = schedule
+    step = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        for k in range(0, K, DEPTH):
+            slot = step % STAGES
+            full = ready.index(slot)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            load(a_desc, [batch, row, k], full, a_ring.index(slot))
+            if SYMMETRIC:
+                load(b_desc, [batch, column, k], full, b_ring.index(slot))
+            else:
+                load(b_desc, [batch, k, column], full, b_ring.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    ME: gl.constexpr,
+    results,
+    ring,
+    buffers,
+    c_ready,
+    turn,
+    schedule,
+    numbers,
+    flags: gl.constexpr,
+):
+    SYMMETRIC: gl.constexpr = flags[0]
+    SAME: gl.constexpr = flags[1]
+    HAS_C: gl.constexpr = flags[2]
+    HAS_Q: gl.constexpr = flags[3]
+    HAS_SCALE: gl.constexpr = flags[4]
+    GROUP: gl.constexpr = flags[5]
+    DEPTH: gl.constexpr = flags[6]
+    STAGES: gl.constexpr = flags[7]
+    c_desc, d_desc, q_desc = results
+    alpha, beta, omega, scale = numbers
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dtype: gl.constexpr = d_desc.dtype
+    a_ring, b_ring, ready, empty = ring
+    total, tiles, T, columns, K = schedule
+    buffer = buffers.index(ME)
+    matrix = buffer.reshape([BLOCK, BLOCK])
+    rows = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    steps = gl.cdiv(K, DEPTH)
+    step = ME * steps
+    turns = 0
+    for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
+        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        # the copy engine has read the buffer's last content
+        tma.store_wait(0)
+        barrier()
+        if HAS_C:
+            mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
+            load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
+        acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
+        # consumer 0 starts, then they alternate
+        mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
+        for k in range(0, K, DEPTH):
+            slot = step % STAGES
+            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+            a = a_ring.index(slot).reshape([BLOCK, DEPTH])
+            if SYMMETRIC:
+                b = b_ring.index(slot).reshape([BLOCK, DEPTH]).permute((1, 0))
+            else:
+                b = b_ring.index(slot).reshape([DEPTH, BLOCK])
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            # all but this step's product are done
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        mbarrier.arrive(turn.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        step += steps
+        acc = acc * alpha
+        if HAS_C:
+            mbarrier.wait(c_ready.index(ME), turns & 1)
+            acc += beta * matrix.load(layout).to(gl.float32)
+        if HAS_SCALE:
+            acc *= gl.load(scale + batch)
+        turns += 1  # noqa: SIM113
+        d = acc.to(dtype)
+        matrix.store(d)
+        # constants and values are not mixed in a condition: what a constant excludes is not compiled
+        if SYMMETRIC and not SAME:  # noqa: SIM102
+            if row == column:
+                barrier()
+                mirrored = matrix.permute((1, 0)).load(layout)
+                barrier()
+                d = gl.where(rows >= cols, d, mirrored)
+                matrix.store(d)
+        fence_async_shared()
+        barrier()
+        store(d_desc, [batch, row, column], buffer)
+        if SYMMETRIC:
+            if HAS_Q:  # noqa: SIM102
+                if row != column:
+                    store(q_desc, [batch, row, column], buffer)
+            tma.store_wait(0)
+            barrier()
+            if row != column:
+                matrix.permute((1, 0)).store(d)
+                fence_async_shared()
+                barrier()
+                store(d_desc, [batch, column, row], buffer)
+                if HAS_Q:
+                    store(q_desc, [batch, column, row], buffer)
+            elif HAS_Q:
+                wide = d.to(gl.float32)
+                matrix.store(gl.where(rows == cols, wide + omega, wide).to(dtype))
+                fence_async_shared()
+                barrier()
+                store(q_desc, [batch, row, column], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def product_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    q_desc,
+    scale,
+    total,
+    tiles,
+    T,
+    columns,
+    K,
+    alpha,
+    beta,
+    omega,
+    SYMMETRIC: gl.constexpr,
+    SAME: gl.constexpr,
+    HAS_C: gl.constexpr,
+    HAS_Q: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    buffers = gl.allocate_shared_memory(d_desc.dtype, [2] + d_desc.block_type.shape, d_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(c_ready.index(consumer), count=1)
+        mbarrier.init(turn.index(consumer), count=1)
+    fence_async_shared()
+    ring = (a_ring, b_ring, ready, empty)
+    schedule = (total, tiles, T, columns, K)
+    results = (c_desc, d_desc, q_desc)
+    numbers = (alpha, beta, omega, scale)
+    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, GROUP, DEPTH, STAGES)
+    gl.warp_specialize(
+        [
+            (_consume, (0, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),
+            (_consume, (1, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),
+            (_produce, (a_desc, b_desc, ring, schedule, flags)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
+    block = [1, rows, columns]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _shared_layout(rows, columns, x.dtype))
+
+
+@cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a block in shared memory, swizzled as the copy engine writes and the tensor cores read it."""
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, rows, columns], element)
