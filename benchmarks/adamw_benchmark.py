@@ -2,168 +2,250 @@
 
     python -m benchmarks.adamw_benchmark --shape 4096 1024 --dtype float16
     python -m benchmarks.adamw_benchmark --model d20 --dtype bfloat16 --max-norm 1.0 --peers all --json out.json
+    python -m benchmarks.adamw_benchmark --suite all --peers fused
 
-The floor is the bytes a step has to move over 4.24 TB/s, what a copy reaches on an H200; "graph" is device time with
-cold caches, "wall" what a training loop sees (``benchmarks.timing``). A first step is compared with the reference in
-fp64, and a wrong one prints no speed. On a CPU the same command measures the fallback on the tiny list.
+The floor is the bytes a step has to move over 4.24 TB/s, what a copy reaches on an H200. "graph" is device time with
+cold caches, "hot" the same with caches warm from the step before, "wall" what a training loop sees, "host" the
+processor's time in a call (``benchmarks.timing``). All contenders step the same parameters in turn. A first step is
+compared with the reference in fp64, and a wrong one prints no speed. On a CPU the same command measures the fallback
+on the tiny list.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from benchmarks import timing
+from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, of_class, peers
 from benchmarks.model_lists import Shape, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report, clocks
+from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import TritonAdamW, reference
 
-COPY_BYTES_PER_SECOND = 4.24e12
+# More elements than this, and contenders are measured one after the other: their states do not fit side by side.
+MOST_SIDE_BY_SIDE = 1_000_000_000
 
-Params = list[torch.nn.Parameter]
-MakeStep = Callable[[Params], Callable[[], object]]
 
-HYPERPARAMETERS = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+@dataclass
+class Case:
+    """One list of tensors and the options of our optimizer."""
+
+    name: str
+    shapes: list[Shape]
+    dtype: torch.dtype
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        words = [f"{key}={str(value).removeprefix('torch.')}" for key, value in self.options.items()]
+        return " ".join([self.name, str(self.dtype).removeprefix("torch."), *words])
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Parameter, moments and master read and written, gradient read, once more if there is a norm."""
+        size, state_dtype = float(3 * self.dtype.itemsize), self.options.get("state_dtype", self.dtype)
+        # codes of a byte, and an fp32 scale for 256 of them
+        size += 4 * (1 + 4 / 256) if state_dtype == "int8" else 4 * state_dtype.itemsize
+        if self.options.get("master_weights") == "fp32":
+            size += 8 - self.dtype.itemsize
+        elif self.options.get("master_weights") == "split16":
+            size += 4
+        return size + (self.dtype.itemsize if "max_norm" in self.options else 0)
+
+    @property
+    def floor_ms(self) -> float:
+        return 1e3 * self.bytes_per_element * num_elements(self.shapes) / COPY_BYTES_PER_SECOND
 
 
 def main() -> int:
     arguments = parse()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
-    if device == "cpu" and num_elements(shapes) > 1 << 22:
-        shapes = model_shapes("tiny")
-    dtype = getattr(torch, arguments.dtype)
-    options = own_options(arguments)
-
-    report = Report(f"AdamW step, {arguments.model or arguments.shape}, {arguments.dtype}, {options or 'as torch'}")
-    error, limit = first_step_error(shapes, dtype, options)
-    if not error <= limit:
-        print(f"the first step is wrong: error {error:.3g} where {limit:.3g} is allowed; no speed is printed")
-        return 1
-    size = bytes_of_step(dtype, options) * num_elements(shapes)
-    floor = 1e3 * size / COPY_BYTES_PER_SECOND
-    for name, make_step in contenders(arguments, options).items():
-        try:
-            row = measure(make_step, shapes, dtype, device)
-        except (RuntimeError, ImportError, TypeError) as problem:
-            report.add(what=name, note=str(problem).splitlines()[0][:60])
-            continue
-        best = row.get("graph_ms", row["wall_ms"])
-        report.add(what=name, **row, gb_per_s=size / best / 1e6, of_floor=best / floor)
-        torch.cuda.empty_cache()
-    report.add(what="floor", graph_ms=floor, gb_per_s=COPY_BYTES_PER_SECOND / 1e9, of_floor=1.0)
-    report.add(what="error of the first step", note=f"{error:.3g}, allowed {limit:.3g}; {clocks()}")
+    cases = suite(arguments.suite) if arguments.suite else [case_of(arguments)]
+    report = Report("AdamW step" if arguments.suite else f"AdamW step, {cases[0].label}")
+    for case in cases:
+        if not add_case(report, case, arguments.peers):
+            return 1
+    report.add(what="clocks after the last", note=str(clocks()))
     report.show()
     if arguments.json:
         report.save_json(arguments.json)
+    if arguments.plot:
+        time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
+        report.save_plot(arguments.plot, value=time, label="what", group="list")
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs="+", help="one tensor of this shape instead of a model")
-    parser.add_argument("--model", default=None, help="gpt2_124m, gpt2_1.56b, d20 or tiny")
+    parser.add_argument("--model", default="gpt2_124m", help="gpt2_124m, gpt2_1.56b, d20 or tiny")
+    parser.add_argument("--suite", choices=sorted(SUITES), help="many rows in one process, with one table at the end")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], help="dtype of the moments")
+    parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], help="how moments are stored")
     parser.add_argument("--master-weights", choices=["fp32", "split16"])
     parser.add_argument("--stochastic-rounding", action="store_true")
     parser.add_argument("--max-norm", type=float, help="clip first: ours in the step, others by torch's function")
-    parser.add_argument("--peers", default="torch", choices=["torch", "all", "none"])
+    parser.add_argument("--peers", default="torch", choices=PEERS)
     parser.add_argument("--json", help="write rows, machine and versions to this file")
+    parser.add_argument("--plot", help="draw the device times into this file")
     parser.add_argument("--steps", type=int, default=200, help="kept for scripts; figures are medians of enough steps")
     parser.add_argument("--warmup", type=int, default=20, help="as --steps")
-    arguments = parser.parse_args()
-    if arguments.shape is None and arguments.model is None:
-        arguments.model = "gpt2_124m"
-    return arguments
+    return parser.parse_args()
 
 
-def own_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """What the command line asks of TritonAdamW beyond torch's options."""
-    options: dict[str, object] = {}
+def case_of(arguments: argparse.Namespace) -> Case:
+    """The case that the command line describes."""
+    options: dict[str, Any] = {}
     if arguments.state_dtype:
-        options["state_dtype"] = getattr(torch, arguments.state_dtype)
+        options["state_dtype"] = "int8" if arguments.state_dtype == "int8" else getattr(torch, arguments.state_dtype)
     if arguments.master_weights:
         options["master_weights"] = arguments.master_weights
     if arguments.stochastic_rounding:
         options["stochastic_rounding"] = True
     if arguments.max_norm is not None:
         options["max_norm"] = arguments.max_norm
-    return options
+    name = "×".join(map(str, arguments.shape)) if arguments.shape else arguments.model
+    shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
+    return fitting(Case(name, shapes, getattr(torch, arguments.dtype), options))
 
 
-def contenders(arguments: argparse.Namespace, options: dict[str, object]) -> dict[str, MakeStep]:
-    """What is measured: a function for each name that turns parameters with gradients into a step."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ONE = "4096×1024"
+# Cases by the suite they belong to: list, dtype, options.
+SUITES: dict[str, list[tuple[str, torch.dtype, dict[str, Any]]]] = {
+    "plain": [
+        *((ONE, dtype, {}) for dtype in (FP16, BF16, FP32)),
+        *((name, dtype, {}) for name in ("gpt2_124m", "d20", "gpt2_1.56b") for dtype in (BF16, FP32)),
+    ],
+    "formats": [
+        *((name, BF16, {"state_dtype": FP32}) for name in ("gpt2_124m", "d20", "gpt2_1.56b")),
+        *(
+            (name, BF16, {"state_dtype": FP32, "master_weights": "split16"})
+            for name in ("gpt2_124m", "d20", "gpt2_1.56b")
+        ),
+        *((name, BF16, {"state_dtype": (BF16, FP32)}) for name in ("d20", "gpt2_1.56b")),
+        ("d20", BF16, {"stochastic_rounding": True}),
+        *((name, BF16, {"state_dtype": "int8"}) for name in (ONE, "gpt2_124m", "d20", "gpt2_1.56b")),
+    ],
+    # the norm of these gradients is between 11 and 39: half of them is clipped, all of them is not
+    "clipping": [
+        (name, dtype, {"max_norm": max_norm})
+        for name in ("gpt2_124m", "d20", "gpt2_1.56b")
+        for dtype in (BF16, FP32)
+        for max_norm in (1.0, 100.0)
+    ],
+}
+SUITES["all"] = [*SUITES["plain"], *SUITES["clipping"], *SUITES["formats"]]
 
-    def of(optimizer_class: type[torch.optim.Optimizer], **own: object) -> MakeStep:
-        def make_step(params: Params) -> Callable[[], object]:
-            optimizer = optimizer_class(params, **HYPERPARAMETERS, **own)  # type: ignore[call-arg]
-            if arguments.max_norm is None or optimizer_class is TritonAdamW:
-                return optimizer.step
-            return lambda: (torch.nn.utils.clip_grad_norm_(params, arguments.max_norm, foreach=True), optimizer.step())
 
-        return make_step
+def suite(name: str) -> list[Case]:
+    """The cases of a suite."""
+    return [
+        fitting(Case(lst, [(4096, 1024)] if lst == ONE else model_shapes(lst), dtype, options))
+        for lst, dtype, options in SUITES[name]
+    ]
 
-    def compiled(params: Params) -> Callable[[], object]:
-        lr = torch.tensor(HYPERPARAMETERS["lr"], device=params[0].device)
-        optimizer = torch.optim.AdamW(params, **{**HYPERPARAMETERS, "lr": lr}, foreach=True, capturable=True)  # type: ignore[arg-type]
-        return torch.compile(optimizer.step, fullgraph=False)
 
+def fitting(case: Case) -> Case:
+    """The case itself, or the tiny list on a machine that would take minutes."""
+    if torch.cuda.is_available() or num_elements(case.shapes) <= 1 << 22:
+        return case
+    return Case("tiny", model_shapes("tiny"), case.dtype, case.options)
+
+
+def add_case(report: Report, case: Case, choice: str) -> bool:
+    """Measure a case and add its rows; whether its first step was right."""
+    error, limit = first_step_error(case)
+    if not error <= limit:
+        print(f"{case.label}: the first step is wrong, error {error:.3g} of {limit:.3g} allowed; no speed is printed")
+        return False
     on_gpu = torch.cuda.is_available()
-    chosen: dict[str, MakeStep] = {"ours": of(TritonAdamW, capturable=on_gpu, **options)}
-    if arguments.peers != "none":
-        chosen["torch fused"] = of(torch.optim.AdamW, fused=True, capturable=on_gpu)
-        chosen["torch foreach"] = of(torch.optim.AdamW, foreach=True, capturable=on_gpu)
-        chosen["torch for-loop"] = of(torch.optim.AdamW, foreach=False, capturable=on_gpu)
-    if arguments.peers == "all" and on_gpu:
-        chosen["torch compiled"] = compiled
-        chosen |= importable_peers(of)
-    return chosen
+    contenders = {"ours": of_class(TritonAdamW, capturable=on_gpu, **case.options)}
+    contenders |= peers(choice, case.options.get("max_norm"))
+    rows = measure(contenders, case)
+    time = "graph_ms" if on_gpu else "wall_ms"
+    own = rows["ours"][time]
+    for name, row in rows.items():
+        if time in row:
+            row |= {"of_floor": row[time] / case.floor_ms, "to_ours": row[time] / own}
+            row["gb_per_s"] = case.bytes_per_element * num_elements(case.shapes) / row[time] / 1e6
+        if name == "ours":
+            row["error"] = error
+        report.add(list=case.label, what=name, **row)
+    report.add(list=case.label, what="floor", **{time: case.floor_ms})
+    print(f"{case.label}: ours {own:.4g} ms, {own / case.floor_ms:.3f} of the floor", file=sys.stderr, flush=True)
+    return True
 
 
-def importable_peers(of: Callable[..., MakeStep]) -> dict[str, MakeStep]:
-    """AdamW of other packages, those that are installed."""
-    peers: dict[str, MakeStep] = {}
-    for name, module, attribute in (
-        ("apex FusedAdam", "apex.optimizers", "FusedAdam"),
-        ("bitsandbytes AdamW8bit", "bitsandbytes.optim", "AdamW8bit"),
-        ("torchao AdamW8bit", "torchao.optim", "AdamW8bit"),
-        ("heavyball AdamW", "heavyball", "ForeachAdamW"),
-        ("triton_muon_adamw", "triton_muon_adamw", "TritonAdamW"),
-        ("flashoptim", "flashoptim", "FlashAdamW"),
-    ):
+def measure(contenders: dict[str, MakeStep], case: Case) -> dict[str, dict[str, Any]]:
+    """The figures of each contender; inputs rotate until they exceed three times the L2."""
+    on_gpu = torch.cuda.is_available()
+    one = num_elements(case.shapes) * 4 * case.dtype.itemsize
+    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / one)) if on_gpu else 1
+    sets = [make_parameters(case.shapes, case.dtype, "cuda" if on_gpu else "cpu", seed=i) for i in range(num_sets)]
+    if num_elements(case.shapes) <= MOST_SIDE_BY_SIDE:
+        rounds = [contenders]
+    else:
+        rounds = [{name: make_step} for name, make_step in contenders.items()]
+    rows: dict[str, dict[str, Any]] = {}
+    for some in rounds:
+        rows |= _measure_side_by_side(some, sets, on_gpu)
+        _free()
+    return {name: rows[name] for name in contenders}
+
+
+def _measure_side_by_side(
+    contenders: dict[str, MakeStep], sets: list[Params], on_gpu: bool
+) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    steps, graphs = {}, {}
+    for name, make_step in contenders.items():
         try:
-            peers[name] = of(getattr(__import__(module, fromlist=[attribute]), attribute))
-        except (ImportError, AttributeError):
-            continue
-    return peers
+            steps[name] = [make_step(params) for params in sets]
+            rows[name] = {"wall_ms": timing.wall_ms(steps[name])}
+            if on_gpu:
+                rows[name] |= {"host_us": timing.host_us(steps[name][0]), "launches": timing.launches(steps[name][0])}
+                graphs[name] = timing.capture(steps[name])
+        except (RuntimeError, ImportError, TypeError) as problem:
+            rows[name] = {**rows.get(name, {}), "note": str(problem).splitlines()[0][:60]}
+    times = timing.alternate({name: _replay(graph, len(sets)) for name, graph in graphs.items()})
+    for name, time in times.items():
+        rows[name] = {"graph_ms": time, **rows[name]}
+        if len(sets) > 1:
+            rows[name]["hot_ms"] = timing.graph_ms(steps[name][:1], repeat=len(sets))
+    return rows
 
 
-def measure(make_step: MakeStep, shapes: list[Shape], dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Graph (cold), wall and host time of a step; inputs rotate until they exceed three times the L2."""
-    one = num_elements(shapes) * 4 * dtype.itemsize
-    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / one)) if device == "cuda" else 1
-    steps = [make_step(make_parameters(shapes, dtype, device, seed=i)) for i in range(num_sets)]
-    wall = timing.wall_ms(steps)
-    if device == "cpu":
-        return {"wall_ms": wall}
-    host = timing.host_us(steps[0])
-    return {"graph_ms": timing.graph_ms(steps), "wall_ms": wall, "host_us": host}
+def _replay(graph: torch.cuda.CUDAGraph, num_calls: int) -> timing.Timer:
+    return lambda: timing.replay_ms(graph, num_calls)
 
 
-def first_step_error(shapes: list[Shape], dtype: torch.dtype, options: dict[str, object]) -> tuple[float, float]:
-    """The largest error of a first step against the reference in fp64, and what is allowed: 1 ulp and 1e-6 of it."""
+def _free() -> None:
+    """Give back what the last contenders held, compiled code included."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def first_step_error(case: Case) -> tuple[float, float]:
+    """The largest error of a first step, of the largest parameter, against the reference in fp64; and what is allowed.
+
+    Allowed is an ulp of the parameters' dtype, and 1e-6 of the largest change.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes = sorted(shapes, key=math.prod)[: len(shapes) // 2 + 1][-8:]
-    params = make_parameters(shapes, dtype, device)
+    shapes = sorted(case.shapes, key=math.prod)[: len(case.shapes) // 2 + 1][-8:]
+    params = make_parameters(shapes, case.dtype, device)
     wide = [p.detach().double() for p in params]
     grads = [p.grad.double() for p in params if p.grad is not None]
-    if "max_norm" in options:
-        factor = reference.clip_factor(reference.total_norm(grads), float(str(options["max_norm"])))
+    if "max_norm" in case.options:
+        factor = reference.clip_factor(reference.total_norm(grads), case.options["max_norm"])
         grads = [grad * factor for grad in grads]
     before = [p.clone() for p in wide]
     reference.adamw_(
@@ -172,25 +254,13 @@ def first_step_error(shapes: list[Shape], dtype: torch.dtype, options: dict[str,
         [torch.zeros_like(p) for p in wide],
         [torch.zeros_like(p) for p in wide],
         steps=torch.zeros(()),
-        **HYPERPARAMETERS,  # type: ignore[arg-type]
+        **HYPERPARAMETERS,
     )
-    TritonAdamW(params, **HYPERPARAMETERS, **options).step()  # type: ignore[arg-type]
+    TritonAdamW(params, **HYPERPARAMETERS, **case.options).step()
     error = max(float((p.detach().double() - q).abs().max()) for p, q in zip(params, wide))
     largest = max(float(p.abs().max()) for p in wide)
     moved = max(float((p - q).abs().max()) for p, q in zip(wide, before))
-    return error, largest * torch.finfo(dtype).eps + 1e-6 * moved
-
-
-def bytes_of_step(dtype: torch.dtype, options: dict[str, object]) -> int:
-    """Bytes for an element: parameter, moments and master read and written, gradient read, once more if clipped."""
-    state_dtype = options.get("state_dtype", dtype)
-    assert isinstance(state_dtype, torch.dtype)
-    size = 3 * dtype.itemsize + 4 * state_dtype.itemsize
-    if options.get("master_weights") == "fp32":
-        size += 8 - dtype.itemsize
-    elif options.get("master_weights") == "split16":
-        size += 4
-    return size + (dtype.itemsize if "max_norm" in options else 0)
+    return error / largest, torch.finfo(case.dtype).eps + 1e-6 * moved / largest
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """The norm of a model's gradients, alone and with scaling: ours, torch's, the floor.
 
     python -m benchmarks.clip_benchmark --model d20 --dtype bfloat16
+    python -m benchmarks.clip_benchmark --model d20 --max-norm 1.0 --with-adamw
+    python -m benchmarks.clip_benchmark --suite
 
 "not clipping" is a norm below ``max_norm``, where ours reads the gradients and writes nothing; "clipping" one above.
-``python -m benchmarks.adamw_benchmark --max-norm 1.0`` measures clipping and AdamW together.
+``--with-adamw`` adds clipping and AdamW together, ours in one step against torch's two
+(``benchmarks.adamw_benchmark --max-norm``). A norm that is wrong prints no speed.
 """
 
 from __future__ import annotations
@@ -15,50 +18,44 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import timing
+from benchmarks import adamw_benchmark, timing
+from benchmarks.adamw_benchmark import ONE, Case
+from benchmarks.adamw_peers import PEERS
 from benchmarks.model_lists import make_parameters, model_shapes, num_elements
-from benchmarks.report import Report
+from benchmarks.report import Report, clocks
+from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import clip_grad_norm_, compute_global_grad_norm
 
-COPY_BYTES_PER_SECOND = 4.24e12
+Params = list[torch.nn.Parameter]
 
 
 def main() -> int:
     arguments = parse()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
-    if device == "cpu" and num_elements(shapes) > 1 << 22:
-        shapes = model_shapes("tiny")
-    dtype = getattr(torch, arguments.dtype)
-    size = num_elements(shapes) * dtype.itemsize
-    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / size)) if device == "cuda" else 1
-    sets = [make_parameters(shapes, dtype, device, seed=i) for i in range(num_sets)]
-
-    report = Report(f"Gradient clipping, {arguments.model or arguments.shape}, {arguments.dtype}")
-    exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in sets[0] if p.grad is not None))
-    error = abs(float(compute_global_grad_norm(sets[0])) - exact) / exact
-    if not error <= 1e-6:
-        print(f"the norm is wrong: relative error {error:.3g}; no speed is printed")
-        return 1
-    theirs = torch.nn.utils.clip_grad_norm_
-    rows: list[tuple[str, float, Callable[[list[torch.nn.Parameter]], object]]] = [
-        ("not clipping, ours", 1.0, lambda params: clip_grad_norm_(params, 1e9)),
-        ("not clipping, torch", 1.0, lambda params: theirs(params, 1e9, foreach=True)),
-        # a factor so near to one that repeating it leaves the gradients what they are
-        ("clipping, ours", 3.0, lambda params: clip_grad_norm_(params, exact * 0.99999)),
-        ("clipping, torch", 3.0, lambda params: theirs(params, exact * 0.99999, foreach=True)),
-    ]
-    for name, passes, function in rows:
-        calls = [lambda params=params, function=function: function(params) for params in sets]
-        row = {"wall_ms": timing.wall_ms(calls)}
-        if device == "cuda":
-            row = {"graph_ms": timing.graph_ms(calls), **row}
-        floor = 1e3 * passes * size / COPY_BYTES_PER_SECOND
-        report.add(what=name, **row, floor_ms=floor, of_floor=next(iter(row.values())) / floor)
-    report.add(what="relative error of the norm", note=f"{error:.3g}")
+    if arguments.suite:
+        cases = [
+            Case(name, [(4096, 1024)] if name == ONE else model_shapes(name), dtype)
+            for name in (ONE, "gpt2_124m", "d20", "gpt2_1.56b")
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+    else:
+        name = "×".join(map(str, arguments.shape)) if arguments.shape else arguments.model
+        shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
+        cases = [Case(name, shapes, getattr(torch, arguments.dtype))]
+    report = Report("Gradient clipping" if arguments.suite else f"Gradient clipping, {cases[0].label}")
+    for case in map(adamw_benchmark.fitting, cases):
+        if not add_case(report, case):
+            return 1
+        if arguments.with_adamw:
+            case.options["max_norm"] = arguments.max_norm
+            if not adamw_benchmark.add_case(report, case, arguments.peers):
+                return 1
+    report.add(what="clocks after the last", note=str(clocks()))
     report.show()
     if arguments.json:
         report.save_json(arguments.json)
+    if arguments.plot:
+        time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
+        report.save_plot(arguments.plot, value=time, label="what", group="list")
     return 0
 
 
@@ -66,12 +63,45 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs="+", help="one gradient of this shape instead of a model's")
     parser.add_argument("--model", default="gpt2_124m", help="gpt2_124m, gpt2_1.56b, d20 or tiny")
+    parser.add_argument("--suite", action="store_true", help="all lists in one process, with one table at the end")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--with-adamw", action="store_true", help="clipping and AdamW together as well")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="what --with-adamw clips to")
+    parser.add_argument("--peers", default="fused", choices=PEERS, help="what --with-adamw compares with")
     parser.add_argument("--json", help="write rows, machine and versions to this file")
-    arguments = parser.parse_args()
-    if arguments.shape:
-        arguments.model = None
-    return arguments
+    parser.add_argument("--plot", help="draw the device times into this file")
+    return parser.parse_args()
+
+
+def add_case(report: Report, case: Case) -> bool:
+    """Measure one list of gradients and add its rows; whether the norm was right."""
+    on_gpu = torch.cuda.is_available()
+    size = num_elements(case.shapes) * case.dtype.itemsize
+    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / size)) if on_gpu else 1
+    sets = [make_parameters(case.shapes, case.dtype, "cuda" if on_gpu else "cpu", seed=i) for i in range(num_sets)]
+    exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in sets[0] if p.grad is not None))
+    error = abs(float(compute_global_grad_norm(sets[0])) - exact) / exact
+    if not error <= 1e-6:
+        print(f"{case.label}: the norm is wrong, relative error {error:.3g}; no speed is printed")
+        return False
+    theirs = torch.nn.utils.clip_grad_norm_
+    # A factor of -1 is below 1 as often as it is asked for, and leaves the gradients as large as they were.
+    rows: list[tuple[str, int, Callable[[Params], object]]] = [
+        ("not clipping, ours", 1, lambda params: clip_grad_norm_(params, 1e9)),
+        ("not clipping, torch", 1, lambda params: theirs(params, 1e9, foreach=True)),
+        ("clipping, ours", 3, lambda params: clip_grad_norm_(params, -exact)),
+        ("clipping, torch", 3, lambda params: theirs(params, -exact, foreach=True)),
+    ]
+    for name, passes, function in rows:
+        calls = [lambda params=params, function=function: function(params) for params in sets]
+        row: dict[str, float] = {"wall_ms": timing.wall_ms(calls)}
+        if on_gpu:
+            row = {"graph_ms": timing.graph_ms(calls), **row, "host_us": timing.host_us(calls[0])}
+            row["launches"] = timing.launches(calls[0])
+        floor = 1e3 * passes * size / COPY_BYTES_PER_SECOND
+        own = {"error": error} if "ours" in name else {}
+        report.add(list=case.label, what=name, **row, floor_ms=floor, of_floor=next(iter(row.values())) / floor, **own)
+    return True
 
 
 if __name__ == "__main__":

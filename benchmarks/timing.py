@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 Call = Callable[[], object]
+Timer = Callable[[], float]
 
 L2_BYTES = 60 << 20
+COPY_BYTES_PER_SECOND = 4.24e12  # read and written, by a copy on an H200
 
 
 def capture(calls: Sequence[Call], *, warmups: int = 2) -> torch.cuda.CUDAGraph:
@@ -94,6 +96,17 @@ def host_us(call: Call, *, num_calls: int = 50) -> float:
     return statistics.median(figures)
 
 
+def launches(call: Call) -> int:
+    """Kernels that a call launches, copies and fills not counted."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = (event for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA)
+    return sum(not event.name.startswith("Mem") for event in on_device)
+
+
 def flushed_ms(call: Call, *, runs: int = 20) -> float:
     """Median device time of single calls, each after writing four times the L2."""
     junk = torch.empty(4 * L2_BYTES, dtype=torch.uint8, device="cuda")
@@ -124,7 +137,7 @@ def sustained_ms(calls: Sequence[Call], *, seconds: float = 1.0) -> float:
     return start.elapsed_time(end) / count / len(calls)
 
 
-def alternate(timers: Mapping[str, Callable[[], float]], *, rounds: int = 2) -> dict[str, float]:
+def alternate(timers: Mapping[str, Timer], *, rounds: int = 2) -> dict[str, float]:
     """The median figure of each timer, measured in turn (A B A B), so that all see the same drift of the clocks."""
     figures: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
