@@ -87,6 +87,7 @@ def test_a_gradient_that_was_resized_is_refused() -> None:
     assert torch.equal(params[2], before)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are:UserWarning")
 def test_a_gradient_that_became_sparse_is_named() -> None:
     table = torch.nn.Parameter(torch.zeros(3, 2, device=DEVICE))
     optimizer = TritonAdamW([("table", table)], impl="triton")

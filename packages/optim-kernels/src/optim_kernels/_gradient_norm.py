@@ -114,7 +114,7 @@ class GradientNorm:
 
         return Launch(
             kernels.scale_kernel,
-            min(self._chunks.num_chunks, 2 * _num_programs(self.device)),
+            self._num_programs,
             (TRITON_DTYPES[self._dtype], self._tile),
             num_warps=NUM_WARPS,
         )
