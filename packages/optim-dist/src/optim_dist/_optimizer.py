@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist import _construction as construction
+from optim_dist import _interchange as interchange
 from optim_dist import _states as states
 from optim_dist import clip
 from optim_dist._bucketed import BucketedParameters
@@ -112,6 +113,7 @@ class DistOptimizer(LiveOptimizer):
             construction.check_plan(self.plan, communicator)
             self._bucketed.extend(self.plan, self._entries)
         self._resident.extend(self.plan.parameters, self._entries, meshes)
+        self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
@@ -290,18 +292,37 @@ class DistOptimizer(LiveOptimizer):
         return route.create_state(shard, self.param_groups[shard.group])
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form. Over several ranks each rank has the state of what it owns, marked with the plan it fits."""
+        """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
+
+        Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
+        or as parts that can be saved, loaded and copied but not computed with.
+        """
         self.wait()
         state_dict = super().state_dict()
+        if self._communicator.world_size > 1:
+            state_dict["state"] = interchange.complete_state(self)
+        routes = map(self._route_name, self.param_groups)
+        state_dict["param_groups"] = [
+            interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
+        ]
         states.make_views_plain(state_dict)
         return states.stamped(state_dict, self.plan, self._communicator.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state saved by the same rank of the same plan; for another number of ranks see ``checkpoint``."""
+        """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded."""
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
         states.check_sharded(self, state_dict)
+        if self._communicator.world_size > 1:
+            state_dict = interchange.unwrapped_state(self, state_dict)
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
+        self._show_state()
+
+    def _show_state(self) -> None:
+        # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
+        if self._communicator.world_size > 1:
+            for entry in self._entries:
+                self.state.setdefault(entry.parameter, {})
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""

@@ -40,8 +40,6 @@ def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]
 def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
     """Refuse a state of another plan or rank before anything is written."""
     stamp = state_dict.get("plan")
-    if stamp is None and plan.world_size > 1 and plan.buckets:
-        raise ValueError("this state is of one process; load_full_state_dict() takes it over at any number of ranks")
     if stamp is None:
         return
     if stamp["hash"] != plan.hash or stamp["rank"] != rank:
@@ -135,7 +133,7 @@ def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communica
             for index, state in states.items()
         }
     )
-    listed = _listed(optimizer)
+    listed = listed_parameters(optimizer)
     full: dict[str, Any] = {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         state: dict[str, Tensor] = {}
@@ -189,7 +187,7 @@ def _on_first_rank(value: Tensor, communicator: Communicator) -> Tensor | None:
 
 def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
     """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
-    listed = _listed(optimizer)
+    listed = listed_parameters(optimizer)
     parts: dict[int, dict[str, Any]] = {}
     problems = []
     for shard in shards:
@@ -234,7 +232,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _listed(optimizer: Optimizer) -> dict[int, int]:
+def listed_parameters(optimizer: Optimizer) -> dict[int, int]:
     """The number of every parameter in torch's state dict."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {id(parameter): place for place, parameter in enumerate(parameters)}

@@ -1,0 +1,111 @@
+"""``state_dict()`` over several ranks, so that torch's own checkpoint functions work with it at any number of ranks.
+
+Every rank lists the state of every parameter. What lies in buckets is wrapped as ``StatePart``s, empty ones where the
+rank owns nothing; the state of DTensors is DTensors already. Groups have all keys of torch's optimizer of the same
+kind, so that ``torch.optim.AdamW`` and ours load each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_dist._live import LiveOptimizer
+from optim_dist._shards import Shard, make_shard
+from optim_dist._state_part import StatePart
+from optim_dist._states import listed_parameters
+from optim_dist.plan import ParameterSpec, Piece, RouteName
+
+
+def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
+    """The state of every parameter as this rank sees it, by its number in torch's form; made where it is missing."""
+    listed, plan = listed_parameters(optimizer), optimizer.plan
+    mine = {shard.index: shard for shard in optimizer.shards()}
+    found = {}
+    for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
+        shard = mine.get(index)
+        if shard is not None:
+            state = optimizer.state[entry.parameter]
+            if not state:
+                state.update(optimizer.new_state(shard))
+        else:
+            nothing = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            state = optimizer.new_state(make_shard(entry, index, 0, spec.numel, nothing))
+        if not spec.sharding:
+            pieces = plan.ranges(index)
+            state = {key: _wrapped(value, spec, shard, pieces, optimizer) for key, value in state.items()}
+        found[listed[id(entry.parameter)]] = dict(state)
+    return found
+
+
+def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with plain tensors of this rank's shards in place of parts, and nothing of what it does not own.
+
+    Raises:
+        ValueError: for parts of another plan or rank, and for a state that was never cut.
+    """
+    listed = listed_parameters(optimizer)
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    mine = {shard.index: shard for shard in optimizer.shards()}
+    state = dict(state_dict["state"])
+    for index, (spec, entry) in enumerate(zip(optimizer.plan.parameters, optimizer.entries)):
+        place = listed[id(entry.parameter)]
+        if spec.sharding or place >= len(numbers):
+            continue  # torch's own error says that groups differ
+        if "plan" not in state_dict and not _is_in_parts(state.get(numbers[place])):
+            raise ValueError(
+                f"the state of {entry.name} is of one process; "
+                "load_full_state_dict() takes it over at any number of ranks"
+            )
+        if numbers[place] not in state:
+            continue
+        saved, shard = state.pop(numbers[place]), mine.get(index)
+        if shard is not None:
+            state[numbers[place]] = {key: _unwrapped(key, value, shard) for key, value in saved.items()}
+    return {**state_dict, "state": state}
+
+
+def _is_in_parts(state: dict[str, Any] | None) -> bool:
+    """Whether a parameter's state is listed in parts; torch leaves none where this rank owns nothing."""
+    return state is not None and all(isinstance(value, StatePart) for value in state.values())
+
+
+def with_torch_keys(group: dict[str, Any], route: RouteName) -> dict[str, Any]:
+    """A group's options, and those of torch's optimizer of this kind that it lacks, at their defaults."""
+    return {**_torch_defaults(route), **group}
+
+
+@cache
+def _torch_defaults(route: RouteName) -> dict[str, Any]:
+    if route == "adamw":
+        return dict(torch.optim.AdamW([torch.zeros(1)]).defaults)
+    return dict(torch.optim.Muon([torch.zeros(1, 1)]).defaults)
+
+
+def _wrapped(
+    value: Tensor, spec: ParameterSpec, shard: Shard | None, pieces: list[Piece], optimizer: LiveOptimizer
+) -> StatePart:
+    is_cut = spec.route == "adamw" and value.ndim > 0
+    shape, stride = (spec.shape, spec.stride) if is_cut else (value.shape, value.stride())
+    if shard is None:
+        value = torch.empty(0, dtype=value.dtype, device=optimizer.communicator.device)
+    # a scalar is kept by every owner and written by the first
+    is_written = shard is not None and (is_cut or pieces[0].rank == optimizer.communicator.rank)
+    return StatePart(value, shape, stride, shard.start if shard is not None and is_cut else 0, is_written=is_written)
+
+
+def _unwrapped(key: str, value: Any, shard: Shard) -> Any:
+    if not isinstance(value, StatePart):
+        return value
+    begin, end = value.start, value.start + value.local.numel()
+    is_cut = value.ndim > 0 and value.shape == shard.parameter.shape
+    expected = (shard.start, shard.stop) if is_cut else (0, value.numel())
+    if (begin, end) != expected:
+        raise ValueError(
+            f"{key} of {shard.name} holds elements {begin}-{end}, this rank owns {expected[0]}-{expected[1]}; "
+            "load it through torch.distributed.checkpoint, which cuts it anew"
+        )
+    return value.local
