@@ -54,14 +54,14 @@ def test_the_folded_norm_is_the_norm(scale: float) -> None:
 
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -> None:
-    """Of 130 lines the sample takes lines 0, 2, 4, …: here only line 1 and a large entry in line 3 are there."""
+    """Of 130 lines the sample takes lines 0, 8, 16, …: here only line 1 and a large entry in line 3 are there."""
     ours, plain = parameters((130, 8)), parameters((130, 8))
-    for (p,), impl in ((ours, "triton"), (plain, "torch")):
+    for (p,), impl, dtype in ((ours, "triton", ns_dtype), (plain, "torch", torch.float32)):
         p.grad = torch.zeros_like(p)
         p.grad[1] = 1e-3 * torch.arange(1, 9, device=DEVICE)
         p.grad[3, 5] = 1e4
-        TritonMuon([p], lr=0.1, ns_dtype=ns_dtype, impl=impl).step()
-    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 1e-3, rtol=0)
+        TritonMuon([p], lr=0.1, ns_dtype=dtype, impl=impl).step()
+    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)
@@ -92,7 +92,7 @@ def test_who_updates_the_parameters() -> None:
     """The last product where it can; a kernel behind it where all of O is needed first, or an address is odd."""
     assert launched({}, (16, 24)) == ["last_product_kernel"]
     assert launched({}, (16, 20)) == ["update_kernel"]
-    assert launched({"beta2": 0.9}, (16, 24)) == ["update_kernel"]
+    assert launched({"beta2": 0.9}, (16, 24)) == ["last_product_kernel", "update_kernel"]
 
 
 def launched(options: dict[str, Any], shape: tuple[int, int]) -> list[str]:

@@ -48,6 +48,8 @@ from optim_kernels._muon_tiles import (
 )
 from optim_kernels._triton import narrow, tl, triton
 
+# Of the sample.
+_PIECES = tl.constexpr(16)
 # υ‖U‖ is meant to be 2^6 to 2^7, and good from 1 to 2^15.
 _TARGET = tl.constexpr(6)
 _LARGEST = tl.constexpr(2.0**15)
@@ -100,13 +102,13 @@ def guess_kernel(
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """υ of a matrix, from TILE pieces of TILE elements that are spread over it. One program a matrix."""
+    """υ of a matrix, from a few pieces of TILE elements that are spread over it. One program a matrix."""
     matrix = tl.program_id(0).to(tl.int64)
     record = table + matrix * NUM_FIELDS
     momentum = _momentum_of(record, hyper)
     outer_size, inner_size = sizes(record, ALIGNED)
-    piece = tl.arange(0, TILE)
-    outer = piece * outer_size // TILE
+    piece = tl.arange(0, _PIECES)
+    outer = piece * outer_size // _PIECES
     inner = ((piece * 37) % tl.load(record + INNER_TILES) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     offsets = outer[:, None] * stride_of(record, ALIGNED) + inner
     mask = (inner < inner_size) & (outer < outer_size)[:, None]

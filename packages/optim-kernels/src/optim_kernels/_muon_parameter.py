@@ -47,6 +47,48 @@ def _random_bits(record, first_outer, first_inner, ALIGNED: tl.constexpr, LINES:
 
 
 @triton.jit
+def read_parameter(record, offsets, mask, P_DTYPE: tl.constexpr, MASTER_KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements of the parameter in fp32, or of its master."""
+    if MASTER_KIND == MASTER_FP32:
+        p = tl.load(pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+    else:
+        p = tl.load(pointer_in(record, P, P_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0)
+        if MASTER_KIND == MASTER_LOW:
+            low = tl.load(pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets, mask=mask, other=0)
+            p = join_master(p, low)
+        else:
+            p = p.to(tl.float32)
+    return p
+
+
+@triton.jit
+def updated(record, hyper, scale, p, o, CAUTIOUS: tl.constexpr):
+    """The parameter's elements ``p`` after the update ``o``; ``scale`` multiplies the learning rate."""
+    row = hyper + tl.load(record + GROUP) * NUM_HYPER
+    lr, weight_decay = tl.load(row + LR), tl.load(row + WEIGHT_DECAY)
+    step_size = lr * scale
+    if CAUTIOUS:
+        decay = tl.where(o * p >= 0.0, step_size * weight_decay * p, 0.0)
+        p = p - step_size * o - decay
+    else:
+        p = p * (1.0 - lr * weight_decay) - step_size * o
+    return p
+
+
+@triton.jit
+def write_parameter(record, offsets, mask, p, P_DTYPE: tl.constexpr, MASTER_KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store elements of the parameter, rounded to nearest, and of its master."""
+    if MASTER_KIND == MASTER_LOW:
+        rounded, low = split_master(p)
+        tl.store(pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets, low, mask=mask)
+    else:
+        rounded = narrow(p, P_DTYPE)
+    if MASTER_KIND == MASTER_FP32:
+        tl.store(pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets, p, mask=mask)
+    tl.store(pointer_in(record, P, P_DTYPE, ALIGNED) + offsets, rounded, mask=mask)
+
+
+@triton.jit
 def update_tile(
     record,
     hyper,
@@ -61,34 +103,11 @@ def update_tile(
     ALIGNED: tl.constexpr,
 ):
     """Subtract the update ``o``, a tile in the storage's order, from the parameter."""
-    row = hyper + tl.load(record + GROUP) * NUM_HYPER
-    lr, weight_decay = tl.load(row + LR), tl.load(row + WEIGHT_DECAY)
     offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED, o.shape[0], o.shape[1])
-    pointers = pointer_in(record, P, P_DTYPE, ALIGNED) + offsets
-    if MASTER_KIND == MASTER_FP32:
-        masters = pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets
-        p = tl.load(masters, mask=mask, other=0.0)
-    else:
-        p = tl.load(pointers, mask=mask, other=0.0)
-        if MASTER_KIND == MASTER_LOW:
-            lows = pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets
-            p = join_master(p, tl.load(lows, mask=mask, other=0))
-        else:
-            p = p.to(tl.float32)
-    step_size = lr * scale
-    if CAUTIOUS:
-        decay = tl.where(o * p >= 0.0, step_size * weight_decay * p, 0.0)
-        p = p - step_size * o - decay
-    else:
-        p = p * (1.0 - lr * weight_decay) - step_size * o
-    if MASTER_KIND == MASTER_LOW:
-        rounded, low = split_master(p)
-        tl.store(lows, low, mask=mask)
-    elif STOCHASTIC and MASTER_KIND == NO_MASTER and tl.bfloat16 == P_DTYPE:
+    p = read_parameter(record, offsets, mask, P_DTYPE, MASTER_KIND, ALIGNED)
+    p = updated(record, hyper, scale, p, o, CAUTIOUS)
+    if STOCHASTIC and MASTER_KIND == NO_MASTER and tl.bfloat16 == P_DTYPE:
         bits = _random_bits(record, first_outer, first_inner, ALIGNED, o.shape[0], o.shape[1])
-        rounded = round_with_bits(p, bits)
+        tl.store(pointer_in(record, P, P_DTYPE, ALIGNED) + offsets, round_with_bits(p, bits), mask=mask)
     else:
-        rounded = narrow(p, P_DTYPE)
-    if MASTER_KIND == MASTER_FP32:
-        tl.store(masters, p, mask=mask)
-    tl.store(pointers, rounded, mask=mask)
+        write_parameter(record, offsets, mask, p, P_DTYPE, MASTER_KIND, ALIGNED)

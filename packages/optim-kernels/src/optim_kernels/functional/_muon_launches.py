@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from optim_kernels import _muon_momentum_kernels as front
 from optim_kernels import _muon_table as fields
 from optim_kernels import _muon_update_kernels as back
-from optim_kernels._tiles import cdiv
+from optim_kernels._tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
-from optim_kernels.functional._muon_tables import Family, MuonTables
+from optim_kernels.functional._muon_tables import Family, MuonTables, num_multiprocessors, takes_ping_pong
 from optim_kernels.orthogonalization import NSConfig, iterate
 from optim_kernels.reference.muon import MuonRule
 
@@ -184,6 +184,9 @@ class Launches:
         """The last product of a batch, with the update of its parameters or what that has to know of O."""
         t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
+        if self._updates_in_last_product and takes_ping_pong(last.x):
+            self._ping_pong_update(last)
+            return
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
         back.last_product_kernel[(count * rows * columns,)](
             TensorDescriptor.from_tensor(last.s, [1, tile.rows, tile.depth]),
@@ -214,6 +217,42 @@ class Launches:
             PANEL=PANEL,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+        )
+
+    def _ping_pong_update(self, last: LastProduct) -> None:
+        """The last product of a large batch on Hopper, and the update of its parameters."""
+        from optim_kernels import _hopper_kernels, _hopper_update_kernel
+
+        t, tile = self._tables, PING_PONG
+        count, m, n = last.x.shape
+        rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+        total = count * rows * columns
+        c = last.x if last.c is None else last.c
+        _hopper_update_kernel.update_product_kernel[(min(total, num_multiprocessors(last.x.device)),)](
+            _hopper_kernels.descriptor(last.s, tile.rows, tile.depth),
+            _hopper_kernels.descriptor(last.x, tile.depth, tile.columns),
+            _hopper_kernels.descriptor(c, tile.rows, tile.columns),
+            t.matrices,
+            self._hyper,
+            self._control,
+            t.lr_scales,
+            t.scales if last.scale is None else last.scale,
+            last.batch.first,
+            total,
+            rows * columns,
+            rows,
+            columns,
+            m,
+            last.alpha,
+            last.beta,
+            HAS_C=last.c is not None,
+            HAS_SCALE=last.scale is not None,
+            **self._options.of_update,
+            GROUP=PANEL,
+            DEPTH=tile.depth,
+            STAGES=tile.num_stages,
+            OVERLAP=False,
+            num_warps=4,
         )
 
     def _variance(self) -> None:

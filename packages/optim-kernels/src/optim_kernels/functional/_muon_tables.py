@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, product
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from optim_kernels import _muon_table as fields
 from optim_kernels._impl import is_interpreted
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
+from optim_kernels.muon_kernels import has_ping_pong
 from optim_kernels.orthogonalization import NSConfig
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
@@ -81,9 +83,21 @@ def _last_tile(x: Tensor) -> Tile:
     if x.dtype == torch.float32:
         return FULL_PRECISION
     count, m, n = x.shape
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
     tiles = count * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
-    return LAST_TILE if tiles > 2 * num_sms else SMALL_LAST_TILE
+    return LAST_TILE if tiles > 2 * num_multiprocessors(x.device) else SMALL_LAST_TILE
+
+
+def takes_ping_pong(x: Tensor) -> bool:
+    """Whether the last product that makes ``x [count, m, n]`` runs on the schedule of `_hopper_kernels`."""
+    if not x.is_cuda or x.dtype == torch.float32 or not has_ping_pong(x.device.index):
+        return False
+    count, m, n = x.shape
+    return general_tile(m, n, m, count, num_multiprocessors(x.device), True).ping_pong
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, str, int]:

@@ -1,0 +1,197 @@
+"""Newton–Schulz's last product with the parameter's update behind it, on the schedule of `_hopper_kernels`.
+
+    O = s (α S X + β X),  rounded to X's dtype;  then the update of `_muon_parameter`
+
+While one consumer multiplies, the other reads its tile's parameters, updates and stores them: four rounds of 32 of the
+storage's lines, 16 bytes a thread. O goes through the tile's buffer in shared memory, and comes out of it in the
+storage's order, transposed where the matrix has more lines than elements a line.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from optim_kernels._hopper_kernels import BLOCK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, _produce, barrier, load
+from optim_kernels._muon_parameter import read_parameter, updated, write_parameter
+from optim_kernels._muon_table import NUM_FIELDS
+from optim_kernels._muon_tiles import sizes, stride_of
+from optim_kernels._product_kernels import rectangle_tile
+from optim_kernels._triton import after_previous
+
+# Lines of the storage that are updated at a time.
+_LINES = gl.constexpr(32)
+
+
+@gluon.jit
+def _consume(
+    ME: gl.constexpr,
+    c_desc,
+    ring,
+    buffers,
+    c_ready,
+    turn,
+    schedule,
+    numbers,
+    parameters,
+    flags: gl.constexpr,
+):
+    HAS_C: gl.constexpr = flags[2]
+    HAS_SCALE: gl.constexpr = flags[4]
+    GROUP: gl.constexpr = flags[5]
+    DEPTH: gl.constexpr = flags[6]
+    STAGES: gl.constexpr = flags[7]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    alpha, beta, scale = numbers
+    table, first_matrix, hyper, lr_scales = parameters
+    a_ring, b_ring, ready, empty = ring
+    total, tiles, T, columns, K = schedule
+    buffer = buffers.index(ME)
+    matrix = buffer.reshape([BLOCK, BLOCK])
+    steps = gl.cdiv(K, DEPTH)
+    step = ME * steps
+    count = 0
+    for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
+        batch = tile // tiles
+        i, j = rectangle_tile(tile % tiles, T, columns, GROUP)
+        if HAS_C:
+            # what was read of the buffer before must not be overtaken by the copy engine
+            fence_async_shared()
+            barrier()
+            mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
+            load(c_desc, [batch, i * BLOCK, j * BLOCK], c_ready.index(ME), buffer)
+        acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
+        mbarrier.wait(turn.index(ME), (count & 1) ^ (1 - ME))
+        for k in range(0, K, DEPTH):
+            slot = step % STAGES
+            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+            a = a_ring.index(slot).reshape([BLOCK, DEPTH])
+            b = b_ring.index(slot).reshape([DEPTH, BLOCK])
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        mbarrier.arrive(turn.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        step += steps
+        acc = acc * alpha
+        if HAS_C:
+            mbarrier.wait(c_ready.index(ME), count & 1)
+            acc += beta * matrix.load(layout).to(gl.float32)
+        if HAS_SCALE:
+            acc *= gl.load(scale + batch)
+        count = count + 1
+        number = (first_matrix + batch).to(gl.int64)
+        # all have read C, or the O before
+        barrier()
+        _update(
+            table + number * NUM_FIELDS, hyper, gl.load(lr_scales + number), matrix, acc.to(c_desc.dtype), i, j, flags
+        )
+
+
+@gluon.jit
+def _update(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
+    """Update the parameters of tile (i, j) of X, whose O is ``o``; ``matrix`` is room for it in shared memory."""
+    P_DTYPE: gl.constexpr = flags[8]
+    MASTER_KIND: gl.constexpr = flags[9]
+    CAUTIOUS: gl.constexpr = flags[10]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    outer_size, inner_size = sizes(record, True)
+    if outer_size > inner_size:
+        matrix.permute((1, 0)).store(o)
+    else:
+        matrix.store(o)
+    barrier()
+    first_outer = gl.where(outer_size > inner_size, j, i) * BLOCK
+    inner = gl.where(outer_size > inner_size, i, j) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    stride = stride_of(record, True)
+    for part in gl.static_range(BLOCK // _LINES):
+        lines = matrix.slice(part * _LINES, _LINES).load(layout).to(gl.float32)
+        outer = first_outer + part * _LINES + gl.arange(0, _LINES, gl.SliceLayout(1, layout))[:, None]
+        offsets = outer.to(gl.int64) * stride + inner
+        mask = (outer < outer_size) & (inner < inner_size)
+        p = read_parameter(record, offsets, mask, P_DTYPE, MASTER_KIND, True)
+        p = updated(record, hyper, lr_scale, p, lines, CAUTIOUS)
+        write_parameter(record, offsets, mask, p, P_DTYPE, MASTER_KIND, True)
+    barrier()
+
+
+@gluon.jit
+def update_product_kernel(
+    s_desc,
+    x_desc,
+    c_desc,
+    table,
+    hyper,
+    control,
+    lr_scales,
+    scale,
+    first_matrix,
+    total,
+    tiles,
+    T,
+    columns,
+    K,
+    alpha,
+    beta,
+    HAS_C: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    P_DTYPE: gl.constexpr,
+    MASTER_KIND: gl.constexpr,
+    CAUTIOUS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """All tiles of a batch of matrices, which starts with number ``first_matrix``; addresses and sizes are aligned."""
+    a_ring = gl.allocate_shared_memory(s_desc.dtype, [STAGES] + s_desc.block_type.shape, s_desc.layout)
+    b_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    buffers = gl.allocate_shared_memory(c_desc.dtype, [2] + c_desc.block_type.shape, c_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(c_ready.index(consumer), count=1)
+        mbarrier.init(turn.index(consumer), count=1)
+    fence_async_shared()
+    after_previous(OVERLAP)
+    # found_inf: nothing is written
+    total = gl.where(gl.load(control + 1) == 0.0, total, 0)
+    ring = (a_ring, b_ring, ready, empty)
+    schedule = (total, tiles, T, columns, K)
+    numbers = (alpha, beta, scale)
+    parameters = (table, first_matrix, hyper, lr_scales)
+    flags: gl.constexpr = (
+        False,
+        False,
+        HAS_C,
+        False,
+        HAS_SCALE,
+        GROUP,
+        DEPTH,
+        STAGES,
+        P_DTYPE,
+        MASTER_KIND,
+        CAUTIOUS,
+    )
+    gl.warp_specialize(
+        [
+            (_consume, (0, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
+            (_consume, (1, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
+            (_produce, (s_desc, x_desc, ring, schedule, flags)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
