@@ -138,15 +138,15 @@ def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr
         row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
         pointer = tl.load(row).to(tl.pointer_type(dtype))
         if chunk < num_full:
-            pointer = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * (_RUN * TILE) + lanes
+            tile = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * (_RUN * TILE) + lanes
             # two tiles in flight; what is written is not read again by this launch
             for i in tl.static_range(0, _RUN, 2):
-                x = tl.load(pointer + i * TILE, eviction_policy="evict_first")
-                y = tl.load(pointer + (i + 1) * TILE, eviction_policy="evict_first")
+                x = tl.load(tile + i * TILE, eviction_policy="evict_first")
+                y = tl.load(tile + (i + 1) * TILE, eviction_policy="evict_first")
                 x = narrow(x.to(tl.float32) * scale, dtype)
                 y = narrow(y.to(tl.float32) * scale, dtype)
-                tl.store(pointer + i * TILE, x, eviction_policy="evict_first")
-                tl.store(pointer + (i + 1) * TILE, y, eviction_policy="evict_first")
+                tl.store(tile + i * TILE, x, eviction_policy="evict_first")
+                tl.store(tile + (i + 1) * TILE, y, eviction_policy="evict_first")
         else:
             offset = (chunk - tl.load(row + 3)) * (_RUN * TILE)
             end = tl.load(row + 1)
