@@ -159,7 +159,7 @@ def test_a_step_with_found_inf_changes_nothing() -> None:
 )
 def test_products_in_gluon(shape: tuple[int, int, int], tile: Tile, dtype: torch.dtype) -> None:
     """On Hopper: against fp64, symmetric to the last bit, and bit by bit the same on a second run."""
-    if not mk.has_ping_pong(None):
+    if not mk.has_gluon(None):
         pytest.skip("needs Hopper and Triton 3.6")
     def near(result: Tensor, expected: Tensor) -> None:
         assert (result - expected).norm() <= (4e-4 if dtype == torch.float16 else 3e-3) * expected.norm()

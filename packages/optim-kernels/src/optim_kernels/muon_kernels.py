@@ -225,11 +225,11 @@ def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
     if is_interpreted():
         return INTERPRETED
     device = x.device.index
-    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(device), has_ping_pong(device))
+    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(device), has_gluon(device))
 
 
 @cache
-def has_ping_pong(device: int | None) -> bool:
+def has_gluon(device: int | None) -> bool:
     """Whether the kernels in Gluon run: on Hopper alone, with Gluon as it is since Triton 3.6."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
@@ -257,7 +257,7 @@ class TritonProducts:
 
     def exchange(self, x: Tensor) -> Exchange | None:
         """What split products on ``x``'s device need; None where there are none."""
-        if self._exchange is None and x.is_cuda and _has_gluon(x.device.index):
+        if self._exchange is None and x.is_cuda and has_gluon(x.device.index):
             self._exchange = Exchange(x.device)
         return self._exchange
 

@@ -19,7 +19,7 @@ from optim_kernels import _muon_table as fields
 from optim_kernels._impl import is_interpreted
 from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
-from optim_kernels.muon_kernels import has_ping_pong
+from optim_kernels.muon_kernels import has_gluon
 from optim_kernels.orthogonalization import NSConfig
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
@@ -89,7 +89,7 @@ def _last_tile(x: Tensor) -> Tile:
 
 def takes_ping_pong(x: Tensor) -> bool:
     """Whether the last product that makes ``x [count, m, n]`` runs on the schedule of `_hopper_kernels`."""
-    if not x.is_cuda or x.dtype == torch.float32 or not has_ping_pong(x.device.index):
+    if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
         return False
     count, m, n = x.shape
     return general_tile(m, n, m, count, num_multiprocessors(x.device), True) == PING_PONG
