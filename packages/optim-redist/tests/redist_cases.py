@@ -77,9 +77,13 @@ def random_case(seed: int, families: str = FAMILIES, meshes: Sequence[tuple[int,
 def _shape(rng: random.Random, family: str, num_dims: int, total: int) -> tuple[int, ...]:
     if family == "E":
         return tuple(rng.choice([0, 1, 1, 2, 3, 5]) for _ in range(num_dims))
-    base = {4: 4, 8: 8, 6: 6, 12: 12, 16: 16, 32: 8}[total] if total in (4, 6, 8, 12, 16, 32) else total
-    longest = 16 if num_dims == 2 else 12 if num_dims == 3 else 6
-    sizes = [base * rng.choice([1, 2]) if base <= longest else longest for _ in range(num_dims)]
+    if family in "BU":
+        # as in the example file: the number of ranks, or twice that in two dimensions
+        sizes = [total * rng.choice([1, 2]) if num_dims == 2 else min(total, 16) for _ in range(num_dims)]
+    else:
+        base = 8 if total == 32 else total
+        longest = 16 if num_dims == 2 else 12 if num_dims == 3 else 6
+        sizes = [base * rng.choice([1, 2]) if base <= longest else longest for _ in range(num_dims)]
     return tuple(size + rng.choice([0, 1, 2, 3, 5]) for size in sizes) if family in "URIKM" else tuple(sizes)
 
 

@@ -224,7 +224,9 @@ def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
         return 1
     buffers_of_none = _peak_bytes(request, Phase("", ()))
     rounds, room = 1, request.memory_limit - buffers_of_none
-    while rounds < _MAX_ROUNDS:
+    # with an element a round and rank no more rounds can help
+    volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
+    while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
         parts = [part for phase in phases for part in in_rounds(request.problem, phase, rounds)]
         peak = max(_peak_bytes(request, part) for part in parts)
         if peak <= request.memory_limit:
