@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     depth: int
     num_warps: int
     num_stages: int
-    # "plain": `_product_kernels`; on Hopper "ping_pong": `_hopper_kernels`, "split": `_split_kernels`
-    schedule: str = "plain"
+    # persistent, with a producer and two alternating consumers (`_hopper_kernels`)
+    ping_pong: bool = False
 
 
 class Cost(NamedTuple):
@@ -53,8 +53,7 @@ GENERAL: Sequence[tuple[Tile, Cost]] = (
     (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
     SMALL_GENERAL,
 )
-PING_PONG = Tile(128, 128, 64, 12, 5, "ping_pong")
-SPLIT = Tile(128, 128, 64, 12, 5, "split")
+PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
 # Of fewer tiles a multiprocessor, too much is the first tile's start and the last one's end.
 PING_PONG_ROUNDS = 3.5
 

@@ -43,7 +43,6 @@ def symmetric_product(
     shifted: tuple[Tensor, float] | None = None,
     scale: Tensor | None = None,
     tile: Tile | None = None,
-    exchange: Exchange | None = None,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
@@ -59,10 +58,10 @@ def symmetric_product(
     tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper))
     q, omega = (out, 0.0) if shifted is None else shifted
     tiles = symmetric_tiles(m, tile)
-    if tile.schedule != "plain":
+    if tile.ping_pong:
         flags = {"SYMMETRIC": True, "SAME": same, "HAS_C": c is not None, "HAS_Q": shifted is not None}
         grid = (tiles, cdiv(m, tile.rows), 0)
-        _on_hopper(a, b, out if c is None else c, out, q, scale, tile, grid, (alpha, beta, omega), flags, exchange)
+        _ping_pong(a, b, out if c is None else c, out, q, scale, tile, grid, (alpha, beta, omega), flags)
         return out
     kernels.symmetric_kernel[(batch * tiles,)](
         _descriptor(a, tile.rows, tile.depth),
@@ -103,7 +102,6 @@ def general_product(
     out: Tensor | None = None,
     scale: Tensor | None = None,
     tile: Tile | None = None,
-    exchange: Exchange | None = None,
 ) -> Tensor:
     """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given."""
     batch, m, k = a.shape
@@ -114,10 +112,10 @@ def general_product(
         return out
     tile = tile or _tile_for(a, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
-    if tile.schedule != "plain":
+    if tile.ping_pong:
         flags = {"SYMMETRIC": False, "SAME": False, "HAS_C": c is not None, "HAS_Q": False}
         grid = (rows * columns, rows, columns)
-        _on_hopper(a, b, out if c is None else c, out, out, scale, tile, grid, (alpha, beta, 0.0), flags, exchange)
+        _ping_pong(a, b, out if c is None else c, out, out, scale, tile, grid, (alpha, beta, 0.0), flags)
         return out
     kernels.general_kernel[(batch * rows * columns,)](
         _descriptor(a, tile.rows, tile.depth),
@@ -143,7 +141,7 @@ def general_product(
     return out
 
 
-def _on_hopper(
+def _ping_pong(
     a: Tensor,
     b: Tensor,
     c: Tensor,
@@ -154,26 +152,15 @@ def _on_hopper(
     grid: tuple[int, int, int],
     numbers: tuple[float, float, float],
     flags: dict[str, bool],
-    exchange: Exchange | None,
 ) -> None:
-    """Either product on the schedules in Gluon; ``grid``: tiles of a matrix, their rows and columns."""
-    hopper, split = _hopper_modules()
-    total, depth, num_sms = len(a) * grid[0], tile.depth, _num_sms(a.device.index)
-    is_split = tile.schedule == "split"
-    side = 64 if is_split else tile.rows  # of the blocks in which results are stored
-    operands = [
-        hopper.descriptor(a, tile.rows, depth),
-        hopper.descriptor(b, *((tile.rows, depth) if flags["SYMMETRIC"] else (depth, tile.rows))),
+    """Either product on the ping-pong schedule; ``grid``: tiles of a matrix, their rows and columns."""
+    hopper = _hopper_kernels()
+    total, side, depth = len(a) * grid[0], tile.rows, tile.depth
+    hopper.product_kernel[(min(total, _num_sms(a.device.index)),)](
+        hopper.descriptor(a, side, depth),
+        hopper.descriptor(b, *((side, depth) if flags["SYMMETRIC"] else (depth, side))),
         *(hopper.descriptor(x, side, side) for x in (c, d, q)),
         d if scale is None else scale,
-    ]
-    if is_split:
-        exchange = exchange or Exchange(a.device)
-        operands += [exchange.partials, exchange.raised]
-    kernel = split.split_kernel if is_split else hopper.product_kernel
-    programs = min(num_sms, total * cdiv(a.shape[-1], depth) if is_split else total)
-    kernel[(programs,)](
-        *operands,
         total,
         *grid,
         a.shape[-1],
@@ -185,18 +172,6 @@ def _on_hopper(
         STAGES=tile.num_stages,
         num_warps=4,
     )
-
-
-class Exchange:
-    """Where the programs of a product whose sums are split hand over their parts (`_split_kernels`).
-
-    Launches that follow one another may share one; launches that can run at the same time may not.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        programs = _num_sms(device.index)
-        self.partials = torch.empty(programs, 128 * 128, dtype=torch.float32, device=device)
-        self.raised = torch.zeros(programs, 2, dtype=torch.int32, device=device)
 
 
 def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
@@ -230,16 +205,16 @@ def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
 
 @cache
 def has_gluon(device: int | None) -> bool:
-    """Whether the kernels in Gluon run: on Hopper alone, with Gluon as it is since Triton 3.6."""
+    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
-def _hopper_modules() -> tuple[Any, Any]:
-    from optim_kernels import _hopper_kernels, _split_kernels
+def _hopper_kernels() -> Any:
+    from optim_kernels import _hopper_kernels
 
-    return _hopper_kernels, _split_kernels
+    return _hopper_kernels
 
 
 @cache
@@ -248,18 +223,7 @@ def _num_sms(device: int | None) -> int:
 
 
 class TritonProducts:
-    """The three products of `orthogonalization`'s iterations, on ``[batch, M, K]``.
-
-    Its products run one after another: they share an `Exchange`.
-    """
-
-    _exchange: Exchange | None = None
-
-    def exchange(self, x: Tensor) -> Exchange | None:
-        """What split products on ``x``'s device need; None where there are none."""
-        if self._exchange is None and x.is_cuda and has_gluon(x.device.index):
-            self._exchange = Exchange(x.device)
-        return self._exchange
+    """The three products of `orthogonalization`'s iterations, on ``[batch, M, K]``."""
 
     def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
         g = x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
@@ -277,24 +241,24 @@ class TritonProducts:
         m = xs[0].shape[-2]
         out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
         for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
-            symmetric_product(x, x, out=part, exchange=self.exchange(x))
+            symmetric_product(x, x, out=part)
         return out
 
     def symmetric_matmul(
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
     ) -> Tensor:
-        return symmetric_product(a, b, c=c, alpha=alpha, beta=beta, exchange=self.exchange(a))
+        return symmetric_product(a, b, c=c, alpha=alpha, beta=beta)
 
     def matmul_add(
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
     ) -> Tensor:
-        return general_product(a, b, c=c, alpha=alpha, beta=beta, exchange=self.exchange(a))
+        return general_product(a, b, c=c, alpha=alpha, beta=beta)
 
     def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
         if a is None:
-            return symmetric_product(r, r, c=r, alpha=c, beta=b, exchange=self.exchange(r)), None
+            return symmetric_product(r, r, c=r, alpha=c, beta=b), None
         q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
-        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a), exchange=self.exchange(r)), q
+        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a)), q
 
 
 class PingPongProducts(TritonProducts):
