@@ -23,7 +23,6 @@ from optim_kernels._muon_parameter import read_parameter, updated, write_paramet
 from optim_kernels._muon_table import NUM_FIELDS
 from optim_kernels._muon_tiles import sizes, stride_of
 from optim_kernels._product_kernels import rectangle_tile
-from optim_kernels._triton import after_previous
 
 # Lines of the storage that are updated at a time.
 _LINES = gl.constexpr(32)
@@ -149,7 +148,6 @@ def update_product_kernel(
     GROUP: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """All tiles of a batch of matrices, which starts with number ``first_matrix``; addresses and sizes are aligned."""
     a_ring = gl.allocate_shared_memory(s_desc.dtype, [STAGES] + s_desc.block_type.shape, s_desc.layout)
@@ -166,7 +164,6 @@ def update_product_kernel(
         mbarrier.init(c_ready.index(consumer), count=1)
         mbarrier.init(turn.index(consumer), count=1)
     fence_async_shared()
-    after_previous(OVERLAP)
     # found_inf: nothing is written
     total = gl.where(gl.load(control + 1) == 0.0, total, 0)
     ring = (a_ring, b_ring, ready, empty)

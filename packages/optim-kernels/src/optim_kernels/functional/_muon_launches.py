@@ -75,15 +75,24 @@ class StepOptions:
 class Launches:
     """Everything a step launches, on the tables of a plan."""
 
-    state_is_aligned: bool
-    gradients_are_aligned: bool
+    gradients_are_aligned = False
 
     def __init__(
-        self, tables: MuonTables, families: Sequence[Family], hyper: Tensor, control: Tensor, options: StepOptions
+        self,
+        tables: MuonTables,
+        families: Sequence[Family],
+        hyper: Tensor,
+        control: Tensor,
+        options: StepOptions,
+        *,
+        state_is_aligned: bool,
     ) -> None:
         self._tables, self._families, self._options = tables, families, options
         self._hyper, self._control = hyper, control
+        self._state_is_aligned = state_is_aligned
         self._x_dtype = TRITON_DTYPES[families[0][0].x.dtype]
+        leave_last = self._updates_in_last_product or options.has_factors
+        self._products = [StepProducts(family, options.ns, tables, leave_last=leave_last) for family in families]
 
     def launch(self, *, parallel: bool = False) -> None:
         """The whole step; with ``parallel`` each family on a branch of its own, filling the others' last rounds."""
@@ -94,15 +103,15 @@ class Launches:
         if parallel and len(self._families) > 1:
             main = torch.cuda.current_stream()
             branches = [torch.cuda.Stream() for _ in self._families]
-            for branch, family in zip(branches, self._families, strict=True):
+            for branch, family, products in zip(branches, self._families, self._products, strict=True):
                 branch.wait_stream(main)
                 with torch.cuda.stream(branch):
-                    self._orthogonalize(family)
+                    self._orthogonalize(family, products)
             for branch in branches:
                 main.wait_stream(branch)
         else:
-            for family in self._families:
-                self._orthogonalize(family)
+            for family, products in zip(self._families, self._products, strict=True):
+                self._orthogonalize(family, products)
         if self._options.has_factors:
             self._variance()
         if self._options.draws_bits:
@@ -121,7 +130,7 @@ class Launches:
     @property
     def _updates_in_last_product(self) -> bool:
         options = self._options
-        return not options.has_factors and not options.draws_bits and self.state_is_aligned
+        return not options.has_factors and not options.draws_bits and self._state_is_aligned
 
     @property
     def _of_gradient(self) -> dict[str, Any]:
@@ -131,7 +140,7 @@ class Launches:
             "B_DTYPE": TRITON_DTYPES[options.buffer_dtype],
             "NESTEROV": options.rule.nesterov,
             "MAXIMIZE": options.rule.maximize,
-            "ALIGNED": self.state_is_aligned and self.gradients_are_aligned,
+            "ALIGNED": self._state_is_aligned and self.gradients_are_aligned,
         }
 
     @property
@@ -173,9 +182,8 @@ class Launches:
             t.matrices, t.row_squares, t.scales, t.squared_scales, **self._of_norm
         )
 
-    def _orthogonalize(self, family: Family) -> None:
-        leave_last = self._updates_in_last_product or self._options.has_factors
-        products = StepProducts(family, self._options.ns, self._tables, leave_last=leave_last)
+    def _orthogonalize(self, family: Family, products: StepProducts) -> None:
+        products.begin()
         iterate([batch.x for batch in family], self._options.ns, products)
         for last in products.last:
             self._last_product(last)
@@ -210,7 +218,7 @@ class Launches:
             HAS_SCALE=last.scale is not None,
             SQUARES=self._options.has_factors,
             **self._options.of_update,
-            ALIGNED=self.state_is_aligned,
+            ALIGNED=self._state_is_aligned,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
@@ -251,7 +259,6 @@ class Launches:
             GROUP=PANEL,
             DEPTH=tile.depth,
             STAGES=tile.num_stages,
-            OVERLAP=False,
             num_warps=4,
         )
 
@@ -282,7 +289,7 @@ class Launches:
             **options.of_update,
             HAS_FACTORS=options.has_factors,
             STOCHASTIC=options.draws_bits,
-            ALIGNED=self.state_is_aligned,
+            ALIGNED=self._state_is_aligned,
         )
 
 

@@ -31,7 +31,7 @@ class LastProduct:
 
 
 class StepProducts(TritonProducts):
-    """The products of one family's iteration in one step.
+    """The products of one family's iteration, for one step after another: call `begin` before each.
 
     Args:
         tables: holds σ and σ².
@@ -39,11 +39,14 @@ class StepProducts(TritonProducts):
     """
 
     def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool) -> None:
-        self._family, self._ns = family, ns
-        self._tables = tables
+        self._family, self._ns, self._tables = family, ns, tables
         self._leave_last = leave_last
+        self.begin()
+
+    def begin(self) -> None:
+        """Another step begins."""
         self._grams = 0
-        self._rectangular = {batch.first: 0 for batch in family}
+        self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:

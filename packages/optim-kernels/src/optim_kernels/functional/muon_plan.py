@@ -79,13 +79,12 @@ class MuonPlan:
         self._control = torch.tensor([1.0, 0.0], device=self._device)
         self._control_is_default = True
         options = StepOptions.of(first, rule=rule, ns=ns, variance=variance, stochastic_rounding=stochastic_rounding)
-        self._launches = Launches(self._tables, families, self._hyper, self._control, options)
-        self._launches.state_is_aligned = all(
+        aligned = all(
             is_aligned(matrix, t.param, t.momentum_buffer, t.master)
             for matrix in self._matrices
             for t in (self._tensors[matrix.parameter],)
         )
-        self._launches.gradients_are_aligned = False
+        self._launches = Launches(self._tables, families, self._hyper, self._control, options, state_is_aligned=aligned)
         self._grad_addresses: list[int] = []
         self._copies_gradients = False
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
