@@ -136,6 +136,21 @@ def test_a_step_count_that_two_launches_would_advance_is_refused() -> None:
         adamw_(grads=problem.grads, steps=problem.steps[0], impl="triton", **problem.lists, **OPTIONS)
 
 
+def test_a_plan_follows_lists_that_are_changed_in_place() -> None:
+    problem = Problem((FP32, FP32, FP32, FP32))
+    plan = AdamWPlan()
+    for turn in range(3):
+        adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **OPTIONS)
+        reference.adamw_(grads=problem.grads, steps=problem.expected_steps, **problem.expected, **OPTIONS)
+        key = ("params", "exp_avgs", "exp_avg_sqs")[turn]
+        problem.lists[key][0] = problem.lists[key][0].clone()
+        problem.grads[4] = problem.grads[4].neg()
+    problem.check()
+    problem.grads[0] = problem.grads[0].flatten().view(70, 100)
+    with pytest.raises(ValueError, match=r"grads\[0\]"):
+        adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **OPTIONS)
+
+
 def test_hyperparameters_of_each_tensor() -> None:
     problem = Problem((FP32, FP32, FP32, FP32))
     problem.run(

@@ -10,6 +10,7 @@ from torch import Tensor
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
 from optim_kernels.functional.adamw_plan import AdamWPlan
+from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
 
 
@@ -63,7 +64,9 @@ def adamw_(
     if not params:
         return
     check_impl(impl)
-    if not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
+    # what a plan was made for, the kernels can update
+    planned = plan is not None and impl != "torch" and plan.is_for(params)
+    if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
         reference.adamw_(
@@ -89,10 +92,10 @@ def adamw_(
             present=present,
         )
         return
-    plan = AdamWPlan() if plan is None else plan
+    plan, seen = plan or AdamWPlan(), TensorList(grads)
     plan.prepare(
         params,
-        grads,
+        seen,
         exp_avgs,
         exp_avg_sqs,
         steps=steps,
@@ -106,4 +109,4 @@ def adamw_(
         present=present,
     )
     scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-    plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)

@@ -1,19 +1,20 @@
 """Everything about an AdamW step that stays the same from step to step: checked and put on the device once.
 
 A plan belongs to given parameters and states. Tensors of one device and one set of dtypes form a launch; a launch has
-a chunk map, a table of records, a table of gradient addresses and a table of hyperparameters
-(``optim_kernels.adamw_kernels`` says what is in them).
+a chunk map, a table of records, and a table of gradient addresses and hyperparameters (``optim_kernels.adamw_kernels``
+says what is in them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
-from optim_kernels.functional._adamw_tensor import PlannedTensor, check_shared_steps
+from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -26,8 +27,10 @@ class AdamWPlan:
 
     def __init__(self) -> None:
         self._launches: list[AdamWLaunch] = []
-        # the arguments of the last `prepare`: the tensors themselves, so that none of their ids is given away
-        self._planned: list[Any] = []
+        # the arguments of the last `prepare`; of gradients only what tells whether others are like them
+        self._tensors: list[Sequence[Tensor | None]] = []
+        self._numbers: list[Sequence[int]] = []
+        self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
         self.num_tensors = 0
 
     @classmethod
@@ -42,7 +45,7 @@ class AdamWPlan:
     def prepare(
         self,
         params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor] | TensorList,
         exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor],
         *,
@@ -65,38 +68,48 @@ class AdamWPlan:
             ValueError: a tensor whose shape, dtype, device or memory layout the kernels cannot take.
         """
         count = len(params)
-        each_step = [steps] * count if isinstance(steps, Tensor) else steps
+        grads = grads if isinstance(grads, TensorList) else TensorList(grads)
         none: list[None] = [None] * count
-        rows = list(
-            zip(
-                params,
-                exp_avgs,
-                exp_avg_sqs,
-                max_exp_avg_sqs or none,
-                masters or none,
-                each_step,
-                present or none,
-                groups or [0] * count,
-                range(count) if indices is None else indices,
-                starts or [0] * count,
-                stochastic_rounding if isinstance(stochastic_rounding, Sequence) else [stochastic_rounding] * count,
-                seed if isinstance(seed, Sequence) else [seed] * count,
-                strict=True,
-            )
-        )
-        layouts = [(grad.dtype, grad.shape, grad.device) for grad in grads]
-        planned = [layouts, *(item for row in rows for item in row)]
-        if len(planned) == len(self._planned) and all(map(_same, planned, self._planned)):
+        tensors: list[Sequence[Tensor | None]] = [
+            params,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs or none,
+            masters or none,
+            [steps] * count if isinstance(steps, Tensor) else steps,
+            present or none,
+        ]
+        numbers: list[Sequence[int]] = [
+            groups or [0] * count,
+            range(count) if indices is None else indices,
+            starts or [0] * count,
+            stochastic_rounding if isinstance(stochastic_rounding, Sequence) else [stochastic_rounding] * count,
+            seed if isinstance(seed, Sequence) else [seed] * count,
+        ]
+        if numbers == self._numbers and _are_same(tensors, self._tensors) and self._fit(grads):
             return
-        tensors = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
-        by_signature: dict[tuple[Any, ...], list[PlannedTensor]] = {}
-        for tensor, grad in zip(tensors, grads, strict=True):
+        rows = zip(*tensors, *numbers, strict=True)
+        planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
+        by_signature: dict[Signature, list[PlannedTensor]] = {}
+        for tensor, grad in zip(planned, grads.tensors, strict=True):
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
-        check_shared_steps(tensors, grads)
-        self._launches = [AdamWLaunch(members, grads) for members in by_signature.values()]
-        self._planned = planned
+        check_shared_steps(planned, grads.tensors)
+        self._launches = [AdamWLaunch(members, grads.tensors) for members in by_signature.values()]
+        # copies, for the caller may change its lists
+        self._tensors = [list(each) for each in tensors]
+        self._numbers = [each[:] for each in numbers]
         self.num_tensors = count
+        self._grads = grads.addresses, grads.kinds, _layouts(grads)
+
+    def _fit(self, grads: TensorList) -> bool:
+        """Whether gradients are where the plan has seen some, or at least look as those did."""
+        addresses, kinds, layouts = self._grads
+        return grads.kinds == kinds and (grads.addresses == addresses or _layouts(grads) == layouts)
+
+    def is_for(self, params: Sequence[Tensor]) -> bool:
+        """Whether these parameters were planned last."""
+        return bool(self._tensors) and _are_same([params], self._tensors[:1])
 
     @property
     def num_launches(self) -> int:
@@ -135,6 +148,12 @@ class AdamWPlan:
             launch.run(scalars, grad_scale, found_inf, clip_factor)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two planned arguments are one tensor, or equal numbers."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+def _are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Whether the lists hold the same objects."""
+    return len(lists) == len(others) and all(
+        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, others, strict=True)
+    )
+
+
+def _layouts(grads: TensorList) -> list[tuple[Any, ...]]:
+    return [(grad.dtype, grad.shape, grad.device) for grad in grads.tensors]
