@@ -34,6 +34,7 @@ def redistribute_local(
     cost_model: CommModel | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
+    donate: bool = False,
     copy: bool = True,
 ) -> Any:
     """This rank's part of the target layout, given its part of the source layout.
@@ -48,6 +49,8 @@ def redistribute_local(
         out: where to put the result.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
+        donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
+            It has to be all of its storage, and is empty afterwards unless it is the result.
         copy: without it, a part of the source that becomes the target may come back as a view.
 
     Raises:
@@ -60,7 +63,9 @@ def redistribute_local(
         dtype = tensor.dtype
     if dtype is None:
         raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
-    made = plan(shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit)
+    made = plan(
+        shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit, donate=donate
+    )
     return program_for(made, group)(tensor, out, async_op, copy=copy)
 
 

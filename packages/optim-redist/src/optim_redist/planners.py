@@ -116,7 +116,7 @@ def _local(request: Request, limits: Bounds) -> Candidate:
 def _direct(request: Request, limits: Bounds, op: str = "exchange") -> Candidate:
     problem, width = request.problem, request.itemsize
     held = limits.memory + limits.direct_recv + limits.direct_send + max(request.aside.values(), default=0)
-    peak = held * width + _partial_bytes(request)
+    peak = held * width + partial_bytes(request)
     if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
         return _from_phases("direct", request, op=op)
     # without borders and in one round the bounds say all there is to know: no transfer has to be listed
@@ -244,10 +244,10 @@ def _peak_bytes(request: Request, phase: Phase) -> int:
         src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
         for rank, (src, dst) in request.problem.num_stored.items()
     )
-    return elements * request.itemsize + _partial_bytes(request)
+    return elements * request.itemsize + partial_bytes(request)
 
 
-def _partial_bytes(request: Request) -> int:
+def partial_bytes(request: Request) -> int:
     """Bytes of partial results, which are kept in fp32 or in the tensor's own type if that is wider."""
     if request.problem.num_contributions == 1:
         return 0

@@ -22,7 +22,7 @@ from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, Cut, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
-from optim_redist.planners import candidates, phases_of
+from optim_redist.planners import candidates, partial_bytes, phases_of
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -348,5 +348,7 @@ def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
         terms = {"source": src * width, "target": dst * width}
     proven = request.memory_limit < sum(terms.values())
     if not proven:
+        if problem.num_contributions > 1:
+            terms["partial results"] = partial_bytes(request)
         terms["one chunk"] = _CHUNK
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)

@@ -295,6 +295,7 @@ class Program:
         self, x: Tensor | None, out: Tensor | None, device: torch.device
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
+        given = x if self.plan.donate else None
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
             target = out if last and out is not None else stage.allocate(device)
@@ -302,6 +303,7 @@ class Program:
             if native is not None:
                 yield from self._run_native(native, x, target)
                 x = target
+                _give_up(given)
                 continue
             for k, phase in enumerate(stage.phases):
                 sends, receives, unpacked = stage.begin(k, x, target, device, separate=self._separate)
@@ -310,6 +312,7 @@ class Program:
                 yield work
                 stage.finish(k, unpacked, x, target, separate=self._separate)
             x = target
+            _give_up(given)
         return x
 
     def _run_native(
@@ -357,10 +360,25 @@ class Program:
             found = None if tensor is None else tuple(tensor.shape)
             if found != expected:
                 raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
+            if what == "source" and tensor is not None and self.plan.donate and not _owns_storage(tensor):
+                raise LayoutError(
+                    f"rank {self.rank}: a source that is donated has to be all of its storage, this one is a view; "
+                    "clone it, or leave donate out"
+                )
             if tensor is not None and tensor.dtype != self.dtype:
                 raise LayoutError(
                     f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}"
                 )
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _give_up(tensor: Tensor | None) -> None:
+    """Free the memory of a tensor that is not needed any more, whoever still refers to it."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
 
 
 def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:

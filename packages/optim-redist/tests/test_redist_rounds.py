@@ -1,0 +1,105 @@
+"""Memory: rounds of exchanges and of reductions, sources that are given up, and what plans claim to hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from redist_cases import FAMILIES, combined, contributions_of, part_of, random_case
+
+from optim_redist import Layout, LayoutError, Mesh, PlanInfeasibleError, plan, redistribute_local, simulate, verify
+from optim_redist._chunked import in_rounds
+from optim_redist._direct import direct_phases
+from optim_redist.problem import Problem
+from optim_utils.testing import run_ranks
+
+
+def _contributions(layout: Layout, shape: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """What every rank contributes: small whole numbers, so that sums are exact in any order."""
+    fulls = {}
+    for rank in layout.mesh.ranks:
+        number = contributions_of(layout, rank)
+        generator = torch.Generator().manual_seed(number)
+        fulls[rank] = part_of(torch.randint(-9, 9, shape, generator=generator).float(), layout, rank)
+    return fulls
+
+
+@pytest.mark.parametrize("rounds_of", ["direct", "relay"])
+def test_reductions_in_rounds(rounds_of: str) -> None:
+    mesh = Mesh((2, 2, 2))
+    src = Layout(mesh, [2, None], {0: "sum", 1: "sum"})
+    for dst in (Layout(mesh, [None, None]), Layout(mesh, [(0, 1), 2]), Layout(mesh, [None, 0], {1: "max"})):
+        if rounds_of == "relay" and Problem((16, 8), src, dst).dst_replicas == 1:
+            continue
+        free = plan((16, 8), "float32", src, dst, planners=[rounds_of])
+        # source, target and partial results stay; the buffers may take half
+        fixed = 4 * (free.bounds.memory + max(size for _, size in Problem((16, 8), src, dst).num_stored.values()))
+        limit = fixed + (free.peak_bytes - fixed) // 2
+        made = plan((16, 8), "float32", src, dst, planners=[rounds_of], memory_limit=limit)
+        assert made.stages[0].rounds > 1
+        assert verify(made).peak * 4 <= made.peak_bytes <= limit
+        parts = _contributions(src, (16, 8))
+        wanted = combined(src, (16, 8), parts)
+        got = simulate(made, parts)
+        assert torch.equal(combined(dst, (16, 8), got) if dst.partial else _joined(dst, got), wanted)
+
+
+def _joined(layout: Layout, locals: dict[int, Any]) -> torch.Tensor:
+    full = torch.empty(16, 8)
+    for rank, part in locals.items():
+        (rows,), (columns,) = layout.indices((16, 8), rank)
+        full[rows.start : rows.stop, columns.start : columns.stop] = part
+    return full
+
+
+def test_rounds_together_are_the_phase() -> None:
+    for seed in range(40):
+        problem = Problem(*random_case(seed, FAMILIES + "P"))
+        (phase,) = direct_phases(problem)
+        for num_rounds in (2, 5):
+            parts = in_rounds(problem, phase, num_rounds)
+            assert len(parts) == num_rounds
+            for rank, count in phase.sent().items():
+                assert count == sum(part.sent().get(rank, 0) for part in parts)
+            for rank, count in phase.received().items():
+                assert count == sum(part.received().get(rank, 0) for part in parts)
+
+
+def test_later_stages_count_the_source_unless_it_is_donated() -> None:
+    mesh = Mesh(4)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    kept, given = (plan((8, 8), "float32", src, dst, planners=["naive"], donate=donate) for donate in (False, True))
+    # the gather holds 16 + 64 and moves 48 in and out; the slice has 64 + 16, and the caller's 16 if it keeps them
+    assert [step.peak // 4 for step in kept.steps] == [176, 96]
+    assert [step.peak // 4 for step in given.steps] == [176, 80]
+    for made in (kept, given):
+        verify(made)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        plan((8, 8), "float32", src, dst, memory_limit=63, donate=True)
+    assert caught.value.proven
+    assert caught.value.terms == {"larger of source and target": 64}
+
+
+def _give(rank: int, world_size: int) -> list[str]:
+    mesh, wrong = Mesh(2), []
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full = torch.arange(64.0).reshape(8, 8)
+    mine = full[4 * rank : 4 * rank + 4].clone()
+    moved = redistribute_local(mine, (8, 8), src, dst, donate=True)
+    if not torch.equal(moved, full[:, 4 * rank : 4 * rank + 4]):
+        wrong.append("values")
+    if mine.untyped_storage().nbytes():
+        wrong.append("the source still has its memory")
+    again = redistribute_local(moved, (8, 8), dst, dst, donate=True)
+    if again is not moved or not moved.untyped_storage().nbytes():
+        wrong.append("what stays is not given up")
+    try:
+        redistribute_local(full[4 * rank : 4 * rank + 4], (8, 8), src, dst, donate=True)
+    except LayoutError:
+        return wrong
+    return [*wrong, "a view was accepted"]
+
+
+def test_a_donated_source_is_freed() -> None:
+    assert run_ranks(_give, 2) == [[], []]
