@@ -108,14 +108,7 @@ class Row:
 def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool) -> Row:
     bag = job.bag()
     parameters = list(bag.parameters())
-    optimizer: Any
-    if job.mode == "adamw":
-        optimizer = TritonDistAdamW(parameters, **ADAMW, reducer=reducer)
-    else:
-        matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
-        others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
-        groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
-        optimizer = TritonDistMuonAdamW(groups, model=bag, reducer=reducer)
+    optimizer = _our_optimizer(job, parameters, model=bag, reducer=reducer)
 
     @torch.no_grad()
     def before() -> None:
@@ -125,10 +118,24 @@ def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool) -> Row:
             else:
                 parameter.grad.copy_(gradient)
 
+    def step() -> None:
+        optimizer.step()
+        # what would run into the next forward pass belongs to the step alone
+        optimizer.wait()
+
     def values() -> list[Tensor]:
         return [parameter.detach() for parameter in parameters]
 
-    return Row(values, optimizer.step, before, optimizer.close, lambda: optimizer.communicator.bytes_sent)
+    return Row(values, step, before, optimizer.close, lambda: optimizer.communicator.bytes_sent)
+
+
+def _our_optimizer(job: Job, parameters: list[Any], **options: Any) -> Any:
+    if job.mode == "adamw":
+        return TritonDistAdamW(parameters, **ADAMW, **options)
+    matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
+    others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
+    groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
+    return TritonDistMuonAdamW(groups, **options)
 
 
 def _torch_optimizer(job: Job, parameters: list[Any]) -> list[torch.optim.Optimizer]:
@@ -165,12 +172,13 @@ def ddp(job: Job, *, zero: bool = False) -> Row:
     return Row(lambda: [parameter.detach() for parameter in parameters], step, before)
 
 
-def fsdp2(job: Job) -> Row:
-    """FSDP2 with gradients reduced and parameters gathered by its hooks, one group, fused AdamW on the shards."""
+def fsdp2(job: Job, *, is_ours: bool = False) -> Row:
+    """FSDP2 with gradients reduced and parameters gathered by its hooks, one group, our optimizer or fused AdamW."""
     mesh = dist.init_device_mesh(job.device.type, (dist.get_world_size(),))
     bag = job.bag()
     fully_shard(bag, mesh=mesh, reshard_after_forward=False)
-    optimizers = _torch_optimizer(job, list(bag.parameters()))
+    parameters = list(bag.parameters())
+    optimizers = [_our_optimizer(job, parameters)] if is_ours else _torch_optimizer(job, parameters)
 
     def step() -> None:
         bag(job.gradients).backward()
@@ -178,7 +186,7 @@ def fsdp2(job: Job) -> Row:
             optimizer.step()
 
     def values() -> list[Tensor]:
-        return [parameter.full_tensor().detach() for parameter in bag.parameters() if isinstance(parameter, DTensor)]
+        return [parameter.full_tensor().detach() for parameter in parameters if isinstance(parameter, DTensor)]
 
     return Row(values, step, lambda: bag.zero_grad(set_to_none=True))
 
@@ -190,16 +198,16 @@ ROWS: dict[str, Callable[[Job], Row]] = {
     "DDP + torch": ddp,
     "DDP + ZeroRedundancyOptimizer": lambda job: ddp(job, zero=True),
     "FSDP2 + torch": fsdp2,
+    "FSDP2 + ours": lambda job: fsdp2(job, is_ours=True),
 }
 
 
 def rows_for(mode: str, wanted: str) -> list[str]:
     """The first row is what the others are checked against."""
-    names = [name for name in ROWS if wanted in ("all", "ours") or not name.startswith("ours")]
-    names = [name for name in names if wanted != "ours" or name.startswith("ours")]
+    names = [name for name in ROWS if wanted == "all" or ("ours" in name) == (wanted == "ours")]
     if mode == "muon":
-        # ZeRO's and FSDP2's shards are no matrices
-        names = [name for name in names if "Zero" not in name and "FSDP2" not in name]
+        # ZeRO's shards are no matrices, and torch's Muon takes FSDP2's for such
+        names = [name for name in names if "Zero" not in name and name != "FSDP2 + torch"]
     return ["ours exact, in place", *[name for name in names if name != "ours exact, in place"]]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from optim_dist._collectives import Communicator
 from optim_dist._construction import Entry, check_replicas, synchronise
+from optim_dist._forward_gathers import ForwardGathers
 from optim_dist._options import Options
 from optim_dist._shards import Shard, attach_gradients, bucket_shards
 from optim_dist.buckets import Bucket, build_bucket
@@ -37,6 +38,7 @@ class BucketedParameters:
         self.reduction: BackwardReduction | None = None
         self._reducer: Reducer | None = None
         self.counts: Tensor | None = None
+        self._gathers: ForwardGathers | None = None
 
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Move the parameters of the plan's latest buckets into storage."""
@@ -58,6 +60,11 @@ class BucketedParameters:
             self.reduction.close()
         self.reduction = BackwardReduction(self.buckets, self._reducer, options.accumulation_steps, options.overlap)
         weakref.finalize(self, self.reduction.close)
+        if options.model is not None and options.overlap:
+            if self._gathers is not None:
+                self._gathers.close()
+            self._gathers = ForwardGathers(options.model, self.buckets)
+            weakref.finalize(self, self._gathers.close)
 
     @property
     def shards(self) -> list[Shard]:
@@ -81,6 +88,8 @@ class BucketedParameters:
         if self.counts is not None or not self.buckets:
             return
         assert self.reduction is not None, "buckets come with their reduction"
+        if self._gathers is not None:
+            self._gathers.check()
         present = [False] * num_parameters
         for bucket in self.buckets:
             bucket.check_pointers()
@@ -101,11 +110,24 @@ class BucketedParameters:
         return [self._finish(bucket) for bucket in self.buckets]
 
     def update(self, update: Update) -> None:
-        """Bucket by bucket, the gather of one under the update of the next; ``wait`` ends the last."""
-        for bucket in self.buckets:
+        """Bucket by bucket, the gather of one under the update of the next; ``finish_step`` ends the last."""
+        for bucket in self._in_order():
             attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
             update(bucket, self._shards[bucket])
             bucket.gathering = self._communicator.all_gather_(bucket.values)
+
+    def finish_step(self) -> None:
+        """Wait for the gathers that do not run into the next forward pass."""
+        if self._gathers is None:
+            self.wait()
+        else:
+            self._gathers.defer()
+
+    def _in_order(self) -> list[Bucket]:
+        """As they were reduced; as they are needed again if all were reduced during backward."""
+        if self._gathers is None or self.reduction is None or not self.reduction.eager:
+            return self.buckets
+        return sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
 
     def restart(self) -> None:
         """Forget this step's reductions: the next gradients belong to a new step."""
@@ -127,10 +149,10 @@ class BucketedParameters:
 
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight."""
+        if self._gathers is not None:
+            self._gathers.wait()
         for bucket in self.buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            bucket.finish_gathering()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate."""
@@ -138,6 +160,7 @@ class BucketedParameters:
 
     def check_replicas(self, context: str) -> None:
         """Refuse parameters whose bits differ between ranks."""
+        self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
     def close(self) -> None:
@@ -146,6 +169,8 @@ class BucketedParameters:
         self.wait()
         if self.reduction is not None:
             self.reduction.close()
+        if self._gathers is not None:
+            self._gathers.close()
         for bucket in self.buckets:
             bucket.release()
         for shards in self._shards.values():

@@ -45,6 +45,11 @@ def explain(
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
     data["reducer"] = options.reducer if plan.world_size > 1 else None
     data["phases"] = phases(plan, options)
+    unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
+    if unseen:
+        data["phases"]["gather under forward"] += (
+            f"; not of buckets {', '.join(map(str, unseen))}, where parameters are used without their module's forward"
+        )
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
         lines += [*_sharded_table(data["sharded"]), ""]
@@ -83,10 +88,16 @@ def phases(plan: Plan, options: Options) -> dict[str, str]:
         backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
     else:
         backward = f"on: every {options.accumulation_steps}. backward pass reduces while it runs"
+    if not options.overlap:
+        forward = "off: overlap=False"
+    elif options.model is None:
+        forward = "off: pass model=, whose modules then wait for what they use"
+    else:
+        forward = "on: modules wait for what they use; read parameters otherwise after wait()"
     return {
         "reduction under backward": backward,
         "gather under update": "on: a bucket is gathered while the next is updated",
-        "gather under forward": "off: step() ends when the current stream waits for every gather",
+        "gather under forward": forward,
     }
 
 

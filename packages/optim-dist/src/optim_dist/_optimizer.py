@@ -190,7 +190,7 @@ class DistOptimizer(LiveOptimizer):
         self._resident.update(
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
         )
-        self._bucketed.wait()
+        self._bucketed.finish_step()
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:

@@ -44,6 +44,7 @@ class Member:
     reduced_version: int = -1
     arrivals: int = 0  # backward passes outside no_sync() since the last step
     arrived: bool = False  # any backward pass since the last step
+    entered: bool = False  # the forward of a module that holds it has run since the last step
 
     def reduced_and_untouched(self) -> bool:
         return self.parameter.grad is self.gradient and self.gradient._version == self.reduced_version
@@ -67,11 +68,19 @@ class Bucket:
     missing: int = 0  # members whose last gradient of this step has not arrived
     present: list[bool] = field(default_factory=list)
     attached: int = -1  # address of the sums that shards' gradients are views of
+    deferred: bool = False  # step() has ended before its gather, and nobody has waited for all since
+    waits_at_step: bool = False  # a parameter of it is used where no hook sees it
     num_copied: int = 0  # gradients found outside the bucket, since construction
 
     def own(self, flat: Tensor) -> Tensor:
         """The chunk of this rank."""
         return flat[self.rank * self.plan.chunk : (self.rank + 1) * self.plan.chunk]
+
+    def finish_gathering(self) -> None:
+        """Let the current stream wait for the gather in flight, if there is one."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     @torch.no_grad()
     def collect_gradients(self) -> None:

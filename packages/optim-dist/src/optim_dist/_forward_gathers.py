@@ -1,0 +1,108 @@
+"""Gathers that run into the next forward pass: a module waits for the parameters that it is about to use.
+
+A pre-hook on every module that holds trained parameters lets the current stream wait for their buckets; so do hooks on
+the modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients waits for all.
+
+Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
+``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region. Such a parameter has a
+gradient though none of its modules has run. The first step, after which nothing is in flight yet, finds them, and their
+buckets are waited for at the end of every step. One that turns up later may have been read too early: an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from optim_dist.buckets import Bucket, Member
+
+
+class ForwardGathers:
+    """The hooks of one model on behalf of some buckets."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self.in_flight = False
+        homes = {id(member.parameter): (bucket, member) for bucket in buckets for member in bucket.members}
+        self._handles: list[Any] = []
+        compiled = [module for module in model.modules() if _is_compiled(module)]
+        inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
+        for module in model.modules():
+            # a compiled module waits before its region is entered, for all that is in it
+            parameters = module.parameters(recurse=_is_compiled(module))
+            held = [homes[id(parameter)] for parameter in parameters if id(parameter) in homes]
+            if not held:
+                continue
+            if id(module) not in inside:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before_forward, held)))
+            self._handles.append(module.register_state_dict_pre_hook(self._before_state))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
+
+    def check(self) -> None:
+        """Before a step: find parameters that hooks do not see; no gather is in flight afterwards.
+
+        Raises:
+            RuntimeError: if one of them was in flight when it was used.
+        """
+        for bucket in self._buckets:
+            for member in bucket.members:
+                if member.arrived and not member.entered:
+                    if bucket.deferred:
+                        self.wait()
+                        raise RuntimeError(
+                            f"{member.name} was used without the forward of its module, perhaps before its gather was "
+                            "finished; call wait() before such a forward, or build the optimizer with overlap=False"
+                        )
+                    bucket.waits_at_step = True
+                member.entered = False
+        self.wait()
+
+    def defer(self) -> None:
+        """After a step: leave gathers in flight, except those that no hook would wait for."""
+        for bucket in self._buckets:
+            if bucket.waits_at_step:
+                bucket.finish_gathering()
+            else:
+                bucket.deferred = True
+                self.in_flight = True
+
+    def wait(self) -> None:
+        """Wait for everything."""
+        for bucket in self._buckets:
+            bucket.finish_gathering()
+            bucket.deferred = False
+        self.in_flight = False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_forward(self, held: list[tuple[Bucket, Member]], module: nn.Module, arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._enter(held)
+        elif self.in_flight:
+            # compiled after the first step: correct, at the price of a break in the graph
+            torch.compiler.disable(self._enter)(held)
+
+    def _enter(self, held: list[tuple[Bucket, Member]]) -> None:
+        if self.in_flight and not torch.is_grad_enabled():
+            self.wait()
+        for bucket, member in held:
+            member.entered = True
+            bucket.finish_gathering()
+
+    def _before_state(self, *arguments: Any) -> None:
+        self.wait()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # without importing what compiles, which costs seconds: where it is not loaded, nothing is compiled
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,0 +1,313 @@
+"""Gathers that run into the next forward pass: no parameter is read before its gather is finished.
+
+Gathers are made late: what arrives is held back until somebody waits, so that a read without a wait sees old values and
+training differs from that with ``overlap=False``. All scenarios run in one launch of ranks.
+"""
+
+import traceback
+
+import pytest
+import torch
+from dist_cases import BACKENDS, device_of, normal
+from torch import nn
+from torch.nn import functional as F
+
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_utils.testing import run_ranks
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class LateWork:
+    """A gather whose result appears when it is waited for."""
+
+    def __init__(self, work, flat, arrived):
+        self.work, self.flat, self.arrived = work, flat, arrived
+
+    def wait(self):
+        self.work.wait()
+        self.flat.copy_(self.arrived)
+
+
+def delay_gathers(optimizer):
+    communicator = optimizer.communicator
+    gather = communicator.all_gather_
+
+    def late(flat):
+        arrived = flat.clone()
+        return LateWork(gather(arrived), flat, arrived)
+
+    communicator.all_gather_ = late
+
+
+class Block(nn.Module):
+    """A linear layer by its forward, and the projection of an attention, which torch uses without its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x + self.attention(x, x, x, need_weights=False)[0]))
+
+
+class Net(nn.Module):
+    def __init__(self, device, blocks=3):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(0.5 * normal(tuple(parameter.shape), 31, number))
+        self.to(device)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embed.weight).square().mean()  # tied
+
+
+def tokens(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, 9, (2, 4), generator=generator).to(device_of(rank))
+
+
+def optimizer_of(net, **options):
+    return TritonDistAdamW(net.named_parameters(), lr=0.1, model=net, reducer="exact", bucket_mb=2e-4, **options)
+
+
+def losses(rank, net, optimizer, run=None, steps=4, between=lambda step: None):
+    found = []
+    for step in range(steps):
+        loss = (net if run is None else run)(tokens(rank, step))
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(step)
+    return found
+
+
+def expected(rank, **options):
+    net = Net(device_of(rank))
+    return losses(rank, net, optimizer_of(net, overlap=False, **options))
+
+
+@scenario
+def training_never_sees_old_values(rank, world_size):
+    for options in ({}, {"accumulation_steps": 1}):
+        net = Net(device_of(rank))
+        optimizer = optimizer_of(net, **options)
+        delay_gathers(optimizer)
+        in_flight = []
+
+        def note(step, optimizer=optimizer, in_flight=in_flight):
+            in_flight.append(sum(bucket.gathering is not None for bucket in optimizer._bucketed.buckets))
+
+        assert losses(rank, net, optimizer, between=note) == expected(rank)
+        assert all(number > 0 for number in in_flight), "nothing ran into the next forward pass"
+        # the projections of the attentions lie in some of the buckets
+        assert 0 < in_flight[-1] < len(optimizer._bucketed.buckets)
+        phase = optimizer.explain().data["phases"]["gather under forward"]
+        assert "on: modules wait" in phase
+        assert "without their module's forward" in phase
+
+
+@scenario
+def the_fault_that_is_injected_is_seen(rank, world_size):
+    """Without hooks late gathers do make a difference: the test above can fail."""
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    for handle in optimizer._bucketed._gathers._handles:
+        handle.remove()
+    optimizer._bucketed._gathers.check = lambda: None
+    assert losses(rank, net, optimizer) != expected(rank)
+
+
+@scenario
+def gathers_follow_the_order_of_forward(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net, accumulation_steps=1)
+    order = []
+    gather = optimizer.communicator.all_gather_
+    starts = {b.values.data_ptr(): min(m.index for m in b.members) for b in optimizer._bucketed.buckets}
+
+    def noted(flat):
+        order.append(starts.get(flat.data_ptr()))
+        return gather(flat)
+
+    optimizer.communicator.all_gather_ = noted
+    losses(rank, net, optimizer, steps=1)
+    gathered = [start for start in order if start is not None]
+    assert len(gathered) > 3
+    assert gathered == sorted(gathered)
+
+
+@scenario
+def evaluation_and_state_wait(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    twin = Net(device_of(rank))
+    twin_optimizer = optimizer_of(twin, overlap=False)
+    for step in range(3):
+        losses(rank, net, optimizer, steps=1)
+        losses(rank, twin, twin_optimizer, steps=1)
+        if step == 0:
+            with torch.no_grad():
+                # the weight of the last linear layer without its module, behind the forward of another
+                found = [F.linear(m.embed(tokens(rank, 9)), m.blocks[2].linear.weight) for m in (net, twin)]
+        elif step == 1:
+            found = [m.blocks[2].linear.state_dict()["weight"] for m in (net, twin)]
+        else:
+            optimizer.wait()
+            found = [m.blocks[2].linear.weight for m in (net, twin)]
+        assert torch.equal(*found)
+
+
+@scenario
+def loading_is_not_overwritten_by_a_gather(rank, world_size):
+    net, other = Net(device_of(rank)), Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    losses(rank, net, optimizer, steps=2)
+    saved = {key: value.clone() for key, value in other.state_dict().items()}
+    net.load_state_dict(saved)
+    optimizer.wait()
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, saved[key])
+
+
+class Late(nn.Module):
+    """From the second step on a weight is used without its module."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)
+        self.to(device)
+
+    def forward(self, x, functional):
+        x = self.first(x)
+        return (F.linear(x, self.second.weight) if functional else self.second(x)).sum()
+
+
+@scenario
+def a_use_that_turns_up_late_is_an_error(rank, world_size):
+    net = Late(device_of(rank))
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net, bucket_mb=1e-4)
+    x = torch.ones(1, 20, device=device_of(rank))
+    net(x, False).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net(x, True).backward()
+    with pytest.raises(RuntimeError, match=r"second\.weight was used without the forward of its module.*wait\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    # now it is known; or the caller waits
+    net(x, False).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.wait()
+    net(x, True).backward()
+    optimizer.step()
+
+
+@scenario
+def compiled_before_the_first_step(rank, world_size):
+    for compiled in ("model", "block"):
+        torch._dynamo.reset()
+        net = Net(device_of(rank))
+        if compiled == "block":
+            net.blocks[1] = torch.compile(net.blocks[1], backend="eager")
+        optimizer = optimizer_of(net)
+        delay_gathers(optimizer)
+        called = net if compiled == "block" else torch.compile(net, backend="eager")
+        assert losses(rank, net, optimizer, called) == expected(rank), compiled
+
+
+@scenario
+def compiled_after_the_first_step(rank, world_size):
+    torch._dynamo.reset()
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    found = losses(rank, net, optimizer, steps=2)
+    called = torch.compile(net, backend="eager")
+    for step in range(2, 4):
+        loss = called(tokens(rank, step))
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == expected(rank)
+
+
+@scenario
+def closing_removes_the_hooks(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    losses(rank, net, optimizer, steps=2)
+    optimizer.close()
+    for module in net.modules():
+        assert not module._forward_pre_hooks
+        assert not module._state_dict_pre_hooks
+        assert not module._load_state_dict_pre_hooks
+
+
+@scenario
+def groups_added_later_and_muon(rank, world_size):
+    def run(**options):
+        net = Net(device_of(rank))
+        inside = [p for p in net.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in net.blocks.parameters() if p.ndim == 1]
+        groups = [{"kind": "muon", "params": inside}, {"kind": "adamw", "params": rest, "lr": 0.1}]
+        optimizer = TritonDistMuonAdamW(groups, model=net, reducer="exact", bucket_mb=2e-4, **options)
+        if not options:
+            delay_gathers(optimizer)
+        net.embed.requires_grad_(False)
+        net.scale.requires_grad_(False)
+        found = losses(rank, net, optimizer, steps=2)
+        net.scale.requires_grad_(True)
+        optimizer.add_param_group({"kind": "adamw", "params": [net.scale], "lr": 0.1})
+        return found + losses(rank, net, optimizer, steps=2)
+
+    assert run() == run(overlap=False)
+
+
+def run_scenarios(rank, world_size):
+    found = {}
+    for name, function in SCENARIOS.items():
+        try:
+            function(rank, world_size)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    known = {}
+
+    def of(backend):
+        if backend not in known:
+            known[backend] = run_ranks(run_scenarios, 2, backend=backend, timeout=240)
+        return known[backend]
+
+    return of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_forward(name, backend, outcomes):
+    for rank, found in enumerate(outcomes(backend)):
+        assert found[name] is None, f"rank {rank}:\n{found[name]}"
