@@ -206,7 +206,7 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(MuonPlanner, "repeat", remembering)
     ours, twins = parameters((8, 16), (16, 8)), parameters((8, 16), (16, 8))
-    optimizer, other = TritonMuon(ours, lr=0.1, **EXACT), TritonMuon(twins, lr=0.1, **EXACT)
+    optimizer, other = (TritonMuon(params, lr=0.1, ns_steps=1, **EXACT) for params in (ours, twins))
 
     def same_step(seed: int, *, without: int | None = None) -> bool:
         for params in (ours, twins):

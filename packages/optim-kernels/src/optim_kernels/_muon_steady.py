@@ -8,11 +8,10 @@ identity where that is enough. It costs a fraction of a microsecond a parameter,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from optim_kernels._muon_groups import DEFAULTS, MuonEntry
@@ -26,18 +25,6 @@ OPTIONS = tuple(key for key in DEFAULTS if key not in HYPERPARAMETERS)
 
 Groups = Sequence[Mapping[str, Any]]
 State = Mapping[Tensor, dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A parameter that a plan updates, with what its tables were built from."""
-
-    param: Tensor
-    address: int
-    state: dict[str, Any]
-    tensors: tuple[tuple[str, Any], ...]
-    dtype: torch.dtype
-    stride: tuple[int, ...]
 
 
 class SteadyStep:
@@ -60,8 +47,8 @@ class SteadyStep:
         self._options = [_options_of(group) for group in groups]
         self._states = list(state.values())
         self.plans = [(plan, its_groups) for plan, its_groups, _ in batches]
-        self._members = [[_member(entry) for entry in entries] for _, _, entries in batches]
-        updated = {id(member.param) for members in self._members for member in members}
+        self._updated = [_Updated(entries) for _, _, entries in batches]
+        updated = {id(entry.param) for _, _, entries in batches for entry in entries}
         self._skipped = [p for group in groups for p in group["params"] if id(p) not in updated]
         self._num_params = [len(group["params"]) for group in groups]
 
@@ -73,32 +60,48 @@ class SteadyStep:
             return None
         if any(len(group["params"]) != number for group, number in zip(groups, self._num_params)):
             return None
-        if any(values is not known for values, known in zip_longest(state.values(), self._states)):
-            return None
         if any(p.grad is not None for p in self._skipped):
             return None
+        if len(state) != len(self._states) or not all(map(is_, state.values(), self._states)):
+            return None
         found = []
-        for members in self._members:
-            grads = []
-            for member in members:
-                grad = member.param.grad
-                if grad is None or grad.dtype != member.dtype or grad.stride() != member.stride:
-                    return None
-                if member.param.data_ptr() != member.address:
-                    return None
-                values = member.state
-                for key, tensor in member.tensors:
-                    if values.get(key) is not tensor:
-                        return None
-                grads.append(grad)
+        for updated in self._updated:
+            grads = updated.gradients()
+            if grads is None:
+                return None
             found.append(grads)
         return found
 
 
-def _member(entry: MuonEntry) -> _Member:
-    tensors = tuple((key, value) for key, value in entry.state.items() if isinstance(value, Tensor))
-    address = entry.param.data_ptr()
-    return _Member(entry.param, address, entry.state, tensors, entry.grad.dtype, entry.grad.stride())
+class _Updated:
+    """The parameters of one plan, in its order, with what its tables were built from."""
+
+    def __init__(self, entries: Sequence[MuonEntry]) -> None:
+        self._params = [entry.param for entry in entries]
+        self._addresses = [p.data_ptr() for p in self._params]
+        self._dtypes = [entry.grad.dtype for entry in entries]
+        # where all are contiguous, that is asked for instead: shapes cannot change, and it costs less
+        self._contiguous = all(entry.grad.is_contiguous() for entry in entries)
+        self._strides = [entry.grad.stride() for entry in entries]
+        held = [(entry.state, key) for entry in entries for key in entry.state if isinstance(entry.state[key], Tensor)]
+        self._states, self._keys = [values for values, _ in held], [key for _, key in held]
+        self._tensors = [values[key] for values, key in held]
+
+    def gradients(self) -> list[Tensor] | None:
+        """Their gradients, if those have the known layouts and all else is as it was."""
+        given = [grad for p in self._params if (grad := p.grad) is not None]
+        if [grad.dtype for grad in given] != self._dtypes:
+            return None
+        if not (all(map(_is_contiguous, given)) if self._contiguous else list(map(_stride, given)) == self._strides):
+            return None
+        if list(map(_data_ptr, self._params)) != self._addresses:
+            return None
+        if not all(map(is_, map(dict.get, self._states, self._keys), self._tensors)):
+            return None
+        return given
+
+
+_data_ptr, _is_contiguous, _stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
 
 
 def _options_of(group: Mapping[str, Any]) -> list[Any]:

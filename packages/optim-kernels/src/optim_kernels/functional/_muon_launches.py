@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from optim_kernels import _muon_momentum_kernels as front
 from optim_kernels import _muon_table as fields
 from optim_kernels import _muon_update_kernels as back
+from optim_kernels._impl import is_interpreted
 from optim_kernels._tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES
 from optim_kernels.functional._muon_matrices import MuonTensors
@@ -23,8 +24,8 @@ from optim_kernels.reference.muon import MuonRule
 
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024
-# Programs that share the writing of a matrix's X once more.
-RESCUERS = 16
+# Programs that share the writing of a matrix's X once more; interpreted ones cost time even where there is no need.
+RESCUERS = 2 if is_interpreted() else 16
 PANEL = 8
 
 
@@ -94,21 +95,14 @@ class Launches:
         leave_last = self._updates_in_last_product or options.has_factors
         self._products = [StepProducts(family, options.ns, tables, leave_last=leave_last) for family in families]
 
-    def launch(self, *, parallel: bool = False) -> None:
-        """The whole step; with ``parallel`` each family on a branch of its own, filling the others' last rounds."""
+    def launch(self, *, recorded: bool = False) -> None:
+        """The whole step; recorded in a graph, small families are on branches of their own."""
         if self._options.rule.row_equilibrate:
             self._equilibrated_momentum()
         else:
             self._momentum()
-        if parallel and len(self._families) > 1:
-            main = torch.cuda.current_stream()
-            branches = [torch.cuda.Stream() for _ in self._families]
-            for branch, family, products in zip(branches, self._families, self._products, strict=True):
-                branch.wait_stream(main)
-                with torch.cuda.stream(branch):
-                    self._orthogonalize(family, products)
-            for branch in branches:
-                main.wait_stream(branch)
+        if recorded and self._gains_by_branches:
+            self._orthogonalize_in_parallel()
         else:
             for family, products in zip(self._families, self._products, strict=True):
                 self._orthogonalize(family, products)
@@ -126,6 +120,12 @@ class Launches:
         around = 2 if options.rule.row_equilibrate else 3
         around += options.has_factors + options.draws_bits + (not self._updates_in_last_product)
         return around + sum(_iteration_launches(family, options.ns) for family in self._families)
+
+    @property
+    def _gains_by_branches(self) -> bool:
+        """Whether families fill each other's last rounds; on the ping-pong schedule each fills the chip by itself."""
+        batches = [batch for family in self._families for batch in family]
+        return len(self._families) > 1 and not all(takes_ping_pong(batch.x) for batch in batches)
 
     @property
     def _updates_in_last_product(self) -> bool:
@@ -181,6 +181,16 @@ class Launches:
         front.equilibrate_kernel[(len(t.matrices),)](
             t.matrices, t.row_squares, t.scales, t.squared_scales, **self._of_norm
         )
+
+    def _orthogonalize_in_parallel(self) -> None:
+        main = torch.cuda.current_stream()
+        branches = [torch.cuda.Stream() for _ in self._families]
+        for branch, family, products in zip(branches, self._families, self._products, strict=True):
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                self._orthogonalize(family, products)
+        for branch in branches:
+            main.wait_stream(branch)
 
     def _orthogonalize(self, family: Family, products: StepProducts) -> None:
         products.begin()

@@ -7,8 +7,8 @@ first, the last product is one like the others and behind it come  squares → l
 alone (`_muon_momentum_kernels` and `_muon_update_kernels` say what each does).
 
 Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
-compiles, the sequence is recorded as a CUDA graph and replayed, families on parallel branches; hyperparameters and
-gradient addresses live in device tables, so a step with new ones replays the same graph.
+compiles, the sequence is recorded as a CUDA graph and replayed; hyperparameters and gradient addresses live in device
+tables, so a step with new ones replays the same graph.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MuonPlan:
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._launches.launch(parallel=True)
+                self._launches.launch(recorded=True)
         self._graph.replay()
 
     def refresh(self, grads: Sequence[Tensor], *, same_layout: bool = False) -> None:
@@ -130,7 +130,7 @@ class MuonPlan:
         if not same_layout or self._copies_gradients:
             used = [_as_stored(grad, t.param) for grad, t in zip(grads, self._tensors, strict=True)]
             self._copies_gradients = any(mine is not given for mine, given in zip(used, grads))
-        addresses = [grad.data_ptr() for grad in used]
+        addresses = list(map(Tensor.data_ptr, used))
         self._grads = used
         capturing = self._is_capturing()
         if addresses == self._grad_addresses and not (capturing or self._was_captured):
