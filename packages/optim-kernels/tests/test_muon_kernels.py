@@ -1,6 +1,7 @@
 """The Triton kernels behind Muon: products, their tiles, and the grouped step against plain torch."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -79,6 +80,26 @@ def test_a_wide_tile_is_two_of_a_square_block() -> None:
     torch.testing.assert_close(mk.symmetric_product(x, x, tile=wide), mk.symmetric_product(x, x, tile=square))
 
 
+@pytest.mark.parametrize("m", [24, 32, 80], ids=str)
+def test_quarters_of_diagonal_tiles(m: int) -> None:
+    """The same result as by whole tiles (on a GPU the same bits, the sums have the same order)."""
+    x = mk.as_batch(torch.randn(2, m, 40, device=DEVICE).half() / 8)
+    size, depth = (32, 32) if DEVICE == "cpu" else (128, 64)
+    tile = Tile(size, size, depth, 4, 2)
+    a = mk.symmetric_product(x, x, tile=tile)
+    same = torch.equal if DEVICE == "cuda" else partial(torch.allclose, rtol=2e-3, atol=2e-3)
+    assert same(mk.symmetric_product(x, x, tile=tile._replace(quartered=True)), a)
+    b = mk.symmetric_product(a, a, c=a, tile=tile)
+    results = []
+    for each in (tile, tile._replace(quartered=True)):
+        q = mk.empty_matrices(*a.shape, like=a).fill_(float("nan"))
+        d = mk.symmetric_product(a, b, c=a, alpha=0.5, beta=2.0, shifted=(q, 3.0), tile=each)
+        assert torch.equal(d, d.mT)
+        results.append((d, q))
+    for one, other in zip(*results, strict=True):
+        assert same(one, other)
+
+
 def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
     x = torch.randn(3, 5, 7, device=DEVICE).half()
     batch = mk.as_batch(x)
@@ -90,7 +111,10 @@ def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
 
 def test_tile_choice() -> None:
     """Small matrices alone take small tiles, batches and large ones large tiles; the wide one only for A Aᵀ."""
-    assert symmetric_tile(1024, 1024, 1, 132, True).rows == 64
+    assert symmetric_tile(1024, 1024, 1, 132, True) == Tile(64, 64, 128, 4, 3, quartered=True)
+    assert symmetric_tile(768, 3072, 1, 132, True) == Tile(64, 64, 128, 4, 3)
+    assert symmetric_tile(2048, 2048, 1, 132, False, True) == Tile(128, 128, 64, 4, 3, quartered=True)
+    assert symmetric_tile(768, 768, 12, 132, False, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
     assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 256)
     assert symmetric_tile(8192, 8192, 1, 132, False)[:2] == (128, 128)

@@ -58,6 +58,57 @@ def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _symmetric_tile(
+    operands,
+    results,
+    batch,
+    row,
+    column,
+    is_diagonal,
+    K,
+    numbers,
+    HAS_C: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SAME: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile at (row, column), and its mirror image unless it is on the diagonal."""
+    a_desc, b_desc, c_desc = operands
+    d_desc, mirror_desc, q_desc, q_mirror_desc = results
+    scale, alpha, beta, omega = numbers
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+        b = b_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
+        acc = dot(a, b.T, acc)
+    acc = acc * alpha
+    if HAS_C:
+        c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
+        acc += beta * c.to(tl.float32)
+    if HAS_SCALE:
+        acc *= tl.load(scale + batch)
+    d = narrow(acc, d_desc.dtype)
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if not is_diagonal:
+        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+        mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+        if HAS_Q:
+            q_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+            q_mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+    else:
+        if not SAME:
+            tl.static_assert(BLOCK_M == BLOCK_N)
+            d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
+        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+        if HAS_Q:
+            shifted = tl.where(rows[:, None] == columns[None, :], d.to(tl.float32) + omega, d.to(tl.float32))
+            q_desc.store([batch, row, column], narrow(shifted, d_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+
+
+@triton.jit
 def symmetric_kernel(
     a_desc,
     b_desc,
@@ -87,36 +138,104 @@ def symmetric_kernel(
     pid = tl.program_id(0)
     batch = pid // tiles
     q = pid % tiles
-    block_i, block_j = triangle_tile(q // PARTS, T, GROUP)
-    row = block_i * BLOCK_N + (q % PARTS) * BLOCK_M
-    column = block_j * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
-        b = b_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
-        acc = dot(a, b.T, acc)
-    acc = acc * alpha
-    if HAS_C:
-        c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
-        acc += beta * c.to(tl.float32)
-    if HAS_SCALE:
-        acc *= tl.load(scale + batch)
-    d = narrow(acc, d_desc.dtype)
-    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    if block_i != block_j:
-        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
-        mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
-        if HAS_Q:
-            q_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
-            q_mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+    i, j = triangle_tile(q // PARTS, T, GROUP)
+    operands, results = (a_desc, b_desc, c_desc), (d_desc, mirror_desc, q_desc, q_mirror_desc)
+    numbers = (scale, alpha, beta, omega)
+    row, column = i * BLOCK_N + (q % PARTS) * BLOCK_M, j * BLOCK_N
+    _symmetric_tile(
+        operands,
+        results,
+        batch,
+        row,
+        column,
+        i == j,
+        K,
+        numbers,
+        HAS_C,
+        HAS_Q,
+        HAS_SCALE,
+        SAME,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+
+
+@triton.jit
+def quartered_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    q_desc,
+    small_a_desc,
+    small_b_desc,
+    small_c_desc,
+    small_d_desc,
+    small_q_desc,
+    scale,
+    whole,
+    T,
+    K,
+    alpha,
+    beta,
+    omega,
+    HAS_C: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SAME: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The symmetric product with tiles below the diagonal whole, and of each on it three of its four quarters.
+
+    All whole ones come first: the quarters fill what they leave free.
+    """
+    HALF: tl.constexpr = BLOCK // 2
+    pid = tl.program_id(0)
+    numbers = (scale, alpha, beta, omega)
+    if pid < whole:
+        count = T * (T - 1) // 2
+        i, j = triangle_tile(pid % count, T - 1, GROUP)
+        _symmetric_tile(
+            (a_desc, b_desc, c_desc),
+            (d_desc, d_desc, q_desc, q_desc),
+            pid // count,
+            (i + 1) * BLOCK,
+            j * BLOCK,
+            False,
+            K,
+            numbers,
+            HAS_C,
+            HAS_Q,
+            HAS_SCALE,
+            SAME,
+            BLOCK,
+            BLOCK,
+            BLOCK_K,
+        )
     else:
-        if not SAME:
-            tl.static_assert(BLOCK_M == BLOCK_N)
-            d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
-        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
-        if HAS_Q:
-            shifted = tl.where(rows[:, None] == columns[None, :], d.to(tl.float32) + omega, d.to(tl.float32))
-            q_desc.store([batch, row, column], narrow(shifted, d_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+        # upper left, lower left, lower right
+        quarter = (pid - whole) % 3
+        first = (pid - whole) % (3 * T) // 3 * BLOCK
+        _symmetric_tile(
+            (small_a_desc, small_b_desc, small_c_desc),
+            (small_d_desc, small_d_desc, small_q_desc, small_q_desc),
+            (pid - whole) // (3 * T),
+            first + (quarter + 1) // 2 * HALF,
+            first + quarter // 2 * HALF,
+            quarter != 1,
+            K,
+            numbers,
+            HAS_C,
+            HAS_Q,
+            HAS_SCALE,
+            SAME,
+            HALF,
+            HALF,
+            BLOCK_K,
+        )
 
 
 @triton.jit

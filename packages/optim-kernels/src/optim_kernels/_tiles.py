@@ -28,6 +28,13 @@ class Tile(NamedTuple):
     num_stages: int
     # persistent, with a producer and two alternating consumers (`_hopper_kernels`)
     ping_pong: bool = False
+    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one
+    quartered: bool = False
+
+    @property
+    def side(self) -> int:
+        """Of the square blocks that make up a triangle."""
+        return self.columns
 
 
 class Cost(NamedTuple):
@@ -43,8 +50,14 @@ INTERPRETED = Tile(32, 32, 32, 4, 2)
 # fp32 operands are multiplied without tensor cores.
 FULL_PRECISION = Tile(64, 64, 32, 4, 2)
 
-SMALL_SYMMETRIC = (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9))
-SYMMETRIC: Sequence[tuple[Tile, Cost]] = ((Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)), SMALL_SYMMETRIC)
+SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
+    (tile._replace(quartered=quartered), cost)
+    for tile, cost in (
+        (Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)),
+        (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
+    )
+    for quartered in (False, True)
+)
 # Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
 SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
 SMALL_GENERAL = (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0))
@@ -74,8 +87,17 @@ def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper:
     """The tile of a symmetric m×m product over k; ``same``: of a matrix with its own transpose."""
     if hopper and batch * symmetric_tiles(m, PING_PONG) >= PING_PONG_ROUNDS * num_sms:
         return PING_PONG
-    candidates = [*SYMMETRIC, SYMMETRIC_WIDE] if same else SYMMETRIC
-    return min(candidates, key=lambda each: _time(each[1], batch * symmetric_tiles(m, each[0]), k, num_sms))[0]
+
+    def time(each: tuple[Tile, Cost]) -> float:
+        tile, cost = each
+        if not tile.quartered:
+            return _time(cost, batch * symmetric_tiles(m, tile), k, num_sms)
+        # three quarters of each diagonal tile, which run beside whole tiles: rounds are not full numbers
+        blocks = cdiv(m, tile.side)
+        load = batch * blocks * (blocks + 0.5) / 2
+        return cost.launch + (max(1.0, load / num_sms) + 0.25) * (cost.slope * k / 1024 + cost.end)
+
+    return min([*SYMMETRIC, SYMMETRIC_WIDE] if same else SYMMETRIC, key=time)[0]
 
 
 @lru_cache(maxsize=4096)

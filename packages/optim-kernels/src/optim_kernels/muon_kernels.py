@@ -57,37 +57,47 @@ def symmetric_product(
     same = a is b
     tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper))
     q, omega = (out, 0.0) if shifted is None else shifted
-    tiles = symmetric_tiles(m, tile)
+    added = out if c is None else c
+    blocks, numbers = cdiv(m, tile.side), (alpha, beta, omega)
+    flags = {"HAS_C": c is not None, "HAS_Q": shifted is not None, "HAS_SCALE": scale is not None, "SAME": same}
     if tile.ping_pong:
-        flags = {"SYMMETRIC": True, "SAME": same, "HAS_C": c is not None, "HAS_Q": shifted is not None}
-        grid = (tiles, cdiv(m, tile.rows), 0)
-        _ping_pong(a, b, out if c is None else c, out, q, scale, tile, grid, (alpha, beta, omega), flags)
+        grid = (symmetric_tiles(m, tile), blocks, 0)
+        _ping_pong(a, b, added, out, q, scale, tile, grid, numbers, {**flags, "SYMMETRIC": True})
         return out
+    options = {"BLOCK_K": tile.depth, "GROUP": PANEL, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.quartered:
+        whole = batch * (blocks * (blocks - 1) // 2)
+        kernels.quartered_kernel[(whole + 3 * batch * blocks,)](
+            *_blocks(a, b, added, out, q, side=tile.side, depth=tile.depth),
+            *_blocks(a, b, added, out, q, side=tile.side // 2, depth=tile.depth),
+            out if scale is None else scale,
+            whole,
+            blocks,
+            k,
+            *numbers,
+            BLOCK=tile.side,
+            **flags,
+            **options,
+        )
+        return out
+    tiles = symmetric_tiles(m, tile)
     kernels.symmetric_kernel[(batch * tiles,)](
         _descriptor(a, tile.rows, tile.depth),
         _descriptor(b, tile.columns, tile.depth),
-        _descriptor(out if c is None else c, tile.rows, tile.columns),
+        _descriptor(added, tile.rows, tile.columns),
         _descriptor(out, tile.rows, tile.columns),
         _descriptor(out, tile.columns, tile.rows),
         _descriptor(q, tile.rows, tile.columns),
         _descriptor(q, tile.columns, tile.rows),
         out if scale is None else scale,
         tiles,
-        cdiv(m, tile.columns),
+        blocks,
         k,
-        alpha,
-        beta,
-        omega,
-        HAS_C=c is not None,
-        HAS_Q=shifted is not None,
-        HAS_SCALE=scale is not None,
-        SAME=same,
+        *numbers,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
-        GROUP=PANEL,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **flags,
+        **options,
     )
     return out
 
@@ -113,9 +123,20 @@ def general_product(
     tile = tile or _tile_for(a, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.ping_pong:
-        flags = {"SYMMETRIC": False, "SAME": False, "HAS_C": c is not None, "HAS_Q": False}
+        flags = {"HAS_C": c is not None, "HAS_Q": False, "HAS_SCALE": scale is not None, "SAME": False}
         grid = (rows * columns, rows, columns)
-        _ping_pong(a, b, out if c is None else c, out, out, scale, tile, grid, (alpha, beta, 0.0), flags)
+        _ping_pong(
+            a,
+            b,
+            out if c is None else c,
+            out,
+            out,
+            scale,
+            tile,
+            grid,
+            (alpha, beta, 0.0),
+            {**flags, "SYMMETRIC": False},
+        )
         return out
     kernels.general_kernel[(batch * rows * columns,)](
         _descriptor(a, tile.rows, tile.depth),
@@ -166,7 +187,6 @@ def _ping_pong(
         a.shape[-1],
         *numbers,
         **flags,
-        HAS_SCALE=scale is not None,
         GROUP=PANEL,
         DEPTH=depth,
         STAGES=tile.num_stages,
@@ -194,6 +214,11 @@ def as_batch(x: Tensor) -> Tensor:
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+
+def _blocks(a: Tensor, b: Tensor, *results: Tensor, side: int, depth: int) -> list[TensorDescriptor]:
+    """Operands in blocks of side × depth, results in square ones."""
+    return [_descriptor(x, side, depth) for x in (a, b)] + [_descriptor(x, side, side) for x in results]
 
 
 def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
