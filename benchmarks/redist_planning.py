@@ -1,7 +1,7 @@
 """Planning figures of optim-redist beside DTensor's two planners: volumes, cuts, memory and time to plan.
 
-No process group and no tensor is needed: plans are compared by what their steps count, per most loaded rank. With L
-elements on a rank and n ranks in a group, a gather counts (n - 1)·L, an all-to-all (n - 1)/n·L, a slice nothing.
+No process group and no tensor is needed: plans are compared by what their steps count, per most loaded rank. Times
+are CPU times of one thread, the best of three, with no plan cached.
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, _redistribute  # noqa: PLC2701 - what is measured is private
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta  # noqa: PLC2701
-
+from benchmarks.redist_peers import dtensor_plan, is_inexpressible
 from optim_redist import (
-    Block,
-    Chunk,
     CommModel,
-    Cyclic,
     Layout,
     LayoutError,
     Mesh,
@@ -42,8 +35,8 @@ from optim_redist._collective_search import search_collectives  # noqa: PLC2701 
 from optim_redist.plan_text import crossings
 
 CASES = Path(__file__).parents[1] / "packages" / "optim-redist" / "tests" / "redist_cases.py"
-# the greedy planner's and the minimum-cost planner's constants decide on small tensors; 64 times larger they do not
-SCALE = 64
+# the families in the numbers in which the example file was drawn: even in mesh order, in any order, cyclic, uneven
+MIX = "C" * 15 + "O" * 6 + "B" * 7 + "U" * 4
 
 
 def load_cases() -> ModuleType:
@@ -54,88 +47,6 @@ def load_cases() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# -- DTensor's planners
-
-
-@dataclass(frozen=True)
-class TheirPlan:
-    """What a plan of DTensor moves: elements per rank, across nodes numbered by mesh axis 0, and at most held."""
-
-    recv: float
-    into_node: float
-    live: int
-    seconds: float
-
-
-def dtensor_plan(case: Any, *, graph: bool) -> TheirPlan | None:
-    """DTensor's plan for a case; None where it cannot be asked: other kinds, meshes, or orders for the greedy one."""
-    mesh = case.src.mesh
-    if case.dst.mesh != mesh or mesh.ranks != tuple(range(mesh.num_ranks)):
-        return None
-    device_mesh = DeviceMesh("cpu", torch.arange(mesh.num_ranks).reshape(mesh.sizes), _init_backend=False, _rank=0)
-    shape = [n * SCALE if graph else n for n in case.shape]
-    specs = [_spec(layout, shape, case.shape, device_mesh) for layout in (case.src, case.dst)]
-    if None in specs:
-        return None
-    ordered = any(
-        split is not None and list(split.axes) != sorted(split.axes) for side in case[1:] for split in side.dims
-    )
-    if ordered and not graph:
-        return None
-    _redistribute.clear_redistribute_planner_cache()
-    started = time.perf_counter()
-    steps = _redistribute._gen_transform_infos_non_cached(specs[0], specs[1], graph)
-    spent = time.perf_counter() - started
-    return _count(steps, list(specs[0].placements), case.shape, mesh.sizes, spent)
-
-
-def _spec(layout: Layout, shape: Sequence[int], true_shape: Sequence[int], mesh: DeviceMesh) -> DTensorSpec | None:
-    """The layout as DTensor knows it, for sizes that all its axes divide."""
-    if layout.partial:
-        return None
-    placements: list[Any] = [Replicate()] * mesh.ndim
-    order = []
-    for tensor_dim, split in enumerate(layout.dims):
-        if split is None:
-            continue
-        sizes = layout.axis_sizes(tensor_dim)
-        block = true_shape[tensor_dim] // prod(sizes)
-        if true_shape[tensor_dim] % prod(sizes) or split.kind not in (Block(), Chunk(), Cyclic(max(1, block))):
-            return None
-        for axis in split.axes:
-            placements[axis] = Shard(tensor_dim)
-        order.append(ShardOrderEntry(tensor_dim, split.axes))
-    strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
-    meta = TensorMeta(torch.Size(shape), strides, torch.float32)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta, shard_order=tuple(order))
-
-
-def _count(
-    steps: Iterable[Any], placements: list[Any], shape: Sequence[int], mesh: Sequence[int], spent: float
-) -> TheirPlan:
-    def held() -> int:
-        sizes = list(shape)
-        for axis, placement in enumerate(placements):
-            if placement.is_shard():
-                sizes[placement.dim] = -(-sizes[placement.dim] // mesh[axis])
-        return prod(sizes)
-
-    recv = into_node = 0.0
-    live = held()
-    per_node = prod(mesh[1:])
-    for step in steps:
-        before, after = step.src_dst_placements
-        n, size = mesh[step.mesh_dim], held()
-        moved = 0.0
-        if before.is_shard():
-            moved = (n - 1) * size if after.is_replicate() else (n - 1) / n * size
-        recv += moved
-        into_node += moved * per_node if step.mesh_dim == 0 else 0.0
-        placements[step.mesh_dim] = after
-        live = max(live, held())
-    return TheirPlan(recv, into_node, live, spent)
 
 
 # -- figures
@@ -168,15 +79,20 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
+    """What the call returns and the CPU seconds of this thread that it took."""
+    started = time.thread_time()
     result = call()
-    return result, time.perf_counter() - started
+    return result, time.thread_time() - started
 
 
-def cold_plan(case: Any, **options: Any) -> tuple[Any, float]:
-    """A plan made with no plan cached, and the seconds it took."""
-    planning.clear_cache()
-    return timed(lambda: plan(case.shape, "bfloat16", case.src, case.dst, **options))
+def cold_plan(case: Any, *, repeats: int = 1, **options: Any) -> tuple[Any, float]:
+    """A plan made with no plan cached, and the seconds it took: the least of ``repeats``."""
+    best = math.inf
+    for _ in range(repeats):
+        planning.clear_cache()
+        made, spent = timed(lambda: plan(case.shape, "bfloat16", case.src, case.dst, **options))
+        best = min(best, spent)
+    return made, best
 
 
 def coverage(cases: Sequence[Any]) -> dict[str, Any]:
@@ -198,30 +114,49 @@ def coverage(cases: Sequence[Any]) -> dict[str, Any]:
     return {"cases": len(cases), "planned": planned, "proven": proven, "bound_0": still, "of_those_silent": silent}
 
 
-def volumes(cases: Sequence[Any]) -> list[dict[str, Any]]:
-    """Volume of the busiest rank over the lower bound, on one level of ranks."""
-    ours: list[float] = []
-    chosen: list[float] = []
-    one_hop: list[float] = []
+def volumes(cases: Sequence[Any], family_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Volume of the busiest rank over the lower bound, on one level of ranks; ``family_of`` names a case's family."""
+    one_hop: dict[str, list[float]] = {}
+    two_hops: list[float] = []
+    # what the busiest rank moves above the bound, in one hop and in two
+    gaps: list[tuple[float, float]] = []
+    single: list[float] = []
     theirs: dict[str, list[float]] = {"greedy": [], "graph": []}
     beside: dict[str, list[float]] = {"greedy": [], "graph": []}
-    for case in cases:
+    for number, case in enumerate(cases):
         limits = bounds(case.shape, case.src, case.dst)
         if not limits.lb:
             continue
         made, _ = cold_plan(case, planners=["direct"])
-        ours.append(made.volume_ratio)
-        chosen.append(cold_plan(case, cost_model=_without_latency(Topology.flat()))[0].volume_ratio)
-        one_hop.append(made.volume_ratio * limits.lb / limits.single_hop)
+        ratio = made.volume_ratio
+        one_hop.setdefault(family_of(number), []).append(ratio)
+        single.append(ratio * limits.lb / limits.single_hop)
+        if ratio > 1:
+            relayed = min(ratio, cold_plan(case, planners=["forward"])[0].volume_ratio)
+            gaps.append((ratio - 1, relayed - 1))
+            ratio = relayed
+        two_hops.append(ratio)
         for name in theirs:
             found = dtensor_plan(case, graph=name == "graph")
             if found is not None:
                 theirs[name].append(found.recv / limits.lb)
                 beside[name].append(made.volume_ratio)
+    everything = [ratio for ratios in one_hop.values() for ratio in ratios]
     rows = [
-        {"goal": "flat volume / LB", "planner": "ours, direct", **_spread(ours)},
-        {"goal": "flat volume / LB", "planner": "ours, bytes alone decide", **_spread(chosen)},
-        {"goal": "flat volume / best single hop", "planner": "ours, direct", **_spread(one_hop)},
+        {"goal": "flat volume / LB", "planner": "ours, one hop", **_spread(everything)},
+        *(
+            {"goal": "flat volume / LB", "planner": f"ours, one hop, {family}", **_spread(ratios)}
+            for family, ratios in sorted(one_hop.items())
+        ),
+        {"goal": "flat volume / LB", "planner": "ours, two hops where one is above", **_spread(two_hops)},
+        {
+            "goal": "gap of one hop closed by half or more",
+            "planner": "ours, two hops",
+            "cases": len(gaps),
+            "count": sum(after <= before / 2 for before, after in gaps),
+            "max": round(max((after / before for before, after in gaps), default=0.0), 2),
+        },
+        {"goal": "flat volume / best single hop", "planner": "ours, one hop", **_spread(single)},
     ]
     for name, ratios in theirs.items():
         rows.append({"goal": "flat volume / LB", "planner": f"DTensor {name}", **_spread(ratios)})
@@ -234,6 +169,7 @@ def volumes(cases: Sequence[Any]) -> list[dict[str, Any]]:
 def cuts(cases: Sequence[Any]) -> list[dict[str, Any]]:
     """What enters the fullest node, mesh axis 0 numbering the nodes, over what has to; bytes alone decide."""
     ratios: dict[str, list[float]] = {"ours": [], "ours, direct": [], "DTensor greedy": [], "DTensor graph": []}
+    busiest: list[float] = []
     for case in cases:
         mesh = case.src.mesh
         if mesh.num_axes < 2 or case.dst.mesh != mesh:
@@ -246,11 +182,14 @@ def cuts(cases: Sequence[Any]) -> list[dict[str, Any]]:
         for name, options in (("ours", {}), ("ours, direct", {"planners": ["direct"]})):
             made, _ = cold_plan(case, cost_model=_without_latency(topology), **options)
             ratios[name].append(max(inbound for _, inbound, _ in crossings(made, limits.cuts)) / needed)
+            if name == "ours":
+                busiest.append(made.volume_ratio)
         for name in ("greedy", "graph"):
             found = dtensor_plan(case, graph=name == "graph")
             if found is not None:
                 ratios[f"DTensor {name}"].append(found.into_node / needed)
-    return [{"goal": "into nodes / cut", "planner": name, **_spread(values)} for name, values in ratios.items()]
+    rows = [{"goal": "into nodes / cut", "planner": name, **_spread(values)} for name, values in ratios.items()]
+    return [*rows, {"goal": "busiest rank / LB, with nodes", "planner": "ours", **_spread(busiest)}]
 
 
 def _without_latency(topology: Topology) -> CommModel:
@@ -264,7 +203,7 @@ def collectives(cases: Sequence[Any]) -> list[dict[str, Any]]:
     ratios, seconds, over = [], [], 0
     for case in cases:
         limits = bounds(case.shape, case.src, case.dst)
-        if not limits.lb or _spec_missing(case):
+        if not limits.lb or is_inexpressible(case):
             continue
         steps, spent = timed(lambda case=case: search_collectives(case.shape, case.src, case.dst))
         if steps is None:
@@ -279,12 +218,16 @@ def collectives(cases: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _spec_missing(case: Any) -> bool:
-    mesh = case.src.mesh
-    if case.dst.mesh != mesh or mesh.ranks != tuple(range(mesh.num_ranks)):
-        return True
-    device_mesh = DeviceMesh("cpu", torch.arange(mesh.num_ranks).reshape(mesh.sizes), _init_backend=False, _rank=0)
-    return any(_spec(layout, case.shape, case.shape, device_mesh) is None for layout in case[1:])
+def exhaustive(examples: Sequence[tuple[str, dict[str, Any], Any]]) -> dict[str, Any]:
+    """How many sequences of collectives are as short as the example file's, which an exhaustive search has found."""
+    compared = equal = 0
+    for _, row, case in examples:
+        best = row.get("best_collective_sequence_recv")
+        if best is not None:
+            steps = search_collectives(case.shape, case.src, case.dst) or []
+            compared += 1
+            equal += sum(step.recv for step in steps) == best
+    return {"goal": "collectives: equal to exhaustive search", "planner": "ours", "cases": compared, "count": equal}
 
 
 def memory(cases: Sequence[Any]) -> list[dict[str, Any]]:
@@ -313,24 +256,26 @@ def memory(cases: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _cold_times(cases: Sequence[Any]) -> list[float]:
+    return [cold_plan(case, repeats=3)[1] for case in cases]
+
+
 def latency(cases: Sequence[Any]) -> list[dict[str, Any]]:
     """Time to make a plan that is not cached, and to look up one that is."""
     up_to_four = [case for case in cases if case.src.mesh.num_axes <= 4]
-    rows = [
-        {"goal": "time to plan, to 4 axes", "planner": "ours", **_percentiles([cold_plan(c)[1] for c in up_to_four])}
-    ]
+    rows = [{"goal": "time to plan, to 4 axes", "planner": "ours", **_percentiles(_cold_times(up_to_four))}]
     for name in ("greedy", "graph"):
-        found = [dtensor_plan(case, graph=name == "graph") for case in up_to_four]
+        found = [dtensor_plan(case, graph=name == "graph", repeats=3) for case in up_to_four]
         spent = [plan.seconds for plan in found if plan is not None]
         rows.append({"goal": "time to plan, to 4 axes", "planner": f"DTensor {name}", **_percentiles(spent)})
     for title, extra in (("6 binary axes, 4-D", _binary_cases(6, 40)), ("1024 ranks", _large_cases(20))):
-        rows.append(
-            {"goal": f"time to plan, {title}", "planner": "ours", **_percentiles([cold_plan(c)[1] for c in extra])}
-        )
+        rows.append({"goal": f"time to plan, {title}", "planner": "ours", **_percentiles(_cold_times(extra))})
     cached = []
     for case in up_to_four[:200]:
         cold_plan(case)
-        cached.append(timed(lambda case=case: plan(case.shape, "bfloat16", case.src, case.dst))[1])
+        cached.append(
+            min(timed(lambda case=case: plan(case.shape, "bfloat16", case.src, case.dst))[1] for _ in range(5))
+        )
     rows.append({"goal": "time to look up a plan", "planner": "ours", **_percentiles(cached)})
     return rows
 
@@ -361,14 +306,21 @@ def _large_cases(count: int) -> list[Any]:
 def rows_of(num_random: int) -> list[dict[str, Any]]:
     """Every planning figure, over the example file and ``num_random`` random redistributions of each kind."""
     module = load_cases()
-    examples = [case for _, _, case in module.example_cases()]
+    named = module.example_cases()
+    examples = [case for _, _, case in named]
     expressible = [module.random_case(seed, families="CO") for seed in range(num_random)]
-    ordinary = [module.random_case(seed, families="COBU") for seed in range(num_random)]
+    ordinary = [module.random_case(seed, families=MIX) for seed in range(num_random)]
     everything = [module.random_case(seed) for seed in range(num_random)]
+
+    def family_of(number: int) -> str:
+        # the first that ``random_case`` draws
+        return "examples" if number < len(examples) else random.Random(number - len(examples)).choice(MIX)
+
     return [
         {"goal": "coverage, all families", "planner": "ours", **coverage(examples + everything)},
-        *volumes(examples + ordinary),
+        *volumes(examples + ordinary, family_of),
         *cuts(examples + ordinary[: num_random // 2]),
+        exhaustive(named),
         *collectives(examples + expressible[: num_random // 2]),
         *memory(examples + expressible),
         *latency(examples + ordinary),
