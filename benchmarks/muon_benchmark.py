@@ -1,11 +1,14 @@
-"""Newton–Schulz on one shape, or the full Muon step of a model's matrices: ours, torch's, the floor.
+"""Newton–Schulz on one shape or a suite of them, or the Muon step of a model's matrices: ours, peers, the floor.
 
-    python -m benchmarks.muon_benchmark --dim 2048 --dtype float16 --steps 5
+    python -m benchmarks.muon_benchmark --dim 2048 --dtype float16 --steps 5 --warmup 3 --runs 10
     python -m benchmarks.muon_benchmark --shape 24 1024 4096
+    python -m benchmarks.muon_benchmark --suite --json muon.json --plot muon.png
     python -m benchmarks.muon_benchmark --model d20 --semantics nanochat
 
-``--steps`` counts Newton–Schulz steps. The floor is the iteration's flops, symmetric halves counted once, at the rate
-of a large matrix product, and for a step the bytes of its elementwise part. Without a GPU plain torch runs, small.
+``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the iteration's flops, symmetric halves
+counted once, at the rate of a large matrix product, and for a step the bytes of its elementwise part. Peers are torch's
+own ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled) and the packages of
+`newton_schulz_peers` that are installed. Without a GPU plain torch runs, small.
 """
 
 from __future__ import annotations
@@ -29,13 +32,31 @@ PRODUCT_FLOPS_PER_SECOND = 803e12
 COPY_BYTES_PER_SECOND = 4.24e12
 # Relative error against fp64 above which no speed is printed: twice that of bf16 products, and of exact ones.
 ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 2e-5}
+SUITE = (
+    (1024, 1024),
+    (2048, 2048),
+    (4096, 4096),
+    (8192, 8192),
+    (768, 3072),
+    (1024, 4096),
+    (4096, 1024),
+    (2048, 8192),
+    (4096, 14336),
+    (12, 768, 768),
+    (24, 1024, 4096),
+)
 
 
 def main() -> int:
     arguments = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    measure = measure_step if arguments.model else measure_iteration
-    report = measure(arguments, device)
+    if arguments.model:
+        report = measure_step(arguments, device)
+    else:
+        shapes = SUITE if arguments.suite else [tuple(arguments.shape or (arguments.dim, arguments.dim))]
+        report = Report(f"Newton–Schulz, {arguments.steps} steps, {arguments.dtype}")
+        if not all(measure_iteration(shape, arguments, device, report) for shape in shapes):
+            report = None
     if report is None:
         return 1
     report.show()
@@ -43,12 +64,15 @@ def main() -> int:
         print(", ".join(f"{key} {value}" for key, value in clocks_now.items()))
     if arguments.json:
         report.save_json(arguments.json)
+    if arguments.plot:
+        report.save_plot(
+            arguments.plot, value="wall_ms" if arguments.model else "of_floor", label="what", group="shape"
+        )
     return 0
 
 
-def measure_iteration(arguments: argparse.Namespace, device: str) -> Report | None:
-    """Newton–Schulz of one shape; ``None`` if the result is wrong."""
-    shape = tuple(arguments.shape or (arguments.dim, arguments.dim))
+def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, device: str, report: Report) -> bool:
+    """Rows of Newton–Schulz on one shape; whether ours is right (else its speed is not reported)."""
     if device == "cpu":
         shape = tuple(min(size, 128) for size in shape)
     dtype = getattr(torch, arguments.dtype)
@@ -67,27 +91,45 @@ def measure_iteration(arguments: argparse.Namespace, device: str) -> Report | No
         )
         return result
 
-    rows: dict[str, Callable[[Tensor], object]] = {"ours": ours, "torch built-in": lambda x: torch_built_in(x, config)}
-    if arguments.peers == "all" and device == "cuda":
-        rows["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config))
-        rows |= installed_peers()
     error = relative_error(ours(inputs[0]), inputs[0], config)
     if not error <= ERROR_LIMITS[device]:
-        print(f"Newton–Schulz is wrong: relative error {error:.3g}; no speed is printed")
-        return None
+        print(f"Newton–Schulz is wrong at {shape}: relative error {error:.3g}; no speed is printed")
+        return False
+    peers: dict[str, Callable[[Tensor], object]] = {}
+    if arguments.peers != "none":
+        peers = {"built-in": lambda x: torch_built_in(x, config), "addmm": lambda x: torch_addmm(x, config)}
+        if device == "cuda":
+            peers["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config), dynamic=False)
+    if device == "cuda" and arguments.peers == "all":
+        peers |= installed_peers()
     flops = config.flops(*shape[-2:]) * math.prod(shape[:-2])
     floor = 1e3 * flops / PRODUCT_FLOPS_PER_SECOND
-    report = Report(f"Newton–Schulz, {config.steps} steps, {shape}, {arguments.dtype}")
-    for name, function in rows.items():
+    times: dict[str, dict[str, float]] = {}
+    for name, function in {"ours": ours, **peers}.items():
         calls = [lambda x=x, function=function: function(x) for x in inputs]
-        row: dict[str, Any] = {}
         if device == "cuda":
-            row = {"graph_ms": timing.graph_ms(calls), "flushed_ms": timing.flushed_ms(calls[0])}
-        row["wall_ms"] = timing.wall_ms(calls)
-        first = next(iter(row.values()))
-        report.add(what=name, **row, floor_ms=floor, of_floor=first / floor, useful_TF=flops / first / 1e9)
-    report.add(what="relative error of ours", note=f"{error:.3g}")
-    return report
+            graph = timing.capture(calls, warmups=arguments.warmup)
+            times[name] = {"graph_ms": timing.replay_ms(graph, len(calls), replays=arguments.runs)}
+            if not arguments.suite:
+                times[name]["flushed_ms"] = timing.flushed_ms(calls[0])
+        else:
+            times[name] = {}
+        at_least = 30.0 if arguments.suite else 100.0
+        times[name]["wall_ms"] = timing.wall_ms(calls, at_least_ms=at_least, warmups=arguments.warmup)
+    first = {name: next(iter(row.values())) for name, row in times.items()}
+    for name, row in times.items():
+        report.add(
+            shape="×".join(map(str, shape)),
+            what=name,
+            **row,
+            floor_ms=floor,
+            of_floor=first[name] / floor,
+            of_ours=first[name] / first["ours"],
+            useful_TF=flops / first[name] / 1e9,
+            error=error if name == "ours" else None,
+            method=config.method_for(*sorted(shape[-2:])) if name == "ours" else "standard",
+        )
+    return True
 
 
 def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
@@ -98,6 +140,17 @@ def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
         gram = y @ y.mT
         s = b * gram + c * (gram @ gram)
         y = a * y + s @ y
+    return y.mT if x.shape[-2] > x.shape[-1] else y
+
+
+def torch_addmm(x: Tensor, config: NSConfig) -> Tensor:
+    """The iteration with the additions inside dense products, as cuBLAS offers them."""
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
+    add = torch.addmm if y.ndim == 2 else torch.baddbmm
+    for a, b, c in config.triples:
+        gram = y @ y.mT
+        y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return y.mT if x.shape[-2] > x.shape[-1] else y
 
 
@@ -152,14 +205,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=2048, help="one square matrix of this size")
     parser.add_argument("--shape", type=int, nargs="+", help="a matrix, or a batch of matrices, of this shape")
+    parser.add_argument("--suite", action="store_true", help="all shapes of the suite")
     parser.add_argument("--model", help="the matrices of gpt2_124m, gpt2_1.56b, d20 or tiny, full step")
     parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])
     parser.add_argument("--dtype", help="float16 (one shape), bfloat16 (a model) or float32")
     parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
     parser.add_argument("--coefficients", default="keller")
     parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
-    parser.add_argument("--peers", default="builtin", choices=["builtin", "all"], help="all: also compiled, packages")
+    parser.add_argument("--peers", default="builtin", choices=["none", "builtin", "all"], help="all: packages too")
+    parser.add_argument("--warmup", type=int, default=2, help="calls before measuring")
+    parser.add_argument("--runs", type=int, default=15, help="graph replays, of which the median is taken")
     parser.add_argument("--json", help="write rows, machine and versions to this file")
+    parser.add_argument("--plot", help="draw the rows into this file")
     arguments = parser.parse_args()
     if arguments.dtype is None:
         arguments.dtype = "bfloat16" if arguments.model else "float16"
