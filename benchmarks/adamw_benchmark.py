@@ -51,8 +51,12 @@ class Case:
     def bytes_per_element(self) -> float:
         """Parameter, moments and master read and written, gradient read, once more if there is a norm."""
         size, state_dtype = float(3 * self.dtype.itemsize), self.options.get("state_dtype", self.dtype)
-        # codes of a byte, and an fp32 scale for 256 of them
-        size += 4 * (1 + 4 / 256) if state_dtype == "int8" else 4 * state_dtype.itemsize
+        if state_dtype == "int8":
+            # codes of a byte, and an fp32 scale for 256 of them
+            size += 4 * (1 + 4 / 256)
+        else:
+            pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+            size += 2 * sum(dtype.itemsize for dtype in pair)
         if self.options.get("master_weights") == "fp32":
             size += 8 - self.dtype.itemsize
         elif self.options.get("master_weights") == "split16":

@@ -1,0 +1,56 @@
+"""The benchmarks of AdamW and clipping: floors by counting bytes, suites, and a run on the tiny list."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import adamw_benchmark, clip_benchmark
+from benchmarks.adamw_benchmark import SUITES, Case
+from benchmarks.model_lists import model_shapes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "size"),
+    [
+        (BF16, {}, 14),
+        (FP32, {}, 28),
+        (BF16, {"max_norm": 1.0}, 16),
+        (BF16, {"state_dtype": (BF16, FP32)}, 18),
+        (BF16, {"state_dtype": FP32}, 22),
+        (BF16, {"state_dtype": FP32, "master_weights": "split16"}, 26),
+        (BF16, {"state_dtype": FP32, "master_weights": "fp32"}, 28),
+        (BF16, {"state_dtype": "int8"}, 10.0625),
+    ],
+    ids=str,
+)
+def test_bytes_of_an_element(dtype: torch.dtype, options: dict[str, object], size: float) -> None:
+    assert Case("one", [(1,)], dtype, options).bytes_per_element == size
+
+
+def test_the_floor_of_gpt2() -> None:
+    assert Case("gpt2_124m", model_shapes("gpt2_124m"), BF16).floor_ms == pytest.approx(0.411, abs=5e-4)
+
+
+def test_every_case_of_a_suite_has_a_floor() -> None:
+    assert len(SUITES["all"]) == sum(len(SUITES[name]) for name in ("plain", "clipping", "formats"))
+    for name in SUITES:
+        assert all(case.floor_ms > 0 for case in adamw_benchmark.suite(name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny list is for machines without a GPU")
+@pytest.mark.parametrize("module", [adamw_benchmark, clip_benchmark], ids=["adamw", "clip"])
+def test_tiny_runs(module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    extra = ["--with-adamw"] if module is clip_benchmark else ["--max-norm", "1.0"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--model", "d20", "--peers", "none", "--json", str(path), *extra])
+    assert module.main() == 0  # type: ignore[attr-defined]
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["list"].split()[0] for row in rows if "list" in row} == {"tiny"}
+    assert all(row["error"] < 0.01 for row in rows if "ours" in row["what"])
