@@ -187,19 +187,20 @@ def loads_of_torchs(origin, flat):
     return theirs + [(origin, ("adamw", sharded, flat), ("torch", True, flat)) for sharded in (False, True)]
 
 
+@pytest.mark.slow
 def test_two_ranks_to_three(saved):
     nested = [each for each in VARIANTS if not each[2]]
     check_loads(saved, 3, loads_of_ours([2], nested), rtol=0, atol=0)
     check_loads(saved, 3, loads_of_torchs(2, flat=True), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_pair_of_world_sizes(saved, size):
     check_loads(saved, size, loads_of_ours(WORLD_SIZES), rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("origin", "size"), [(1, 2), (2, 4), (4, 1), (4, 4)])
 def test_torchs_adamw_and_ours_load_each_other(saved, origin, size):
     loads = [*loads_of_torchs(origin, flat=False), *loads_of_torchs(origin, flat=True)]
