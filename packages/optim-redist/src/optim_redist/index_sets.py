@@ -97,6 +97,10 @@ def same(a: IndexSet, b: IndexSet) -> bool:
 
 def intersect(a: IndexSet, b: IndexSet) -> IndexSet:
     """The indices in both sets."""
+    if len(a) == len(b) == 1 and a[0].repeats == b[0].repeats == 1:
+        start = max(a[0].start, b[0].start)
+        length = min(a[0].start + a[0].length, b[0].start + b[0].length) - start
+        return (Run(start, length, length, 1),) if length > 0 else EMPTY
     if len(a) > 1 and len(b) > 1 and all(run.repeats == 1 for run in a) and all(run.repeats == 1 for run in b):
         return _intersect_intervals(a, b)
     found = [run for x in a for y in b if x.start < y.stop and y.start < x.stop for run in _intersect_runs(x, y)]

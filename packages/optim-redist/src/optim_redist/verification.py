@@ -110,34 +110,38 @@ def _verify_stage(problem: Problem, phases: Sequence[Phase]) -> None:
 
 
 def _check_sender(problem: Problem, targets: dict[int, _Target], transfer: Transfer, step: str) -> None:
-    where = f"step {step!r}: rank {transfer.sender} sends {_text(transfer.box)} to rank {transfer.receiver}"
+    def where() -> str:
+        return f"step {step!r}: rank {transfer.sender} sends {_text(transfer.box)} to rank {transfer.receiver}"
+
     if transfer.read == "src":
         held = problem.held(transfer.sender)
         if held is None or not _inside(transfer.box, held):
-            raise RedistError(f"{where}, which it does not hold")
+            raise RedistError(f"{where()}, which it does not hold")
         expected = problem.contribution[transfer.sender] if problem.num_contributions > 1 else -1
         if transfer.contribution != expected:
-            raise RedistError(f"{where} as contribution {transfer.contribution}, it holds contribution {expected}")
+            raise RedistError(f"{where()} as contribution {transfer.contribution}, it holds contribution {expected}")
         return
     target = targets.get(transfer.sender)
     boxes = [] if target is None else target.finished(problem.num_contributions)
     if _covered(transfer.box, boxes) != volume(transfer.box):
-        raise RedistError(f"{where}, which has not arrived there by then")
+        raise RedistError(f"{where()}, which has not arrived there by then")
     if transfer.contribution != -1:
-        raise RedistError(f"{where} as a contribution, though it is finished")
+        raise RedistError(f"{where()} as a contribution, though it is finished")
 
 
 def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, step: str) -> None:
-    where = f"step {step!r}: {_text(transfer.box)} from rank {transfer.sender} comes to rank {transfer.receiver}"
+    def where() -> str:
+        return f"step {step!r}: {_text(transfer.box)} from rank {transfer.sender} comes to rank {transfer.receiver}"
+
     needed = problem.needed(transfer.receiver)
     if needed is None or not _inside(transfer.box, needed):
-        raise RedistError(f"{where}, which does not need it")
+        raise RedistError(f"{where()}, which does not need it")
     arrived = targets[transfer.receiver].arrived
     same = arrived.setdefault(transfer.contribution, [])
     others = same if transfer.contribution == -1 else [*same, *arrived.get(-1, ())]
     others = others if transfer.contribution != -1 else [*others, *arrived.get(0, ())]
     if any(intersect_boxes(transfer.box, box) for box in others):
-        raise RedistError(f"{where} a second time")
+        raise RedistError(f"{where()} a second time")
     same.append(transfer.box)
 
 
