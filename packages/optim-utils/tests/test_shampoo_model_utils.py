@@ -63,6 +63,37 @@ def test_outputs_and_gradients_of_any_leading_dimensions(bias, align_rows, shape
         torch.testing.assert_close(bias_gradient, linear.bias.grad, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(10,), (4, 10), (2, 0, 10), (2, 3, 10)], ids=str)
+def test_derivatives_of_every_kind(shape):
+    _, layer = pair(dtype=torch.float64)
+
+    def output(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"combined_weight": weight}, (x,))
+
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(output, (x, weight), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(output, (x, weight))
+
+
+def test_gradients_of_each_sample_and_under_autocast():
+    linear, layer = pair()
+    x = torch.randn(4, 10)
+
+    def loss(weight: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"combined_weight": weight}, (sample,)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(layer.combined_weight.detach(), x)
+    for sample, gradient in zip(x, each):
+        torch.testing.assert_close(gradient, torch.func.grad(loss)(layer.combined_weight.detach(), sample))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = layer(x), linear(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    ours.sum().backward()
+    theirs.sum().backward()
+    torch.testing.assert_close(layer.combined_weight.grad, join_weight_bias(linear.weight.grad, linear.bias.grad))
+
+
 def test_extra_repr_is_exact():
     text = CombinedLinear(10, 20).extra_repr()
     assert text == "self.in_features=10, self.out_features=20, self.in_features_with_bias=11"

@@ -30,30 +30,47 @@ def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]
     return (c[:, :-1], c[:, -1]) if has_bias else (c, None)
 
 
-class _Split(torch.autograd.Function):
-    """`split_weight_bias` of a matrix with a bias, whose gradient is one matrix written once.
+class _Product(torch.autograd.Function):
+    """``F.linear`` with the two parts of a joined matrix (out, in + 1), whose gradient is joined in one pass.
 
-    Two slices would each make a matrix of zeros, fill their part, and add the two.
+    Of two slices, each would make a matrix of zeros and fill its part, and the two would be added.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(combined: Tensor) -> tuple[Tensor, Tensor]:
-        # a bias of neighbouring elements is what the matrix product can add on its way out
-        return combined[:, :-1], combined[:, -1].contiguous()
+    def forward(input: Tensor, combined: Tensor) -> Tensor:
+        # only a bias whose elements are neighbours is added by the matrix product itself
+        return F.linear(input, combined[:, :-1], combined[:, -1].contiguous())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor, bias: Tensor) -> Tensor:
-        return join_weight_bias(weight, bias)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        input, combined = ctx.saved_tensors
+        grad = grad.contiguous()  # an expanded one would be copied by each product
+        of_input = grad @ combined[:, :-1] if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_input, None
+        rows, inputs = (torch.atleast_2d(x).flatten(0, -2) for x in (grad, input))
+        return of_input, join_weight_bias(rows.mT @ inputs, rows.sum(0))
 
     @staticmethod
-    def jvp(ctx: Any, combined: Tensor) -> tuple[Tensor, Tensor]:
-        return combined[:, :-1], combined[:, -1].contiguous()
+    def jvp(ctx: Any, of_input: Tensor | None, of_combined: Tensor | None) -> Tensor:
+        input, combined = ctx.saved_tensors
+        output = torch.zeros((), dtype=combined.dtype, device=combined.device)
+        if of_input is not None:
+            output = output + F.linear(of_input, combined[:, :-1])
+        if of_combined is not None:
+            output = output + F.linear(input, of_combined[:, :-1], of_combined[:, -1])
+        return output
+
+
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class CombinedLinear(nn.Module):
@@ -118,11 +135,13 @@ class CombinedLinear(nn.Module):
         """``input`` (..., in) to (..., out)."""
         if not self.has_bias:
             return F.linear(input, self.combined_weight)
-        # compilers see through slices themselves
-        if torch.jit.is_scripting() or torch.compiler.is_compiling() or not self.combined_weight.requires_grad:
-            return F.linear(input, self.combined_weight[:, :-1], self.combined_weight[:, -1])
-        weight, bias = _Split.apply(self.combined_weight)
-        return F.linear(input, weight, bias)
+        combined = self.combined_weight
+        if not torch.jit.is_scripting():
+            # compilers see through slices; autocast decides the dtypes of products, not of a function around one
+            seen_through = torch.compiler.is_compiling() or _is_autocast(combined.device.type)
+            if combined.requires_grad and not seen_through:
+                return _Product.apply(input, combined)
+        return F.linear(input, combined[:, :-1], combined[:, -1])
 
     @property
     def weight(self) -> Tensor:

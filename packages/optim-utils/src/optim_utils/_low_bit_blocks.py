@@ -6,7 +6,7 @@ For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its co
                               code = encode((x u) (peak (1 / (a u)))),  u = 2**100 if a < 2**-80 else 1
                               x ~ decode(code) scale
     companding "sqrt":        the same for sqrt(x); x ~ (decode(code) scale)**2
-    affine, 8 bits:           h = max x / 2 - min x / 2,  scale = h / 127.5,  offset = min x
+    affine, 8 bits:           h = max x / 2 - min x / 2,  scale = h (1 / 127.5),  offset = min x
                               code = rint(((x / 2 - offset / 2) / h) 255),  x ~ 2 (code (scale / 2) + offset / 2)
 
 u keeps ``1 / a`` finite (a root is never so small). In one-sided formats a positive number gets at least code 1, and
@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optim_utils._dynamic_map import fp32
 from optim_utils._low_bit_codes import code_of
 from optim_utils._low_bit_formats import LowBitFormat
 
@@ -35,6 +36,7 @@ __all__ = ["Blocks", "codes_shape", "decode_blocks", "encode_blocks", "scale_sha
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP32_TINY = 2.0**-149
+_STEP = fp32(1 / 127.5)
 _SMALL, _RAISE = 2.0**-80, 2.0**100
 
 
@@ -147,7 +149,10 @@ def _by_place_in_byte(x: Tensor, fmt: LowBitFormat) -> list[Tensor]:
 def _companded(x: Tensor, fmt: LowBitFormat) -> Tensor:
     if fmt.unsigned:
         x = x.clamp(min=0)
-    return x.sqrt() if fmt.companding == "sqrt" else x
+    if fmt.companding == "none":
+        return x
+    # the fp32 root of the libraries that torch uses on a CPU is not always the nearest; rounded from fp64 it is
+    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
 
 
 def _encode_affine(x: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +161,7 @@ def _encode_affine(x: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor, T
     finite = half_range <= _FP32_MAX
     steps = torch.where(finite & (half_range > 0), (x * 0.5 - low * 0.5) / half_range * 255, 0.0)
     codes = steps.round() if uniform is None else (steps + uniform).floor().clamp(max=255)
-    scale = torch.where(finite, half_range / 127.5, math.nan)
+    scale = torch.where(finite, half_range * _STEP, math.nan)
     return codes, scale.squeeze(-1), torch.where(finite, low, math.nan).squeeze(-1)
 
 

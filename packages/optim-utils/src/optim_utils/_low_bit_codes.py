@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, power_of_two_below
+from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32, power_of_two_below
 from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
 from optim_utils._low_bit_formats import LowBitFormat
 from optim_utils._power_map import cube, decode_power, encode_power, fifth_power
@@ -206,25 +206,27 @@ def _quintic_unsigned() -> Code:
 
 def _integer(bits: int) -> Code:
     largest, mask = 2 ** (bits - 1) - 1, 2**bits - 1
+    step = fp32(1 / largest)  # not a division: torch's is none on a GPU, if the divisor is a number
 
     def encode(y: Tensor) -> Tensor:
         return (y * largest).round().to(torch.int32) & mask
 
     def decode(code: Tensor) -> Tensor:
-        return torch.where(code > largest, code - (mask + 1), code).to(torch.float32) / largest
+        return torch.where(code > largest, code - (mask + 1), code).to(torch.float32) * step
 
     return Code(1.0, encode, decode, lowest=-largest, highest=largest, count=mask + 1)
 
 
 def _float8(dtype: torch.dtype) -> Code:
     largest = torch.finfo(dtype).max
+    step = fp32(1 / largest)
     highest = torch.tensor(largest, device="cpu").to(dtype).view(torch.uint8).item()
 
     def encode(y: Tensor) -> Tensor:
         return (y * largest).to(dtype).view(torch.uint8).to(torch.int32)
 
     def decode(code: Tensor) -> Tensor:
-        return code.to(torch.uint8).view(dtype).to(torch.float32) / largest
+        return code.to(torch.uint8).view(dtype).to(torch.float32) * step
 
     return Code(1.0, encode, decode, lowest=-int(highest), highest=int(highest), sign_magnitude=True)
 

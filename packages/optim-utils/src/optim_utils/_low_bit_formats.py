@@ -59,6 +59,9 @@ _CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
 }
 
 
+_TWINS: dict[tuple[str, int, int, str, str], tuple[LowBitFormat, LowBitFormat]] = {}
+
+
 @dataclass(frozen=True)
 class LowBitFormat:
     """How numbers become codes. Use a preset, and ``.with_(...)`` for another block size or layout.
@@ -96,6 +99,21 @@ class LowBitFormat:
             raise ValueError(f"companding must be one of {_COMPANDINGS}, got {self.companding!r}")
         if self.companding == "sqrt" and not self.unsigned:
             raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
+        key = (self.code, self.bits, self.block_size, self.layout, self.companding)
+        if key not in _TWINS:
+            _TWINS[key] = (self, self)
+            _TWINS[key] = (dataclasses.replace(self), dataclasses.replace(self))
+
+    def specialized(self) -> LowBitFormat:
+        """This format; while torch.compile traces, an equal one whose ints are constants.
+
+        An int that differs between two calls, as a block size does, becomes a symbol there. Those of an entry of a dict
+        never differ.
+        """
+        if not torch.compiler.is_compiling():
+            return self
+        twins = _TWINS[self.code, self.bits, self.block_size, self.layout, self.companding]
+        return twins[0] if twins[1] is self else twins[1]
 
     @property
     def unsigned(self) -> bool:

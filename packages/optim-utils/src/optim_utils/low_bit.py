@@ -99,6 +99,7 @@ def quantize(
         validate: refuse negative numbers in a one-sided format, instead of clamping them to zero. Reads the result
             back, so it waits for the device.
     """
+    fmt = fmt.specialized()
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
     x = x.detach()
