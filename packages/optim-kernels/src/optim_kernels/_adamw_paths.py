@@ -31,8 +31,8 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
     reason = why_not_triton(own)
     if reason is not None:
         return reason
-    if any(dtype not in KERNEL_DTYPES for dtype in moment_dtypes(param, group["state_dtype"])):
-        return "the kernels take moments in fp32, fp16 and bf16"
+    if not {*KERNEL_DTYPES, torch.uint8}.issuperset(moment_dtypes(param, group["state_dtype"])):
+        return "the kernels take moments in fp32, fp16, bf16 and 8-bit codes"
     return None if is_dense(own) else "its elements are not dense in memory"
 
 

@@ -3,7 +3,7 @@
     state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
     None              the parameter's dtype, as torch
     one dtype, or a pair (first, second)
-    "int8"            OCTAL8 and OCTAL_MOMENT8 of optim_utils.low_bit, an fp32 scale for 256 codes;
+    "int8"            CUBIC8 and QUINTIC8_UNSIGNED of optim_utils.low_bit, an fp32 scale for 256 codes;
                       fp32 for parameters under 4096 elements, and for max_exp_avg_sq
     master_weights    beside the parameter
     "fp32"            master: its fp32 value, of which the parameter is the rounding
@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_utils.low_bit import OCTAL8, OCTAL_MOMENT8, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
+from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
 StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | Literal["int8"] | None
 MasterWeights = Literal["fp32", "split16"] | None
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_FORMATS: dict[str, LowBitFormat] = {"exp_avg": OCTAL8, "exp_avg_sq": OCTAL_MOMENT8}
+_FORMATS: dict[str, LowBitFormat] = {"exp_avg": CUBIC8, "exp_avg_sq": QUINTIC8_UNSIGNED}
 _LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from optim_kernels._triton import narrow, tl, triton
 
+# multipliers and key increments of Philox 4x32-10
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 _BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 
@@ -35,11 +38,24 @@ def round_with_bits(x, bits):
 
 @triton.jit
 def _words(block, seed, place, stream: tl.constexpr, step):
-    """The four random words of each block of eight elements (the packed stream)."""
-    low, high = (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32)
-    key = (place.to(tl.uint64) << 32) | (seed.to(tl.uint64) & 0xFFFFFFFF)
-    zero = low * 0
-    return tl.philox(key, low, high, zero + stream, zero + step.to(tl.uint32))
+    """The four random words of each block of eight elements (the packed stream).
+
+    Ten rounds of two products, 32 by 32 bits, and two exclusive ors of three words. The keys are the same for all
+    elements, so a GPU computes them once a warp.
+    """
+    c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    c2, c3 = c0 * 0 + stream, c0 * 0 + step.to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), place.to(tl.uint32)
+    for _ in tl.static_range(10):
+        product_0 = c0.to(tl.uint64) * _MULTIPLIER_0
+        product_1 = c2.to(tl.uint64) * _MULTIPLIER_1
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product_1.to(tl.uint32)
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product_0.to(tl.uint32)
+        k0 = k0 + _WEYL_0
+        k1 = k1 + _WEYL_1
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -53,9 +69,13 @@ def bits_of_elements(element, seed, place, stream: tl.constexpr, step):
 
 @triton.jit
 def bits_of_blocks(block, seed, place, stream: tl.constexpr, step):
-    """16 random bits for the eight elements of each block [M, N] -> [M, 8 N], a Philox call a block."""
+    """16 random bits for eight elements of each block, [N] -> [8 N] or [M, N] -> [M, 8 N], a Philox call a block."""
     r0, r1, r2, r3 = _words(block, seed, place, stream, step)
     # [..., j // 2, j % 2, half] of word j is element 2 j + half
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
     halves = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(halves, [block.shape[0], block.shape[1] * 8])
+    if len(block.shape) == 1:
+        bits = tl.reshape(halves, [block.shape[0] * 8])
+    else:
+        bits = tl.reshape(halves, [block.shape[0], block.shape[1] * 8])
+    return bits

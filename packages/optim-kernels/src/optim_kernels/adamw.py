@@ -50,7 +50,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable: as in torch.
         fused: ``None`` takes the kernels where they run, ``True`` demands them, ``False`` asks for plain torch.
         state_dtype: dtype of the moments: ``None`` (the parameter's), one dtype, a pair (first, second), or ``"int8"``
-            for 8-bit codes, which plain torch updates (the kernels do not know them yet).
+            for 8-bit codes (parameters under 4096 elements then have fp32 moments, in a launch of their own).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits.
         stochastic_rounding: round bf16 parameters and moments at random, so that small steps count on average.
         seed: key of the random bits; the parameter's place is the other half of the key.
@@ -170,7 +170,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         params = [param for group in self.param_groups for param in group["params"]]
         grads = [param.grad for param in params]
         prepared = self._prepared
-        if prepared is None or not prepared.is_for(params, grads):
+        if prepared is None or not prepared.is_for(self.param_groups, params, grads):
             prepared = self._prepared = self._prepare(params, grads)
         try:
             seen = prepared.look_at(grads)
@@ -184,7 +184,9 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
             clip_factor = self._clip(all_grads, max_norm, grad_scale, clip_factor)
         if prepared.kernels is not None:
-            prepared.kernels.run(seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+            prepared.kernels.run(
+                self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
+            )
         for group, places, own in prepared.with_torch:
             states = [self.state[param] for param in own]
             step_with_torch(group, own, states, places, grad_scale, found_inf, clip_factor)

@@ -2,25 +2,28 @@
 
 Three tables, by how often they change: the chunk map and the records with the plan's tensors, which stay; and one table
 of what a step may bring anew, first an ``address, slice stride`` for each gradient, then a row of hyperparameters for
-each group. A step in which nothing changed uploads nothing, any other step uploads the last table in one copy.
+each group. A step in which nothing changed uploads nothing, any other step uploads the last table in one copy. A list
+of one tensor is told by arguments where it is.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, on_device, readable, write_betas
-from optim_kernels.functional._adamw_tensor import PlannedTensor, description
+from optim_kernels.functional._adamw_tensor import CODE_BLOCK, PlannedTensor, Signature, addresses, description
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
     DeviceTable,
+    TensorChunks,
     TensorList,
     is_aligned,
     is_capturing,
@@ -28,23 +31,39 @@ from optim_kernels.multi_tensor import (
 )
 from optim_kernels.reference.adamw import AdamWScalars
 
+if TYPE_CHECKING:
+    from optim_kernels.adamw_kernels import Record
+
+# fp64 numbers that the kernels keep for a step count (``adamw_kernels.MEMOS_SIZE``)
+MEMOS_SIZE = 16
+
 
 class Tuning(NamedTuple):
-    """Elements of a chunk, elements that a program has in registers at a time, and warps of a program."""
+    """How a launch is cut: elements of a chunk, programs that share one, elements that a program has in registers."""
 
     chunk: int
+    programs: int
     tile: int
+    tail_tile: int
     num_warps: int
+    max_registers: int | None = None
 
 
-def tuning(bytes_per_element: int) -> Tuning:
-    """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by the bytes read for an element.
+def tuning(kind: Signature) -> Tuning:
+    """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
-    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over two tiles.
+    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles. With
+    8-bit codes a tile is a block, so that its scale is one number, and a warp has it alone.
     """
+    if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
+        chunk, programs = (2048, 2) if is_interpreted() else (32768, 8)
+        return Tuning(chunk, programs, CODE_BLOCK, CODE_BLOCK, 1, 64)
     if is_interpreted():
-        return Tuning(4096, 4096, 1)
-    return Tuning(2048, 1024, 4) if bytes_per_element <= 12 else Tuning(1024, 1024, 2)
+        return Tuning(4096, 1, 4096, 4096, 1)
+    if kind.stochastic_rounding:
+        return Tuning(4096, 1, 1024, 128, 4)
+    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
+    return Tuning(2048, 1, 1024, 128, 4) if read <= 12 else Tuning(1024, 1, 1024, 128, 2)
 
 
 class AdamWLaunch:
@@ -61,7 +80,9 @@ class AdamWLaunch:
         self._counters = torch.zeros(len(self._slots), dtype=torch.int32, device=self._device)
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._memos = torch.zeros(len(self._slots), MEMOS_SIZE, dtype=torch.float64, device=self._device)
         self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
+        self._is_alone = len(members) == 1 and not self._signature.presence
         self._own_aligned = [_is_aligned(member) for member in members]
         self._aligned: list[bool] = []
         # what the changing table holds, and what of it has still to be uploaded
@@ -75,6 +96,7 @@ class AdamWLaunch:
         self._scalar_tensors: list[Tensor] = []
         self._grads_view = self._scalars_view = self._zero
         self._chunks: ChunkMap
+        self._rows: list[Record]
 
     def refresh(self, grads: TensorList) -> None:
         """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
@@ -89,6 +111,8 @@ class AdamWLaunch:
         aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
         if aligned != self._aligned:
             self._cut(aligned)
+        if self._is_alone:
+            return
         rows = array("q", bytes(16 * len(addresses)))
         rows[0::2] = array("q", addresses)
         rows[1::2] = array("q", self._slice_strides)
@@ -122,51 +146,64 @@ class AdamWLaunch:
 
         members, kind = self._members, self._signature
         dtypes = (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)
-        tuned = tuning(sum(dtype.itemsize for dtype in dtypes))
+        tuned = tuning(kind)
         self._aligned = aligned
         self._chunks = ChunkMap.build([m.param.numel() for m in members], aligned, tuned.chunk, self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
         for member, chunks in zip(members, self._chunks.tensors):
             slot_chunks[member.step.data_ptr()] += chunks.num_chunks
-        records = array("q")
-        for member, chunks in zip(members, self._chunks.tensors):
-            record = kernels.Record(
-                param=member.param.data_ptr(),
-                exp_avg=member.exp_avg.data_ptr(),
-                exp_avg_sq=member.exp_avg_sq.data_ptr(),
-                max_exp_avg_sq=_address(member.max_exp_avg_sq),
-                master=_address(member.master),
-                step=member.step.data_ptr(),
-                present=_address(member.present),
-                numel=member.param.numel(),
-                first_full=chunks.first_full,
-                first_masked=chunks.first_masked,
-                slot=self._slots[member.step.data_ptr()],
-                slot_chunks=slot_chunks[member.step.data_ptr()],
-                group=member.group,
-                place=member.index,
-                start=member.start,
-                seed=member.seed & 0xFFFFFFFF,
-            )
-            records.extend(record)
-        self._records.update(records.tobytes())
+        self._rows = [
+            self._record(member, chunks, slot_chunks) for member, chunks in zip(members, self._chunks.tensors)
+        ]
+        if not self._is_alone:
+            self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
 
         masters = {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}
+        overlap = not is_interpreted() and torch.cuda.get_device_capability(self._device) >= (9, 0)
+        constants = (
+            tuned.chunk,
+            tuned.programs,
+            tuned.tile,
+            tuned.tail_tile,
+            *(TRITON_DTYPES[dtype] for dtype in dtypes),
+            kind.amsgrad,
+            masters[kind.master],
+            kind.stochastic_rounding,
+            kind.num_slices,
+        )
         self._launch = Launch(
-            kernels.adamw_kernel,
-            self._chunks.num_chunks,
-            (
-                tuned.chunk,
-                tuned.tile,
-                tuned.tile if is_interpreted() else 128,
-                *(TRITON_DTYPES[dtype] for dtype in dtypes),
-                kind.amsgrad,
-                masters[kind.master],
-                kind.stochastic_rounding,
-                kind.num_slices,
-                kind.presence,
-            ),
+            kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
+            self._chunks.num_chunks * tuned.programs,
+            (*constants, overlap) if self._is_alone else (*constants, kind.presence, overlap),
             num_warps=tuned.num_warps,
+            maxnreg=tuned.max_registers,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+
+    def _record(self, member: PlannedTensor, chunks: TensorChunks, slot_chunks: dict[int, int]) -> Record:
+        from optim_kernels.adamw_kernels import Record
+
+        exp_avg, exp_avg_scale = addresses(member.exp_avg)
+        exp_avg_sq, exp_avg_sq_scale = addresses(member.exp_avg_sq)
+        return Record(
+            param=member.param.data_ptr(),
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            max_exp_avg_sq=_address(member.max_exp_avg_sq),
+            master=_address(member.master),
+            step=member.step.data_ptr(),
+            present=_address(member.present),
+            numel=member.param.numel(),
+            first_full=chunks.first_full,
+            first_masked=chunks.first_masked,
+            slot=self._slots[member.step.data_ptr()],
+            slot_chunks=slot_chunks[member.step.data_ptr()],
+            group=member.group,
+            place=member.index,
+            start=member.start,
+            seed=member.seed & 0xFFFFFFFF,
+            exp_avg_scale=exp_avg_scale,
+            exp_avg_sq_scale=exp_avg_sq_scale,
         )
 
     def run(
@@ -190,21 +227,35 @@ class AdamWLaunch:
         if is_capturing(self._device):
             self._records.keep_for_graph()
             self._changing.keep_for_graph()
-            keep_for_graphs(chunks.owners, self._counters, self._one, self._zero)
+            keep_for_graphs(chunks.owners, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
-        self._launch(
-            (
-                chunks.owners,
-                self._records.words,
-                self._grads_view,
-                self._scalars_view,
-                self._counters,
-                factor,
-                scale,
-                skip,
-            ),
-            (chunks.num_chunks, chunks.num_full),
-        )
+        changing = (self._scalars_view, self._counters, self._memos, factor, scale, skip)
+        counts = (chunks.num_chunks, chunks.num_full)
+        if self._is_alone:
+            record = self._rows[0]
+            self._launch(
+                changing,
+                (
+                    *counts,
+                    record.param,
+                    self._addresses[0],
+                    self._slice_strides[0],
+                    record.exp_avg,
+                    record.exp_avg_sq,
+                    record.max_exp_avg_sq,
+                    record.master,
+                    record.exp_avg_scale,
+                    record.exp_avg_sq_scale,
+                    record.step,
+                    record.numel,
+                    record.group,
+                    record.seed,
+                    record.place,
+                    record.start,
+                ),
+            )
+        else:
+            self._launch((chunks.owners, self._records.words, self._grads_view, *changing), counts)
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
@@ -229,7 +280,7 @@ class AdamWLaunch:
 
 def _is_aligned(member: PlannedTensor) -> bool:
     """Whether parameter and state, and the blocks of random bits, start at multiples of 16 bytes."""
-    states = (state.data_ptr() for _, state in member.states() if state is not None)
+    states = (addresses(state)[0] for _, state in member.states() if state is not None)
     blocks = not member.stochastic_rounding or member.start % 8 == 0
     return blocks and is_aligned(member.param.data_ptr(), *states)
 

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from optim_kernels._impl import KERNEL_DTYPES
 from optim_kernels.multi_tensor import is_dense
+from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
+
+# elements that share a scale where moments are 8-bit codes
+CODE_BLOCK = CUBIC8.block_size
 
 
 class Signature(NamedTuple):
-    """What tensors of one launch have in common: the device, the dtypes, and what the kernel is compiled for."""
+    """What tensors of one launch have in common: the device, the dtypes, and what the kernel is compiled for.
+
+    ``torch.uint8`` stands for moments in 8-bit codes.
+    """
 
     device: torch.device
     param: torch.dtype
@@ -61,6 +68,7 @@ class PlannedTensor:
         self.seed = seed
 
     def states(self) -> Iterable[tuple[str, Tensor | None]]:
+        """The state tensors, by the name that errors give them."""
         return (
             ("exp_avgs", self.exp_avg),
             ("exp_avg_sqs", self.exp_avg_sq),
@@ -82,14 +90,16 @@ class PlannedTensor:
                 raise ValueError(
                     f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
                 )
-        for kind, moment in (("exp_avgs", self.exp_avg), ("exp_avg_sqs", self.exp_avg_sq)):
-            if moment.dtype not in KERNEL_DTYPES:
-                raise ValueError(f"{kind}[{self.place}] is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
-        if self.max_exp_avg_sq is not None and self.max_exp_avg_sq.dtype != self.exp_avg_sq.dtype:
-            raise ValueError(
-                f"max_exp_avg_sqs[{self.place}] is {self.max_exp_avg_sq.dtype}, exp_avg_sqs[{self.place}] "
-                f"{self.exp_avg_sq.dtype}; they must agree"
-            )
+        self._check_moment("exp_avgs", self.exp_avg, CUBIC8)
+        self._check_moment("exp_avg_sqs", self.exp_avg_sq, QUINTIC8_UNSIGNED)
+        if self.max_exp_avg_sq is not None:
+            # a running maximum in codes would round up and never fall
+            like = torch.float32 if isinstance(self.exp_avg_sq, LowBitTensor) else self.exp_avg_sq.dtype
+            if self.max_exp_avg_sq.dtype != like:
+                raise ValueError(
+                    f"max_exp_avg_sqs[{self.place}] is {self.max_exp_avg_sq.dtype}; beside exp_avg_sqs[{self.place}], "
+                    f"{_stored_as(self.exp_avg_sq)}, it must be {like}"
+                )
         if self.master is not None and self.master.dtype not in (torch.float32, torch.int16):
             raise ValueError(f"masters[{self.place}] must be float32 or int16, is {self.master.dtype}")
         if self.master is not None and self.master.dtype == torch.int16 and p.dtype != torch.bfloat16:
@@ -104,6 +114,18 @@ class PlannedTensor:
                     f"{kind} of {name} must be one float32 element on {p.device}, is {description(scalar)}"
                 )
         self.check_grad(grad)
+
+    def _check_moment(self, kind: str, moment: Tensor, fmt: LowBitFormat) -> None:
+        if isinstance(moment, LowBitTensor):
+            if moment.fmt != fmt:
+                raise ValueError(f"{kind}[{self.place}] has codes {moment.fmt}; the kernels take {fmt}")
+            if not self.param.is_contiguous():
+                raise ValueError(
+                    f"{kind}[{self.place}] is in 8-bit codes, whose blocks follow row-major order, but "
+                    f"params[{self.place}] has strides {self.param.stride()}"
+                )
+        elif moment.dtype not in KERNEL_DTYPES:
+            raise ValueError(f"{kind}[{self.place}] is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
 
     def check_grad(self, grad: Tensor) -> None:
         """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
@@ -139,14 +161,29 @@ class PlannedTensor:
             self.param.device,
             self.param.dtype,
             grad.dtype,
-            self.exp_avg.dtype,
-            self.exp_avg_sq.dtype,
+            _stored_dtype(self.exp_avg),
+            _stored_dtype(self.exp_avg_sq),
             self.max_exp_avg_sq is not None,
             None if self.master is None else self.master.dtype,
             len(grad) if grad.dim() > self.param.dim() else 1,
             self.present is not None,
             self.stochastic_rounding,
         )
+
+
+def addresses(moment: Tensor) -> tuple[int, int]:
+    """Where a moment is, and where the scales of its codes are (0 without)."""
+    if isinstance(moment, LowBitTensor):
+        return moment.codes.data_ptr(), moment.scale.data_ptr()
+    return moment.data_ptr(), 0
+
+
+def _stored_dtype(moment: Tensor) -> torch.dtype:
+    return torch.uint8 if isinstance(moment, LowBitTensor) else moment.dtype
+
+
+def _stored_as(moment: Tensor) -> str:
+    return "8-bit codes" if isinstance(moment, LowBitTensor) else str(moment.dtype)
 
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:

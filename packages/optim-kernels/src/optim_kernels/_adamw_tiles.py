@@ -1,0 +1,194 @@
+"""Reading and writing a tile of AdamW: parameter, gradient, moments and master, in every storage format.
+
+    parameter    fp32, fp16, bf16; with an fp32 master it is only written
+    master       fp32, or the int16 half that a bf16 parameter lacks (``optim_utils.rounding``, split16)
+    gradient     one tensor, or slices at a stride that are summed in order in fp32
+    moments      fp32, fp16, bf16, or 8-bit codes with a scale a block of 256 (``_moment_codes``); amsgrad's maximum is
+                 stored like the second moment, beside codes in fp32
+
+A full tile of an aligned tensor is read and written 16 bytes a thread; other tiles are masked.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._moment_codes import BLOCK, decode_first, decode_second, encode_first, encode_second
+from optim_kernels._rounding_kernels import bits_of_blocks, bits_of_elements, join_master, round_with_bits, split_master
+from optim_kernels._triton import narrow, tl, triton
+from optim_kernels.reference.adamw import STREAM_EXP_AVG, STREAM_EXP_AVG_SQ, STREAM_PARAM
+
+_BLOCK = tl.constexpr(BLOCK)
+_STREAM_PARAM = tl.constexpr(STREAM_PARAM)
+_STREAM_EXP_AVG = tl.constexpr(STREAM_EXP_AVG)
+_STREAM_EXP_AVG_SQ = tl.constexpr(STREAM_EXP_AVG_SQ)
+
+# How a parameter's full precision is kept.
+NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
+_FP32_MASTER, _SPLIT16 = tl.constexpr(FP32_MASTER), tl.constexpr(SPLIT16)
+
+
+@triton.jit
+def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address as a pointer; a table says nothing of alignment, so it is promised here."""
+    pointer = address.to(tl.pointer_type(dtype))
+    if ALIGNED:
+        # 8 bytes for codes, so that a thread has as many of them as of 16-bit numbers
+        pointer = tl.multiple_of(pointer, 8 if dtype == tl.uint8 else 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, offsets, mask, MASKED: tl.constexpr, STREAMED: tl.constexpr = False):
+    """``STREAMED`` values are not wanted again, so they leave the cache first."""
+    policy: tl.constexpr = "evict_first" if STREAMED else ""
+    if MASKED:
+        x = tl.load(pointer + offsets, mask=mask, other=0, eviction_policy=policy)
+    else:
+        x = tl.load(pointer + offsets, eviction_policy=policy)
+    return x
+
+
+@triton.jit
+def _scale_pointer(address, offset):
+    """Where the scale of the block at ``offset`` is."""
+    return address.to(tl.pointer_type(tl.float32)) + offset // _BLOCK
+
+
+@triton.jit
+def read_tile(
+    places,
+    offset,
+    mask,
+    TILE: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The elements from ``offset`` on as they are stored, for ``widened``: nothing here waits for memory."""
+    p_address, g_address, slice_stride, m_address, v_address, w_address, master_address, m_scales, v_scales = places
+    ALIGNED: tl.constexpr = not MASKED
+    W: tl.constexpr = tl.float32 if tl.uint8 == V else V
+    lanes = tl.arange(0, TILE)
+    g_pointer = _pointer(g_address, G, ALIGNED) + offset
+    g = _load(g_pointer, lanes, mask, MASKED, True)
+    if NUM_SLICES > 1:
+        g = g.to(tl.float32)
+        for _ in range(1, NUM_SLICES):
+            g_pointer += slice_stride
+            if ALIGNED:
+                g_pointer = tl.multiple_of(g_pointer, 16)
+            g += _load(g_pointer, lanes, mask, MASKED, True).to(tl.float32)
+    m = _load(_pointer(m_address, M, ALIGNED) + offset, lanes, mask, MASKED)
+    v = _load(_pointer(v_address, V, ALIGNED) + offset, lanes, mask, MASKED)
+    # what there is not is not read: any value stands for it
+    w, low, m_scale, v_scale = v, v, 0.0, 0.0
+    if AMSGRAD:
+        w = _load(_pointer(w_address, W, ALIGNED) + offset, lanes, mask, MASKED)
+    if MASTER == _FP32_MASTER:
+        p = _load(_pointer(master_address, tl.float32, ALIGNED) + offset, lanes, mask, MASKED)
+    else:
+        p = _load(_pointer(p_address, P, ALIGNED) + offset, lanes, mask, MASKED)
+    if MASTER == _SPLIT16:
+        low = _load(_pointer(master_address, tl.int16, ALIGNED) + offset, lanes, mask, MASKED)
+    if tl.uint8 == M:
+        m_scale = tl.load(_scale_pointer(m_scales, offset))
+    if tl.uint8 == V:
+        v_scale = tl.load(_scale_pointer(v_scales, offset))
+    return p, low, g, m, v, w, m_scale, v_scale
+
+
+@triton.jit
+def widened(tile, M: tl.constexpr, V: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr):
+    """``(p, g, m, v, w)`` of a tile in fp32."""
+    p, low, g, m, v, w, m_scale, v_scale = tile
+    if MASTER == _SPLIT16:
+        p = join_master(p, low)
+    else:
+        p = p.to(tl.float32)
+    if tl.uint8 == M:
+        m = decode_first(m, m_scale)
+    else:
+        m = m.to(tl.float32)
+    if tl.uint8 == V:
+        v = decode_second(v, v_scale)
+    else:
+        v = v.to(tl.float32)
+    if AMSGRAD:
+        w = w.to(tl.float32)
+    else:
+        w = v
+    return p, g.to(tl.float32), m, v, w
+
+
+@triton.jit
+def store_tile(
+    places,
+    offset,
+    mask,
+    keep,
+    p,
+    m,
+    v,
+    w,
+    random,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Round the new values once and write those that ``mask`` says; scales, if the step is to be kept."""
+    p_address, _, _, m_address, v_address, w_address, master_address, m_scales, v_scales = places
+    ALIGNED: tl.constexpr = not MASKED
+    lanes = tl.arange(0, p.shape[0])
+    p_pointer = _pointer(p_address, P, ALIGNED) + offset
+    if MASTER == _FP32_MASTER:
+        tl.store(_pointer(master_address, tl.float32, ALIGNED) + offset + lanes, p, mask=mask)
+        tl.store(p_pointer + lanes, narrow(p, P), mask=mask)
+    elif MASTER == _SPLIT16:
+        high, low = split_master(p)
+        tl.store(_pointer(master_address, tl.int16, ALIGNED) + offset + lanes, low, mask=mask)
+        tl.store(p_pointer + lanes, high, mask=mask)
+    else:
+        tl.store(p_pointer + lanes, _rounded(p, P, random, offset, _STREAM_PARAM, STOCHASTIC, MASKED), mask=mask)
+    if tl.uint8 == M:
+        m, scale = encode_first(m)
+        tl.store(_scale_pointer(m_scales, offset), scale, mask=keep)
+    else:
+        m = _rounded(m, M, random, offset, _STREAM_EXP_AVG, STOCHASTIC, MASKED)
+    tl.store(_pointer(m_address, M, ALIGNED) + offset + lanes, m, mask=mask)
+    if tl.uint8 == V:
+        v, scale = encode_second(v)
+        tl.store(_scale_pointer(v_scales, offset), scale, mask=keep)
+    else:
+        v = _rounded(v, V, random, offset, _STREAM_EXP_AVG_SQ, STOCHASTIC, MASKED)
+    tl.store(_pointer(v_address, V, ALIGNED) + offset + lanes, v, mask=mask)
+    if AMSGRAD:
+        W: tl.constexpr = tl.float32 if tl.uint8 == V else V
+        tl.store(_pointer(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask)
+
+
+@triton.jit
+def _rounded(
+    x, dtype: tl.constexpr, random, offset, stream: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr
+):
+    """fp32 ``x`` in ``dtype``: to nearest, or in bf16 up or down by random bits."""
+    if STOCHASTIC and dtype == tl.bfloat16:
+        COUNT: tl.constexpr = x.shape[0]
+        seed, place, start, step = random
+        first = start + offset
+        if MASKED:
+            bits = bits_of_elements(first + tl.arange(0, COUNT), seed, place, stream, step)
+        else:
+            # a full tile starts at a multiple of eight of the parameter's elements
+            bits = bits_of_blocks(first // 8 + tl.arange(0, COUNT // 8), seed, place, stream, step)
+        x = round_with_bits(x, bits)
+    else:
+        x = narrow(x, dtype)
+    return x

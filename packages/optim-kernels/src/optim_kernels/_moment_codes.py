@@ -1,0 +1,150 @@
+"""Moments in 8 bits: CUBIC8 for the first, QUINTIC8_UNSIGNED for the second, as ``optim_utils.low_bit`` defines them.
+
+A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = m / 2**D`` for code m:
+
+    decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
+    encode:  scale = a / peak, y = x · peak / a, m by an estimate of y^(1/3) or y^(1/5) and one comparison
+
+The estimate, from the GPU's approximate logarithm and power, is rounded by adding a number so large that its last bit
+is worth ``2**-D``: code and ``m + 1/2`` are then an addition away, and the low byte of the sum is the code.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._approximations import power_approx, rcp_approx
+from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
+
+BLOCK = 256  # elements that share a scale
+_FIRST_PEAK = tl.constexpr(127.0**3 / 2.0**21)
+_SECOND_PEAK = tl.constexpr(0.9806207418441772)  # (255 / 256)**5, multiplied in fp32
+
+_FP32_MAX = tl.constexpr(3.4028234663852886e38)
+_SMALL, _LARGE = tl.constexpr(2.0**-80), tl.constexpr(2.0**120)
+_RAISE = tl.constexpr(2.0**100)
+_LEAST_SCALE = tl.constexpr(2.0**-100)
+# makes estimates low by 2**-16, so that they are never too high
+_LOG2_MARGIN = tl.constexpr(-2.2e-5)
+
+
+@triton.jit
+def _fractions(codes, SIGNED: tl.constexpr):
+    """``m / 2**D`` of codes (uint8): the byte becomes the last bits of a large number, which is then subtracted."""
+    if INTERPRETED:
+        if SIGNED:
+            f = codes.to(tl.int8, bitcast=True).to(tl.float32) * 0.0078125
+        else:
+            f = codes.to(tl.float32) * 0.00390625
+    elif SIGNED:
+        # the sign bit flipped makes two's complement ascending: 65536 + (code + 128) / 128
+        f = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 code<5>;
+            xor.b32 code4, $4, 0x80808080;
+            prmt.b32 code0, code4, 0x47800000, 0x7650;
+            prmt.b32 code1, code4, 0x47800000, 0x7651;
+            prmt.b32 code2, code4, 0x47800000, 0x7652;
+            prmt.b32 code3, code4, 0x47800000, 0x7653;
+            sub.f32 $0, code0, 0f47800080;
+            sub.f32 $1, code1, 0f47800080;
+            sub.f32 $2, code2, 0f47800080;
+            sub.f32 $3, code3, 0f47800080;
+            }""",
+            "=f,=f,=f,=f,r",
+            [codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        # 32768 + code / 256
+        f = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 code<4>;
+            prmt.b32 code0, $4, 0x47000000, 0x7650;
+            prmt.b32 code1, $4, 0x47000000, 0x7651;
+            prmt.b32 code2, $4, 0x47000000, 0x7652;
+            prmt.b32 code3, $4, 0x47000000, 0x7653;
+            sub.f32 $0, code0, 0f47000000;
+            sub.f32 $1, code1, 0f47000000;
+            sub.f32 $2, code2, 0f47000000;
+            sub.f32 $3, code3, 0f47000000;
+            }""",
+            "=f,=f,=f,=f,r",
+            [codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    return f
+
+
+@triton.jit
+def decode_first(codes, scale):
+    """First moments from signed codes (uint8)."""
+    f = _fractions(codes, True)
+    return f * f * f * scale
+
+
+@triton.jit
+def decode_second(codes, scale):
+    """Second moments from codes; a nonzero code never gives zero."""
+    f = _fractions(codes, False)
+    square = f * f
+    x = square * square * f * scale
+    # below this scale the product may underflow
+    if scale < _LEAST_SCALE:
+        least = tl.where(codes != 0, 1, 0).to(tl.float32, bitcast=True)
+        x = tl.where(x == 0.0, least, x)
+    return x
+
+
+@triton.jit
+def encode_first(x):
+    """Codes (uint8) of the first moments of a block, and its scale."""
+    y, scale = _scaled(x, _FIRST_PEAK)
+    magnitude = tl.abs(y)
+    rounded = power_approx(magnitude, 1 / 3, _LOG2_MARGIN) + 65536.0
+    h = rounded - 65535.99609375
+    m = tl.where(magnitude >= h * h * h, rounded + 0.0078125, rounded) - 65536.0
+    sign = y.to(tl.int32, bitcast=True) & -0x80000000
+    signed = (m.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return (signed + 98304.0).to(tl.int32, bitcast=True).to(tl.uint8), scale
+
+
+@triton.jit
+def encode_second(x):
+    """Codes (uint8) of the second moments of a block, and its scale; what is positive gets at least code 1."""
+    y, scale = _scaled(x, _SECOND_PEAK)
+    rounded = power_approx(y, 1 / 5, _LOG2_MARGIN) + 32768.0
+    h = rounded - 32767.998046875
+    square = h * h
+    m = tl.where(y >= square * square * h, rounded + 0.00390625, rounded)
+    m = tl.where(x > 0.0, tl.maximum(m, 32768.00390625), m)
+    return m.to(tl.int32, bitcast=True).to(tl.uint8), scale
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scaled(x, PEAK: tl.constexpr):
+    """``(y, scale)``: the block with its largest magnitude brought to PEAK, and what takes that back."""
+    # first within a thread, then over the warp, which has an instruction for integers: patterns of magnitudes are
+    # ordered as the numbers are, and NaN is the largest
+    own = tl.reduce(tl.reshape(tl.abs(x), [x.shape[0] // 8, 8]), 1, _larger)
+    largest = tl.max(own.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    if (largest >= _SMALL) & (largest <= _LARGE):
+        # one Newton step makes the approximation the correctly rounded reciprocal
+        inverse = rcp_approx(largest)
+        inverse = tl.fma(tl.fma(-inverse, largest, 1.0), inverse, inverse)
+        y = x * (inverse * PEAK)
+        scale = largest * (1 / PEAK)
+    else:
+        finite = largest <= _FP32_MAX
+        up = tl.where(largest < _SMALL, _RAISE, 1.0)
+        factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)
+        y = tl.where(finite, x, 0.0) * up * factor
+        scale = tl.where(finite, tl.minimum(largest * (1 / PEAK), _FP32_MAX), float("nan"))
+    return y, scale
