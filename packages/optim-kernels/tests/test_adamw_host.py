@@ -118,6 +118,32 @@ def test_moved_parameters_and_replaced_groups_are_followed() -> None:
     assert int(optimizer.state[stranger]["step"]) == 1
 
 
+def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
+    first, second = make_params([(5,), (5,)])
+    optimizer = TritonAdamW([{"params": [first, second]}, {"params": [], "lr": 0.0}], impl="triton")
+    optimizer.step()
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [first], [second]
+    before = first.detach().clone(), second.detach().clone()
+    optimizer.step()
+    assert not torch.equal(first, before[0])
+    assert torch.equal(second, before[1])
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    before = first.detach().clone(), second.detach().clone()
+    optimizer.step()
+    assert torch.equal(first, before[0])
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_without_gradients_nothing_happens(impl: Any) -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, max_norm=1.0, impl=impl)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not optimizer.state
+    assert optimizer.grad_norm is not None
+    assert float(optimizer.grad_norm) == 0
+
+
 def test_hooks_run_around_the_step() -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl="triton")

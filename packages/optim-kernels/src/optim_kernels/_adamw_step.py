@@ -25,7 +25,7 @@ class AdamWStep:
     """A plan over given parameters, their states and their groups' hyperparameters.
 
     Args:
-        groups: all groups of the optimizer, whose hyperparameters are looked up at every step.
+        groups: all groups of the optimizer.
         params, states, grads: what is updated; ``members`` says for each the number of its group, and ``places`` its
             number among all parameters of the optimizer, which with the group's seed is the key of its random bits.
     """
@@ -41,7 +41,7 @@ class AdamWStep:
         places: Sequence[int],
     ) -> None:
         self.plan = AdamWPlan()
-        self._groups, self._params, self._states = groups, params, states
+        self._params, self._states = params, states
         self._moments = list(map(_exp_avg, states))
         self._has_dtensors = any(map(is_dtensor, params))
         self._addresses = self._where(params)
@@ -76,13 +76,14 @@ class AdamWStep:
 
     def run(
         self,
+        groups: Sequence[Group],
         grads: TensorList,
         *,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         clip_factor: Tensor | None = None,
     ) -> None:
-        """One step."""
+        """One step, with the hyperparameters that the groups have now."""
         scalars = [
             AdamWScalars(
                 group["lr"],
@@ -92,7 +93,7 @@ class AdamWStep:
                 group["weight_decay"],
                 group["maximize"],
             )
-            for group in self._groups
+            for group in groups
         ]
         self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         # for autograd, which then refuses to differentiate through values that are gone
@@ -104,6 +105,7 @@ class PreparedStep:
 
     def __init__(
         self,
+        groups: Sequence[Group],
         grads: list[Tensor | None],
         places: list[int],
         kernels: AdamWStep | None,
@@ -111,6 +113,7 @@ class PreparedStep:
     ) -> None:
         self.kernels = kernels
         self.with_torch = with_torch
+        self._sizes = [len(group["params"]) for group in groups]
         self._types = list(map(type, grads))
         self._places = None if len(places) == len(grads) else places
 
@@ -137,11 +140,11 @@ class PreparedStep:
                 members=[members[place] for place in places],
                 places=places,
             )
-        return cls(grads, places, kernels, with_torch)
+        return cls(groups, grads, places, kernels, with_torch)
 
-    def is_for(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
+    def is_for(self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor | None]) -> bool:
         """Whether the same parameters have gradients, at their old places and with their old states."""
-        if list(map(type, grads)) != self._types:
+        if list(map(type, grads)) != self._types or [len(group["params"]) for group in groups] != self._sizes:
             return False
         return self.kernels is None or self.kernels.is_for(self._of_kernels(params))
 

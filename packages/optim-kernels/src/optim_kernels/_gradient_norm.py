@@ -203,7 +203,7 @@ class GradientNorms:
     ) -> list[GradientNorm] | None:
         """The parts that know these gradients; ``None`` if the kernels cannot read one of them."""
         seen = grads if isinstance(grads, TensorList) else self.look_at(grads)
-        if seen is None or not reference.is_kernel_norm(norm_type):
+        if seen is None or not seen.tensors or not reference.is_kernel_norm(norm_type):
             return None
         split = self._split_of(seen)
         if split is None:

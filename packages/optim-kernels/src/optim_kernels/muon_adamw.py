@@ -133,10 +133,10 @@ class TritonMuonAdamW(MuonGroups):
         params = [p for group in groups for p in group["params"]]
         grads = [p.grad for p in params]
         prepared = self._adamw
-        if prepared is None or not prepared.is_for(params, grads):
+        if prepared is None or not prepared.is_for(groups, params, grads):
             prepared = self._adamw = self._prepare_adamw(groups, params, grads)
         if prepared.kernels is not None:
-            prepared.kernels.run(prepared.look_at(grads), **scaling)
+            prepared.kernels.run(groups, prepared.look_at(grads), **scaling)
         for group, _, own in prepared.with_torch:
             states = [self.state[p] for p in own]
             adamw_(
