@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optim_kernels import TritonMuon
+from optim_kernels import NSConfig, TritonMuon
 from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._tiles import INTERPRETED, PING_PONG, Tile, general_tile, symmetric_tile, symmetric_tiles
 from optim_utils.param_groups import MatrixView
@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
 from optim_kernels._product_kernels import rectangle_tile, triangle_tile
 from optim_kernels._triton import tl, triton
+from optim_kernels.orthogonalization import normalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -107,6 +108,31 @@ def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
     torch.testing.assert_close(batch, x, atol=0, rtol=0)
     aligned = torch.randn(2, 3, 16, 24, device=DEVICE).half()
     assert mk.as_batch(aligned).data_ptr() == aligned.data_ptr()
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps"])
+@pytest.mark.parametrize("eps_mode", ["clamp", "add"])
+def test_normalize(dtype: torch.dtype, layout: str, eps_mode: str) -> None:
+    """Of every matrix of a batch by itself: huge, tiny, zero and one with a NaN; any strides."""
+    x = torch.randn(5, 37, 300, device=DEVICE)
+    if dtype != torch.float16:
+        x[1:3] *= torch.tensor([1e30, 1e-30], device=DEVICE)[:, None, None]
+    x[3] = 0
+    x[4, 2, 7] = float("nan")
+    x = x.to(dtype)
+    if layout == "columns":
+        x = x.mT.contiguous().mT
+    elif layout == "gaps":
+        x = torch.empty(5, 74, 301, dtype=dtype, device=DEVICE)[:, ::2, 1:].copy_(x)
+    config = NSConfig(eps=1e-36, eps_mode=eps_mode, norm_scale=1.02, dtype=dtype)
+    result = mk.TritonProducts().normalize(x, config)
+    expected = normalize(x, config)[0]
+    torch.testing.assert_close(result[:4], expected[:4], rtol=0.01 if dtype == torch.bfloat16 else 1e-3, atol=1e-6)
+    assert result[4].isnan().all()
+    assert not result[:4].isnan().any()
+    assert result.stride(-1) == 1
+    assert result.stride(-2) * result.element_size() % 16 == 0
 
 
 def test_tile_choice() -> None:

@@ -217,3 +217,18 @@ def test_flops_of_the_methods() -> None:
     assert NSConfig(method="gram").flops(4 * m, m) == 38 * m**3
     assert NSConfig(method="gram", restarts="accurate").flops(m, 4 * m) == 47 * m**3
     assert NSConfig(method="gram").flops(m, m) == NSConfig(method="standard").flops(m, m) == 20 * m**3
+
+
+@pytest.mark.parametrize("aspect", [1, 1.95, 3.0], ids=str)
+@pytest.mark.parametrize(
+    ("name", "gram_aspect"), [("keller", 1.5), ("you", 1.5), ("polar_express_gram", 3.0), ("polar_express", 4.0)]
+)
+def test_auto_takes_gram_only_where_it_is_accurate(name: str, gram_aspect: float, aspect: float) -> None:
+    """The steeper a set's polynomial is at 0, the wider a matrix has to be; then fp16 stays near fp64."""
+    config = NSConfig(coefficients=name)
+    assert config.method_for(100, int(100 * gram_aspect)) == "gram"
+    assert config.method_for(100, int(100 * gram_aspect) - 1) == "standard"
+    x = torch.randn(128, int(128 * aspect), generator=torch.Generator().manual_seed(0))
+    expected = reference.newton_schulz(x.double(), config.triples)
+    result = newton_schulz(x, coefficients=name, compute_dtype=torch.float16, impl="torch")
+    assert (result - expected).norm() <= 2.2e-3 * expected.norm()
