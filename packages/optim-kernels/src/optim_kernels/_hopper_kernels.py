@@ -62,7 +62,7 @@ def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr
 
 
 @gluon.jit
-def _produce(
+def produce(
     a_desc,
     b_desc,
     ring,
@@ -92,6 +92,43 @@ def _produce(
 
 
 @gluon.jit
+def multiply(
+    ME: gl.constexpr,
+    ring,
+    turn,
+    step,
+    turns,
+    K,
+    SYMMETRIC: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The sum of products of a consumer's tile, at its turn number ``turns``; it takes the ring's steps from ``step`` on."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    a_ring, b_ring, ready, empty = ring
+    acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
+    # consumer 0 starts, then they alternate
+    mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
+    for k in range(0, K, DEPTH):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+        a = a_ring.index(slot).reshape([BLOCK, DEPTH])
+        if SYMMETRIC:
+            b = b_ring.index(slot).reshape([BLOCK, DEPTH]).permute((1, 0))
+        else:
+            b = b_ring.index(slot).reshape([DEPTH, BLOCK])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # all but this step's product are done
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    mbarrier.arrive(turn.index(1 - ME))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
 def _consume(
     ME: gl.constexpr,
     results,
@@ -115,7 +152,6 @@ def _consume(
     alpha, beta, omega, scale = numbers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     dtype: gl.constexpr = d_desc.dtype
-    a_ring, b_ring, ready, empty = ring
     total, tiles, T, columns, K = schedule
     buffer = buffers.index(ME)
     matrix = buffer.reshape([BLOCK, BLOCK])
@@ -132,26 +168,9 @@ def _consume(
         if HAS_C:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
-        acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-        # consumer 0 starts, then they alternate
-        mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-        for k in range(0, K, DEPTH):
-            slot = step % STAGES
-            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-            a = a_ring.index(slot).reshape([BLOCK, DEPTH])
-            if SYMMETRIC:
-                b = b_ring.index(slot).reshape([BLOCK, DEPTH]).permute((1, 0))
-            else:
-                b = b_ring.index(slot).reshape([DEPTH, BLOCK])
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            # all but this step's product are done
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        mbarrier.arrive(turn.index(1 - ME))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        step += steps
+        acc = multiply(ME, ring, turn, step, turns, K, SYMMETRIC, DEPTH, STAGES)
+        # its own steps, and those of the other's next tile
+        step += 2 * steps
         acc = acc * alpha
         if HAS_C:
             mbarrier.wait(c_ready.index(ME), turns & 1)
@@ -195,6 +214,26 @@ def _consume(
 
 
 @gluon.jit
+def allocate(a_desc, b_desc, d_desc, STAGES: gl.constexpr):
+    """Shared memory: the ring, both consumers' buffers, and the barriers of C's arrival and of the turn."""
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    buffers = gl.allocate_shared_memory(d_desc.dtype, [2] + d_desc.block_type.shape, d_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(c_ready.index(consumer), count=1)
+        mbarrier.init(turn.index(consumer), count=1)
+    fence_async_shared()
+    return (a_ring, b_ring, ready, empty), buffers, c_ready, turn
+
+
+@gluon.jit
 def product_kernel(
     a_desc,
     b_desc,
@@ -219,21 +258,7 @@ def product_kernel(
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    buffers = gl.allocate_shared_memory(d_desc.dtype, [2] + d_desc.block_type.shape, d_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(c_ready.index(consumer), count=1)
-        mbarrier.init(turn.index(consumer), count=1)
-    fence_async_shared()
-    ring = (a_ring, b_ring, ready, empty)
+    ring, buffers, c_ready, turn = allocate(a_desc, b_desc, d_desc, STAGES)
     schedule = (total, tiles, T, columns, K)
     results = (c_desc, d_desc, q_desc)
     numbers = (alpha, beta, omega, scale)
@@ -242,7 +267,7 @@ def product_kernel(
         [
             (_consume, (0, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),
             (_consume, (1, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),
-            (_produce, (a_desc, b_desc, ring, schedule, flags)),
+            (produce, (a_desc, b_desc, ring, schedule, flags)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

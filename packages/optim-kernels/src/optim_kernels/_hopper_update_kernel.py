@@ -14,11 +14,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from optim_kernels._hopper_kernels import BLOCK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, _produce, barrier, load
+from optim_kernels._hopper_kernels import (
+    BLOCK,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate,
+    barrier,
+    load,
+    multiply,
+    produce,
+)
 from optim_kernels._muon_parameter import read_parameter, updated, write_parameter
 from optim_kernels._muon_table import NUM_FIELDS
 from optim_kernels._muon_tiles import sizes, stride_of
@@ -49,13 +56,12 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     alpha, beta, scale = numbers
     table, first_matrix, hyper, lr_scales = parameters
-    a_ring, b_ring, ready, empty = ring
     total, tiles, T, columns, K = schedule
     buffer = buffers.index(ME)
     matrix = buffer.reshape([BLOCK, BLOCK])
     steps = gl.cdiv(K, DEPTH)
     step = ME * steps
-    count = 0
+    turns = 0
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
         batch = tile // tiles
         i, j = rectangle_tile(tile % tiles, T, columns, GROUP)
@@ -65,28 +71,16 @@ def _consume(
             barrier()
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, i * BLOCK, j * BLOCK], c_ready.index(ME), buffer)
-        acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-        mbarrier.wait(turn.index(ME), (count & 1) ^ (1 - ME))
-        for k in range(0, K, DEPTH):
-            slot = step % STAGES
-            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-            a = a_ring.index(slot).reshape([BLOCK, DEPTH])
-            b = b_ring.index(slot).reshape([DEPTH, BLOCK])
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        mbarrier.arrive(turn.index(1 - ME))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        step += steps
+        acc = multiply(ME, ring, turn, step, turns, K, False, DEPTH, STAGES)
+        # its own steps, and those of the other's next tile
+        step += 2 * steps
         acc = acc * alpha
         if HAS_C:
-            mbarrier.wait(c_ready.index(ME), count & 1)
+            mbarrier.wait(c_ready.index(ME), turns & 1)
             acc += beta * matrix.load(layout).to(gl.float32)
         if HAS_SCALE:
             acc *= gl.load(scale + batch)
-        count = count + 1
+        turns += 1  # noqa: SIM113
         number = (first_matrix + batch).to(gl.int64)
         # all have read C, or the O before
         barrier()
@@ -150,23 +144,9 @@ def update_product_kernel(
     STAGES: gl.constexpr,
 ):
     """All tiles of a batch of matrices, which starts with number ``first_matrix``; addresses and sizes are aligned."""
-    a_ring = gl.allocate_shared_memory(s_desc.dtype, [STAGES] + s_desc.block_type.shape, s_desc.layout)
-    b_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    buffers = gl.allocate_shared_memory(c_desc.dtype, [2] + c_desc.block_type.shape, c_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(c_ready.index(consumer), count=1)
-        mbarrier.init(turn.index(consumer), count=1)
-    fence_async_shared()
+    ring, buffers, c_ready, turn = allocate(s_desc, x_desc, c_desc, STAGES)
     # found_inf: nothing is written
     total = gl.where(gl.load(control + 1) == 0.0, total, 0)
-    ring = (a_ring, b_ring, ready, empty)
     schedule = (total, tiles, T, columns, K)
     numbers = (alpha, beta, scale)
     parameters = (table, first_matrix, hyper, lr_scales)
@@ -187,7 +167,7 @@ def update_product_kernel(
         [
             (_consume, (0, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
             (_consume, (1, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
-            (_produce, (s_desc, x_desc, ring, schedule, flags)),
+            (produce, (s_desc, x_desc, ring, schedule, flags)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
