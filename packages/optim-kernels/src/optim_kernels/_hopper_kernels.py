@@ -103,7 +103,7 @@ def multiply(
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The sum of products of a consumer's tile, at its turn number ``turns``; it takes the ring's steps from ``step`` on."""
+    """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     a_ring, b_ring, ready, empty = ring
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
