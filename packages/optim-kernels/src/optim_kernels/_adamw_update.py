@@ -61,8 +61,8 @@ def read_group(row, memo, MEMO: tl.constexpr):
         even_memo = (tl.load(memo), tl.load(memo + 1), tl.load(memo + 2), tl.load(memo + 3), tl.load(memo + 4))
         odd_memo = (tl.load(odd), tl.load(odd + 1), tl.load(odd + 2), tl.load(odd + 3), tl.load(odd + 4))
     else:
-        even_memo = ()
-        odd_memo = ()
+        even_memo = ()  # type: ignore[assignment]
+        odd_memo = ()  # type: ignore[assignment]
     return numbers, even_memo, odd_memo
 
 
