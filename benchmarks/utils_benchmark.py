@@ -138,7 +138,7 @@ def rows_context(device: str) -> Rows:
         ("MOMENT8", low_bit.MOMENT8, ""),
     ):
         quantized = QuantizedTensorList([(t.abs(), None, None) for t in tensors], dtype)
-        before = [t.clone() for t in quantized.dequantize()]
+        before: list[Tensor] = [t.clone() for t in quantized.dequantize()]
         context(quantized)
         same = all(map(torch.equal, before, quantized.dequantize()))
         check(same, f"the context changes {how} values that nobody touched")
@@ -165,7 +165,9 @@ class ManyTensors(OptimizerModule):
     """10,000 tensors in a list of dicts."""
 
     def __init__(self, fill: float, device: str) -> None:
-        self.blocks = [{"m": torch.full((8,), fill, device=device), "step": i} for i in range(10_000)]
+        self.blocks: list[dict[str, Any]] = [
+            {"m": torch.full((8,), fill, device=device), "step": i} for i in range(10_000)
+        ]
 
 
 def rows_modules(device: str) -> Rows:

@@ -446,3 +446,22 @@ def test_formats_are_checked() -> None:
         LowBitFormat.from_ints({"code": "int"})
     with pytest.raises(ValueError, match="offset"):
         LowBitTensor(torch.zeros(3, dtype=torch.uint8), torch.zeros(1), None, UINT8_AFFINE, (3,))
+
+
+def test_formats_are_compiled_one_after_another() -> None:
+    # ints that differ between calls would become symbols, of which no format can be made
+    torch._dynamo.reset()
+    x = torch.randn(300)
+    for fmt in (INT8, MOMENT8, NF4, INT8.with_(block_size=128), NF4):
+        coded = torch.compile(lambda x, fmt: quantize(x, fmt), fullgraph=True, backend="eager")(x, fmt)
+        assert coded.fmt == fmt
+        assert torch.equal(coded.codes, quantize(x, fmt).codes)
+        again = torch.compile(lambda x, fmt: quantize(x, fmt), fullgraph=True, backend="eager")(x, coded.fmt)
+        assert torch.equal(again.codes, coded.codes)
+
+
+def test_roots_are_the_nearest_on_every_machine() -> None:
+    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
+    exact = x.double().sqrt()
+    largest = exact.view(-1, 256).amax(1)
+    assert torch.equal(quantize(x, MOMENT8).scale, largest.float())

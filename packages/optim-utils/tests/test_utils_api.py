@@ -44,7 +44,9 @@ NAMES = [(module, name) for module, names in MODULES.items() for name in names.s
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
 def test_names_are_importable_from_their_module_and_the_package(module, name):
-    assert getattr(importlib.import_module(f"optim_utils.{module}"), name) is getattr(optim_utils, name)
+    its_module = importlib.import_module(f"optim_utils.{module}")
+    assert getattr(its_module, name) is getattr(optim_utils, name)
+    assert name in its_module.__all__
     assert name in optim_utils.__all__
 
 

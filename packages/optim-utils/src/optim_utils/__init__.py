@@ -46,6 +46,7 @@ from optim_utils.param_groups import (
 from optim_utils.rounding import (
     join_master,
     packed_philox_uint16,
+    philox_2x32,
     philox_4x32,
     philox_uint32,
     random_bits,
@@ -156,6 +157,7 @@ __all__ = [
     "multi_dim_unsplit",
     "pack_upper_triangular",
     "packed_philox_uint16",
+    "philox_2x32",
     "partition",
     "philox_4x32",
     "philox_uint32",

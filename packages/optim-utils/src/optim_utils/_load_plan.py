@@ -25,7 +25,7 @@ from optim_utils._state_walk import (
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import describe, fill_all, find_mismatch
+from optim_utils._tensor_fill import describe, describe_both, fill_all, find_mismatch
 from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory
@@ -160,7 +160,7 @@ class LoadPlan:
         if mismatch is not None:
             self._mismatch(path, mismatch, live, loaded)
             return live
-        self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", describe(live), describe(loaded))
+        self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
         self.fills.append((live, loaded))
         return live
 
@@ -252,7 +252,7 @@ class LoadPlan:
         self.writes.append(lambda: live.__setitem__(key, value))
 
     def _loaded(self, path: Path, live: object, loaded: object) -> None:
-        self.report.add(path, "loaded", describe(live), describe(loaded))
+        self.report.add(path, "loaded", *describe_both(live, loaded))
 
     def miss(self, live: object, path: Path) -> None:
         if has_content(live, store_non_tensors=self.store_non_tensors):

@@ -174,7 +174,7 @@ def decode_blocks(
     if fmt.bits == 4:
         codes = _unpack(codes, length)
     codes = _to_blocks(codes, fmt.block_size)
-    scale = scale.reshape(num_runs, -1, 1)
+    scale = scale.reshape(num_runs, codes.shape[1], 1)
     if fmt.has_offset:
         assert offset is not None
         half = codes.to(torch.float32) * (scale * 0.5) + offset.reshape(scale.shape) * 0.5

@@ -44,22 +44,27 @@ def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
     The loaded tensors may be the live ones in another order: what would be overwritten before it is read is copied.
     """
-    memories = [(_memory(live), _memory(loaded)) for live, loaded in pairs]
-    written = {target[0] for target, _ in memories}
+    written = {_storage(live) for live, _ in pairs}
     sources = [
-        loaded.clone() if source[0] in written and source != target else loaded
-        for (_, loaded), (target, source) in zip(pairs, memories)
+        loaded.clone() if _storage(loaded) in written and _memory(loaded) != _memory(live) else loaded
+        for live, loaded in pairs
     ]
     for (live, _), source in zip(pairs, sources):
         _fill(live, source)
 
 
+def _storage(tensor: Tensor) -> int:
+    """Which storage a tensor lies in; a sparse one shares no memory that counts here."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
+
+
 def _memory(tensor: Tensor) -> tuple[int, ...]:
-    """The storage of a tensor and what of it the tensor covers; a sparse one shares no memory that counts here."""
+    """Which elements of its storage a tensor covers."""
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     if local.layout != torch.strided:
         return (-id(tensor),)
-    return (local.untyped_storage()._cdata, local.storage_offset(), *local.shape, *local.stride())
+    return (_storage(local), local.storage_offset(), *local.shape, *local.stride())
 
 
 def _fill(live: Tensor, loaded: Tensor) -> None:
@@ -90,3 +95,15 @@ def describe(value: object) -> str:
     if isinstance(value, dict | list | tuple | set):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
+
+
+def describe_both(live: object, loaded: object) -> tuple[str, str]:
+    """`describe` of each; of two alike, as most are, only once."""
+    expected = describe(live)
+    if type(live) is not type(loaded):
+        return expected, describe(loaded)
+    if isinstance(live, Tensor) and isinstance(loaded, Tensor):
+        alike = live.shape == loaded.shape and live.dtype == loaded.dtype and live.device == loaded.device
+    else:
+        alike = not isinstance(live, dict | list | tuple | set)
+    return expected, expected if alike else describe(loaded)

@@ -15,6 +15,8 @@ What makes a child concrete is an ``__init__``: written by hand, or by ``@datacl
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+__all__ = ["AbstractDataclass", "FrozenAbstractDataclass"]
+
 
 @dataclass(init=False)
 class AbstractDataclass(ABC):

@@ -19,6 +19,8 @@ from optim_utils._dtensors import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+__all__ = ["BlockInfo", "DTensorBlockInfo"]
+
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor

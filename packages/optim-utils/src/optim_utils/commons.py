@@ -6,6 +6,8 @@ from itertools import islice
 from operator import index
 from typing import TypeVar
 
+__all__ = ["batched", "get_all_non_abstract_subclasses"]
+
 T = TypeVar("T")
 
 

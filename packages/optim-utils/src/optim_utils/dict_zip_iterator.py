@@ -9,6 +9,8 @@ which of them were too short and which too long.
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Generic, TypeVar
 
+__all__ = ["DictZipIterator"]
+
 T = TypeVar("T")
 
 
