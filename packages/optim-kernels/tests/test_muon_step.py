@@ -244,3 +244,48 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
         each.add_param_group({"params": params[2:]})
     assert not same_step(10)
     assert same_step(11)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "options", "limit"),
+    [
+        (torch.float32, {}, 1e-3),
+        (torch.float32, {"cautious": True}, 1e-3),
+        (torch.bfloat16, {}, 4e-3),  # parameters rounded to 8 bits, twice
+        (torch.bfloat16, {"master_weights": "fp32", "momentum_dtype": torch.float32}, 1e-3),
+    ],
+    ids=["fp32", "cautious", "bf16", "masters"],
+)
+def test_a_large_step_against_fp64(dtype: torch.dtype, options: dict[str, Any], limit: float) -> None:
+    """Enough tiles for the ping-pong schedule, wide, tall and square, and sizes that no tile divides."""
+    shapes = [(512, 512)] * 40 + [(512, 2048)] * 10 + [(2048, 512)] * 10 + [(520, 1000)] * 12
+    ours = [nn.Parameter(0.2 * p.detach()) for p in parameters(*shapes, dtype=dtype)]
+    exact = [nn.Parameter(p.detach().double()) for p in ours]
+    optimizer = TritonMuon(ours, lr=0.1, **options)
+    cautious = options.get("cautious", False)
+    other = TritonMuon(exact, lr=0.1, impl="torch", ns_dtype=torch.float64, cautious=cautious)
+    for seed in range(2):
+        give_gradients(ours, seed=seed)
+        for p, q in zip(ours, exact, strict=True):
+            q.grad = p.grad.double()
+        optimizer.step()
+        other.step()
+    for p, q in zip(ours, exact, strict=True):
+        value = optimizer.state[p].get("master", p).double()
+        assert (value - q).norm() <= limit * q.norm()
+
+
+@pytest.mark.gpu
+def test_launches_are_as_many_as_the_plan_says() -> None:
+    for options in ({}, {"beta2": 0.9, "row_equilibrate": True}, {"stochastic_rounding": True}):
+        params = parameters((256, 256), (256, 1024), (1024, 256), dtype=torch.bfloat16)
+        optimizer = TritonMuon(params, **options)
+        steps(optimizer, params, range(3))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            optimizer.step()
+            torch.cuda.synchronize()
+        kernels = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+        ours = [name for name in kernels if name.endswith("_kernel")]
+        (plan,) = optimizer.plans()
+        assert len(ours) == plan.launches, ours
