@@ -7,8 +7,9 @@ predicted time
     launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
 
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
-they only rank tiles. Candidates of 128 rows on Hopper with Triton 3.6 or newer run on the ping-pong schedule of
-`_hopper_kernels`; elsewhere, and for few tiles, on that of `_product_kernels`.
+they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile: that wins
+where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on the ping-pong schedule of
+`_hopper_kernels`, all others on that of `_product_kernels`.
 """
 
 from __future__ import annotations
@@ -60,14 +61,13 @@ SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
 )
 # Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
 SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
-SMALL_GENERAL = (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
     (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
     (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
-    SMALL_GENERAL,
+    (Tile(64, 128, 64, 4, 4), Cost(3.8, 0.4, 1.0)),
 )
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
-# Of fewer tiles a multiprocessor, too much is the first tile's start and the last one's end.
+# Tiles a multiprocessor from which it wins: of fewer, the start of the first and the end of the last weigh too much.
 PING_PONG_ROUNDS = 3.5
 
 
