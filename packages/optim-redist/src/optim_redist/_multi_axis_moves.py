@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 UNSPLIT = -1
 Axes = tuple[int, ...]
+# mapping, collective and n_procs of a move -> whether it can be part of a plan that is wanted
+Promising = Callable[[tuple[Axes, ...], str, int], bool]
 
 
 class State(NamedTuple):
@@ -116,32 +118,38 @@ class MoveSet:
         self._group_sizes: dict[Axes, int] = {}
         self._fitting: dict[tuple[int, Axes], tuple[int, ...]] = {}
 
-    def moves(self, state: State, wanted: Callable[[State], bool] = lambda state: True) -> list[Move]:
+    def moves(
+        self,
+        state: State,
+        wanted: Callable[[State], bool] = lambda state: True,
+        promising: Promising = lambda mapping, collective, n_procs: True,
+    ) -> list[Move]:
         """Every move whose result is compatible and wanted, one name for each way to get somewhere.
 
-        Of several names for the same result by the same collective the first of the order below is kept.
+        Of several names for the same result by the same collective the first of the order below is kept. Where many
+        block lengths could follow, ``promising`` is asked first whether any of them is of use.
         """
         kept: dict[tuple[State, str, int], Move] = {}
-        for move in self._all_moves(state):
+        for move in self._all_moves(state, promising):
             key = (move.state, move.collective, move.n_procs)
             if key not in kept and wanted(move.state):
                 kept[key] = move
         return list(kept.values())
 
-    def _all_moves(self, state: State) -> Iterator[Move]:
+    def _all_moves(self, state: State, promising: Promising) -> Iterator[Move]:
         used = {axis for axes in state.mapping for axis in axes}
         free = [axis for axis in range(len(self.sizes)) if axis not in used]
         for tensor_dim in range(len(self.shape)):
             for axis in free:
-                yield from self._splits(state, tensor_dim, axis)
+                yield from self._splits(state, tensor_dim, axis, promising)
         for source in range(len(self.shape)):
             if state.mapping[source]:
                 for target in range(len(self.shape)):
                     if target != source:
-                        yield from self._alltoalls(state, source, target)
+                        yield from self._alltoalls(state, source, target, promising)
         yield from self._permutes(state, used)
         yield from self._gathers(state, used)
-        yield from self._block_changes(state)
+        yield from self._block_changes(state, promising)
 
     def _group_size(self, axes: Axes) -> int:
         found = self._group_sizes.get(axes)
@@ -160,9 +168,11 @@ class MoveSet:
             self._fitting[tensor_dim, axes] = found
         return found
 
-    def _splits(self, state: State, tensor_dim: int, axis: int) -> Iterator[Move]:
+    def _splits(self, state: State, tensor_dim: int, axis: int, promising: Promising) -> Iterator[Move]:
         axes, block = state.mapping[tensor_dim], state.blocks[tensor_dim]
         if not axes:
+            if not promising(replace_dims(state, (tensor_dim, (axis,), 1)).mapping, "split", 0):
+                return
             for new in self._fitting_blocks(tensor_dim, (axis,)):
                 result = replace_dims(state, (tensor_dim, (axis,), new))
                 yield Move(f"split_{tensor_dim}_{axis}_{new}", "split", result, 0)
@@ -175,7 +185,7 @@ class MoveSet:
             result = replace_dims(state, (tensor_dim, (*axes, axis), shorter))
             yield Move(f"split_minor_{tensor_dim}_{axis}_{shorter}", "split", result, 0)
 
-    def _alltoalls(self, state: State, source: int, target: int) -> Iterator[Move]:
+    def _alltoalls(self, state: State, source: int, target: int, promising: Promising) -> Iterator[Move]:
         axes, block = state.mapping[source], state.blocks[source]
         for moved, front_name, back_name in (
             (axes, "alltoall", "alltoall_mt"),
@@ -189,6 +199,8 @@ class MoveSet:
                 continue
             there, there_block = state.mapping[target], state.blocks[target]
             if not there:
+                if not promising(replace_dims(state, leave, (target, moved, 1)).mapping, "alltoall", n_procs):
+                    continue
                 name = front_name if moved == axes else back_name
                 for new in self._fitting_blocks(target, moved):
                     result = replace_dims(state, leave, (target, moved, new))
@@ -221,11 +233,13 @@ class MoveSet:
             replicated = State(((),) * len(self.shape), (UNSPLIT,) * len(self.shape))
             yield Move("allgather_*", "allgather", replicated, axes_size(self.sizes, used))
 
-    def _block_changes(self, state: State) -> Iterator[Move]:
+    def _block_changes(self, state: State, promising: Promising) -> Iterator[Move]:
         for tensor_dim, axes in enumerate(state.mapping):
             block = state.blocks[tensor_dim]
             n_procs = self._group_size(axes)
-            for new in self._fitting_blocks(tensor_dim, axes) if axes else ():
+            if not axes or not promising(state.mapping, "alltoall", n_procs):
+                continue
+            for new in self._fitting_blocks(tensor_dim, axes):
                 if new != block and (new % block == 0 or block % new == 0):
                     result = replace_dims(state, (tensor_dim, axes, new))
                     yield Move(f"changeBlockSize_{tensor_dim}_{new}", "alltoall", result, n_procs)

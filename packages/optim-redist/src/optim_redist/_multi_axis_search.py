@@ -63,7 +63,7 @@ def _num_mappings(num_axes: int, num_dims: int) -> int:
     return total
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _predecessors(sizes: tuple[int, ...], num_dims: int) -> dict[Mapping, list[tuple[Mapping, str, int]]]:
     """For each mapping, the (mapping, collective, n_procs) that lead to it by one move other than a leap."""
     edges: dict[Mapping, list[tuple[Mapping, str, int]]] = {
@@ -197,6 +197,14 @@ def cheapest_moves(
     def admitted(state: State) -> bool:
         return state == target or (max_local_size(shape, sizes, state) <= memory_limit and wanted(state))
 
+    cost, elements = 0.0, start_size
+
+    def promising(mapping: Mapping, collective: str, n_procs: int) -> bool:
+        """Whether a move from the state at hand can be part of a plan that is no dearer than the cheapest known."""
+        through = cost if collective == "split" else cost + price(collective, n_procs, elements)
+        left = estimate(mapping)
+        return left < inf and through + left <= cheapest
+
     # An entry is (f, h, tie-break: latest first, cost so far, moves so far, state, trail): of equal f the one that is
     # estimated nearest to the target goes first.
     order = count()
@@ -209,7 +217,7 @@ def cheapest_moves(
         if (cost, depth) not in reached[state] or depth == max_depth:
             continue
         elements = max_local_size(shape, sizes, state)
-        moves = move_set.moves(state, admitted)
+        moves = move_set.moves(state, admitted, promising)
         if elements >= target_size:
             moves.append(leap)
         for move in moves:

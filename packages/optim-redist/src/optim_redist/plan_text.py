@@ -152,7 +152,15 @@ def _footer(plan: Plan) -> list[str]:
     lines.append(
         f"time {format_seconds(plan.time)}" + (f", {plan.gap:.0%} above the bound on time" if limits.seconds else "")
     )
-    return lines
+    return [*lines, _why(plan)]
+
+
+def _why(plan: Plan) -> str:
+    """One line: what the plan was chosen against."""
+    if not plan.alternatives:
+        return f"chosen: {plan.planner} is the only candidate"
+    nearest = min(plan.alternatives, key=lambda other: other.seconds)
+    return f"chosen: {plan.planner} is the fastest that fits; next is {nearest.planner}: {nearest.reason}"
 
 
 def _span(ranks: Sequence[int]) -> str:
