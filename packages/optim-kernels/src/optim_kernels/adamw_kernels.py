@@ -114,7 +114,6 @@ def adamw_kernel(
     num_chunks,
     num_full,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     P: tl.constexpr,
@@ -130,8 +129,7 @@ def adamw_kernel(
 ):
     """Update one chunk; the last ones go first, for clipping has just read their gradients and L2 still has them."""
     after_previous(OVERLAP)
-    program = num_chunks * PROGRAMS - 1 - tl.program_id(0)
-    chunk = program // PROGRAMS
+    chunk = num_chunks - 1 - tl.program_id(0)
     tensor = tl.load(owners + chunk).to(tl.int64)
     record = records + tensor * _RECORD_SIZE
     places = (
@@ -155,7 +153,6 @@ def adamw_kernel(
     _update_chunk(
         places,
         first,
-        program % PROGRAMS,
         numel,
         is_full,
         flags,
@@ -165,9 +162,8 @@ def adamw_kernel(
         (tl.load(record + _SEED), tl.load(record + _PLACE), tl.load(record + _START)),
         memos + slot * _MEMOS_SIZE,
         counters + slot,
-        tl.load(record + _SLOT_CHUNKS) * PROGRAMS - 1,
+        tl.load(record + _SLOT_CHUNKS) - 1,
         CHUNK,
-        PROGRAMS,
         TILE,
         TAIL_TILE,
         P,
@@ -233,7 +229,6 @@ def adamw_kernel_of_one(
     place: tl.int64,
     start: tl.int64,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     P: tl.constexpr,
@@ -248,13 +243,11 @@ def adamw_kernel_of_one(
 ):
     """As ``adamw_kernel`` for a list of one tensor, whose elements can be asked for at once."""
     after_previous(OVERLAP)
-    program = num_chunks * PROGRAMS - 1 - tl.program_id(0)
-    chunk = program // PROGRAMS
+    chunk = num_chunks - 1 - tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
     _update_chunk(
         (param, grad, slice_stride, exp_avg, exp_avg_sq, max_exp_avg_sq, master, exp_avg_scale, exp_avg_sq_scale),
         first,
-        program % PROGRAMS,
         numel,
         chunk < num_full,
         (found_inf, found_inf),
@@ -264,9 +257,8 @@ def adamw_kernel_of_one(
         (seed, place, start),
         memos,
         counters,
-        num_chunks * PROGRAMS - 1,
+        num_chunks - 1,
         CHUNK,
-        PROGRAMS,
         TILE,
         TAIL_TILE,
         P,
@@ -286,7 +278,6 @@ def adamw_kernel_of_one(
 def _update_chunk(
     places,
     first,
-    member,
     numel,
     is_full,
     flags,
@@ -298,7 +289,6 @@ def _update_chunk(
     counter,
     last,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     P: tl.constexpr,
@@ -314,44 +304,44 @@ def _update_chunk(
 ):
     """Update a chunk, from ``first`` on, unless told to skip it; the ``last`` program to come here stores the count.
 
-    A chunk belongs to ``PROGRAMS`` programs; this one, its ``member``, has every so many tiles. The elements are asked
-    for before anything that has to be waited for. So a step that is to be skipped computes too, and writes nothing.
+    The elements are asked for before anything that has to be waited for. So a step that is to be skipped computes too,
+    and writes nothing.
     """
-    STRIDE: tl.constexpr = PROGRAMS * TILE
     end = tl.minimum(first + CHUNK, numel)
-    is_last = (end == numel) & (member == PROGRAMS - 1)
+    # the tensor's last chunk is its first in the launch, so nobody waits for what it leaves
+    is_last = (end == numel) & MEMO
     if is_full:
-        offset = first + member * TILE
+        offset = first
         tile = read_tile(places, offset, 0, TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, False)
         keep, t, random, scalars, arrived = _start(
             step_pointer, flags, factors, row, stream, memo, counter, PRESENCE, MEMO
         )
         # all lanes alike, so that stores stay wide
         mask = tl.zeros([TILE], tl.int32) + keep.to(tl.int32) != 0
-        if CHUNK > STRIDE:
+        if CHUNK > TILE:
             # the next tile is on its way while this one is worked on
-            for _ in range(CHUNK // STRIDE - 1):
-                following = read_tile(places, offset + STRIDE, 0, TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, False)
+            for _ in range(CHUNK // TILE - 1):
+                following = read_tile(places, offset + TILE, 0, TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, False)
                 p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
                 p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
                 store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, False)
                 tile = following
-                offset += STRIDE
+                offset += TILE
         p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
         p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
         store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, False)
-        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last & MEMO)
+        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last)
     else:
         keep, t, random, scalars, arrived = _start(
             step_pointer, flags, factors, row, stream, memo, counter, PRESENCE, MEMO
         )
-        for offset in range(first + member * TAIL_TILE, tl.where(keep, end, first), PROGRAMS * TAIL_TILE):
+        for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
             mask = offset + tl.arange(0, TAIL_TILE) < end
             tile = read_tile(places, offset, mask, TAIL_TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, True)
             p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
             p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
             store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, True)
-        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last & MEMO)
+        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last)
 
 
 @triton.jit
@@ -374,7 +364,6 @@ def _start(step_pointer, flags, factors, row, stream, memo, counter, PRESENCE: t
 @triton.jit
 def _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last_chunk):
     """What a program does when its elements are done: the count, and a memo for the next step."""
-    # the tensor's last chunk is its first in the launch, so nobody waits for this
     if is_last_chunk & keep:
         leave_memo(row, t.to(tl.float64) + 1.0, memo)
     advance(step_pointer, t, counter, arrived, last, keep)

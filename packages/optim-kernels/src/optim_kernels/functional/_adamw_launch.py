@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,31 +39,52 @@ MEMOS_SIZE = 16
 
 
 class Tuning(NamedTuple):
-    """How a launch is cut: elements of a chunk, programs that share one, elements that a program has in registers."""
+    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program."""
 
     chunk: int
-    programs: int
     tile: int
     tail_tile: int
     num_warps: int
     max_registers: int | None = None
 
 
-def tuning(kind: Signature) -> Tuning:
+def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
     """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles. With
     8-bit codes a tile is a block, so that its scale is one number, and a warp has it alone.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        chunk, programs = (2048, 2) if is_interpreted() else (32768, 8)
-        return Tuning(chunk, programs, CODE_BLOCK, CODE_BLOCK, 1, 64)
+        if is_interpreted():
+            return Tuning(1024, CODE_BLOCK, CODE_BLOCK, 1)
+        size, registers = _blocks_and_registers(numels, num_multiprocessors)
+        return Tuning(size * CODE_BLOCK, CODE_BLOCK, CODE_BLOCK, 1, registers)
     if is_interpreted():
-        return Tuning(4096, 1, 4096, 4096, 1)
+        return Tuning(4096, 4096, 4096, 1)
     if kind.stochastic_rounding:
-        return Tuning(4096, 1, 1024, 128, 4)
+        return Tuning(4096, 1024, 128, 4)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
-    return Tuning(2048, 1, 1024, 128, 4) if read <= 12 else Tuning(1024, 1, 1024, 128, 2)
+    if len(numels) == 1:
+        return Tuning(2048, 1024, 128, 4)
+    return Tuning(2048, 1024, 128, 4, 64) if read <= 12 else Tuning(1024, 1024, 128, 2)
+
+
+def _blocks_and_registers(numels: Sequence[int], num_multiprocessors: int) -> tuple[int, int]:
+    """Blocks of a chunk and registers of a thread, so that programs of one warp, a block at a time, end together.
+
+    They run in rounds of as many as fit on the device, 32 or 28 a multiprocessor by their registers; a round is as long
+    as its blocks and the time of one and a half to start, each the longer the more warps share the multiprocessor: so
+    it was measured for 8 to 64 blocks. The masked blocks of a tensor's tail take four times as long.
+    """
+    blocks = [-(-numel // CODE_BLOCK) for numel in numels]
+
+    def duration(choice: tuple[int, int]) -> float:
+        size, registers = choice
+        warps = 65536 // (32 * registers)
+        rounds = -(-sum(blocks) // (num_multiprocessors * warps * size))
+        return warps * max(rounds * (size + 1.5), 4 * max(count % size for count in blocks))
+
+    return min(product(range(4, 65), (72, 64)), key=duration)
 
 
 class AdamWLaunch:
@@ -146,9 +167,12 @@ class AdamWLaunch:
 
         members, kind = self._members, self._signature
         dtypes = (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)
-        tuned = tuning(kind)
+        numels = [member.param.numel() for member in members]
+        on_gpu = self._device.type == "cuda"
+        num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
+        tuned = tuning(kind, numels, num_multiprocessors)
         self._aligned = aligned
-        self._chunks = ChunkMap.build([m.param.numel() for m in members], aligned, tuned.chunk, self._device)
+        self._chunks = ChunkMap.build(numels, aligned, tuned.chunk, self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
         for member, chunks in zip(members, self._chunks.tensors):
             slot_chunks[member.step.data_ptr()] += chunks.num_chunks
@@ -162,7 +186,6 @@ class AdamWLaunch:
         overlap = not is_interpreted() and torch.cuda.get_device_capability(self._device) >= (9, 0)
         constants = (
             tuned.chunk,
-            tuned.programs,
             tuned.tile,
             tuned.tail_tile,
             *(TRITON_DTYPES[dtype] for dtype in dtypes),
@@ -173,7 +196,7 @@ class AdamWLaunch:
         )
         self._launch = Launch(
             kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
-            self._chunks.num_chunks * tuned.programs,
+            self._chunks.num_chunks,
             (*constants, overlap) if self._is_alone else (*constants, kind.presence, overlap),
             num_warps=tuned.num_warps,
             maxnreg=tuned.max_registers,
