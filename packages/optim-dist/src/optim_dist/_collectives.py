@@ -74,9 +74,10 @@ class Communicator:
         return gathered.view(self.world_size, -1)
 
     def broadcast_(self, flat: Tensor, source: int = 0) -> None:
-        """Overwrite ``flat`` by that of rank ``source`` of the group."""
+        """Overwrite ``flat [N]`` by that of rank ``source`` of the group."""
         if self.world_size > 1 and flat.numel():
-            dist.broadcast(flat, group=self.group, group_src=source)
+            # as bytes: gloo does not know int16
+            dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=source)
 
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""

@@ -53,6 +53,7 @@ class DistOptimizer(LiveOptimizer):
 
     grad_norm: Tensor | None
     _closed = False
+    _was_loaded = False  # states may lack what the options of this optimizer want
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         self._options = options
@@ -158,6 +159,7 @@ class DistOptimizer(LiveOptimizer):
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
             self._update(self._context(clip_factor))
+            self._was_loaded = False
             self._restart()
             if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
@@ -204,8 +206,8 @@ class DistOptimizer(LiveOptimizer):
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
-        if not state:
-            state.update(self.new_state(shard))
+        if not state or self._was_loaded:
+            self._complete(shard, state)
         return state
 
     def _check_left_out(self) -> None:
@@ -288,8 +290,13 @@ class DistOptimizer(LiveOptimizer):
 
     def new_state(self, shard: Shard) -> dict[str, Any]:
         """A fresh state for a shard, as its first step would find it."""
+        state: dict[str, Any] = {}
+        self._complete(shard, state)
+        return state
+
+    def _complete(self, shard: Shard, state: dict[str, Any]) -> None:
         route = self._routes[self.plan.parameters[shard.index].route]
-        return route.create_state(shard, self.param_groups[shard.group])
+        route.complete_state(shard, self.param_groups[shard.group], state)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
@@ -316,6 +323,7 @@ class DistOptimizer(LiveOptimizer):
             state_dict = interchange.unwrapped_state(self, state_dict)
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
+        self._was_loaded = True
         self._show_state()
 
     def _show_state(self) -> None:

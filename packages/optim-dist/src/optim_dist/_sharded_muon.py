@@ -25,7 +25,7 @@ from torch import Tensor
 
 from optim_dist._collectives import Communicator
 from optim_dist._muon_halves import apply_update, direction, local_momentum
-from optim_dist._shards import Item, StepContext
+from optim_dist._shards import Item, StepContext, check_rounding
 from optim_dist.plan import DEFAULT_BUCKET_MB
 from optim_redist import Handle, Layout, Mesh, plan
 from optim_redist.many import ManyProgram
@@ -133,11 +133,8 @@ class ShardedMuon:
         if context.found_inf is not None and bool(context.found_inf.item()):
             return
         for item in items:
-            if item.group["stochastic_rounding"] and not item.shard.is_consecutive:
-                raise ValueError(
-                    f"stochastic_rounding numbers elements row by row, but {item.shard.name} is cut otherwise; "
-                    "shard it along its first dimension or leave stochastic_rounding out"
-                )
+            if item.group["stochastic_rounding"]:
+                check_rounding(item.shard)
         by_index = {item.shard.index: item for item in items}
         batches = self._planned(by_index)
         arriving = batches[0].collect(by_index, context)

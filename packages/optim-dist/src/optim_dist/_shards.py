@@ -79,10 +79,20 @@ class StepContext:
 class Route(Protocol):
     """One kind of update: what state it needs and how it is applied."""
 
-    def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]: ...
+    def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Create what ``state`` lacks for the group's options."""
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         """``cache`` is the route's own, kept from step to step for the same items."""
+
+
+def check_rounding(shard: Shard) -> None:
+    """Refuse rounding at random where it would depend on how a parameter is cut."""
+    if not shard.is_consecutive:
+        raise ValueError(
+            f"stochastic_rounding numbers elements row by row, but {shard.name} is cut otherwise; "
+            "shard it along its first dimension or leave stochastic_rounding out"
+        )
 
 
 def bucket_shards(bucket: Bucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:

@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from optim_dist._optimizer import DistOptimizer
 from optim_dist._options import CommonOptions, Options
-from optim_dist._shards import Item, Route, Shard, StepContext
+from optim_dist._shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_kernels.functional import AdamWPlan, adamw_
+
+StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+
+# the dtypes of parameters that each kind of master weights completes
+_MASTERS: dict[str | None, tuple[torch.dtype, ...]] = {
+    None: (),
+    "fp32": (torch.float16, torch.bfloat16),
+    "split16": (torch.bfloat16,),
+}
 
 
 class AdamWRoute:
     """The elementwise update: any range of any parameter, all groups in one call."""
 
-    def create_state(self, shard: Shard, group: dict[str, Any]) -> dict[str, Any]:
-        """Moments in the dtype of the parameter, a step count on its device."""
-        state = {
-            "step": torch.zeros((), dtype=torch.float32, device=shard.value.device),
-            "exp_avg": torch.zeros_like(shard.like),
-            "exp_avg_sq": torch.zeros_like(shard.like),
-        }
+    def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Moments in ``state_dtype``, a step count on the parameter's device, and what completes a 16-bit parameter."""
+        like = shard.like.detach()
+        chosen = group.get("state_dtype")
+        first, second = chosen if isinstance(chosen, tuple) else (chosen, chosen)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.value.device)
+        dtypes = {"exp_avg": first, "exp_avg_sq": second}
         if group.get("amsgrad"):
-            state["max_exp_avg_sq"] = torch.zeros_like(shard.like)
-        return state
+            dtypes["max_exp_avg_sq"] = second
+        for key, dtype in dtypes.items():
+            if key not in state:
+                state[key] = torch.zeros_like(like, dtype=dtype or like.dtype)
+        if group.get("master_weights") == "fp32" and "master" not in state:
+            state["master"] = like.to(torch.float32, copy=True)
+        if group.get("master_weights") == "split16" and "master_low" not in state:
+            state["master_low"] = torch.zeros_like(like, dtype=torch.int16)
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
-        # amsgrad has a tensor more, so that groups with and without it are two calls
-        for amsgrad in (False, True):
-            chosen = [item for item in items if bool(item.group.get("amsgrad")) is amsgrad]
-            if chosen:
-                self._update(chosen, context, amsgrad, cache.setdefault(amsgrad, AdamWPlan()))
+        # a call has one kind of rounding, and amsgrad has a tensor more
+        calls: dict[tuple[bool, bool, int], list[Item]] = {}
+        for item in items:
+            group = item.group
+            at_random = bool(group.get("stochastic_rounding"))
+            if at_random:
+                check_rounding(item.shard)
+            key = (bool(group.get("amsgrad")), at_random, int(group.get("seed", 0)) if at_random else 0)
+            calls.setdefault(key, []).append(item)
+        for key, chosen in calls.items():
+            self._update(chosen, context, *key, cache.setdefault(key, AdamWPlan()))
 
-    def _update(self, items: Sequence[Item], context: StepContext, amsgrad: bool, plan: AdamWPlan) -> None:
+    def _update(
+        self, items: Sequence[Item], context: StepContext, amsgrad: bool, at_random: bool, seed: int, plan: AdamWPlan
+    ) -> None:
+        masters = [item.state.get("master", item.state.get("master_low")) for item in items]
         adamw_(
             [item.shard.value for item in items],
             [item.shard.grad for item in items],
@@ -49,6 +74,9 @@ class AdamWRoute:
             weight_decay=[item.group["weight_decay"] for item in items],
             maximize=[bool(item.group.get("maximize")) for item in items],
             max_exp_avg_sqs=[item.state["max_exp_avg_sq"] for item in items] if amsgrad else None,
+            masters=masters if any(master is not None for master in masters) else None,
+            stochastic_rounding=at_random,
+            seed=seed,
             grad_scale=context.grad_scale,
             found_inf=context.found_inf,
             clip_factor=context.factor,
@@ -64,6 +92,11 @@ class TritonDistAdamW(DistOptimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs or group dicts.
+        state_dtype: of the moments: None (the parameter's), one dtype, or a pair (first, second).
+        master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits,
+            where the parameter is updated.
+        stochastic_rounding: round bf16 parameters and moments at random; bits depend on ``seed``, step, parameter and
+            element, so that results are the same on any number of ranks.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 
@@ -79,9 +112,13 @@ class TritonDistAdamW(DistOptimizer):
         *,
         amsgrad: bool = False,
         maximize: bool = False,
+        state_dtype: StateDtype = None,
+        master_weights: Literal["fp32", "split16"] | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
         **options: Unpack[CommonOptions],
     ) -> None:
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -89,23 +126,43 @@ class TritonDistAdamW(DistOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
         }
+        # only where they say something: groups then have the keys of torch's AdamW, whose checkpoints load into them
+        storage: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
+        if stochastic_rounding:
+            storage |= {"stochastic_rounding": True, "seed": seed}
+        defaults |= {key: value for key, value in storage.items() if value is not None}
         super().__init__(params, defaults, Options(**options))
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_adamw(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        check_adamw(group)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         return "adamw"
 
 
-def check_adamw(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """Refuse hyperparameters as torch does."""
+def check_adamw(group: dict[str, Any]) -> None:
+    """Refuse hyperparameters as torch does, and storage that the group's parameters cannot have."""
+    lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
     if not isinstance(lr, Tensor) and not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}")
-    for place, beta in enumerate(betas):
+    for place, beta in enumerate(group["betas"]):
         if not isinstance(beta, Tensor) and not 0 <= beta < 1:
             raise ValueError(f"Invalid beta parameter at index {place}: {beta}")
     if not eps >= 0:
         raise ValueError(f"Invalid epsilon value: {eps}")
     if not weight_decay >= 0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    chosen = group.get("state_dtype")
+    pair = chosen if isinstance(chosen, tuple) else (chosen, chosen)
+    if len(pair) != 2 or any(d is not None and not (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair):
+        raise ValueError(f"state_dtype must be None, a floating dtype or a pair of such, got {chosen!r}")
+    masters = group.get("master_weights")
+    if masters not in _MASTERS:
+        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {masters!r}")
+    for place, parameter in enumerate(group["params"]):
+        if masters is not None and parameter.dtype not in _MASTERS[masters]:
+            name = group["param_names"][place] if "param_names" in group else f"params[{place}]"
+            raise ValueError(
+                f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but {name} "
+                f"is {parameter.dtype}; put it in a group with master_weights=None"
+            )

@@ -65,7 +65,7 @@ class TritonDistMuonAdamW(DistOptimizer):
         if group["kind"] == "muon":
             check_muon_group(group)
         else:
-            check_adamw(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            check_adamw(group)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         kind: RouteName = group["kind"]

@@ -1,0 +1,155 @@
+"""How AdamW stores its state: moments' dtypes, masters, rounding at random; the same bits at any number of ranks."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dist_cases import Case, Tensors, assert_equal, assert_same_state, gradient, make_parameters, train_each
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint
+from optim_kernels import TritonAdamW
+from optim_utils.testing import run_ranks
+
+BF16 = torch.bfloat16
+TENSORS = (
+    Tensors((33, 7), BF16),
+    Tensors((40, 21), BF16, transposed=True),
+    Tensors((5,), BF16, group=1),
+    Tensors((301,), BF16, group=1),
+)
+OPTIONS = {
+    "fp32 moments": {"state_dtype": torch.float32},
+    "two dtypes": {"state_dtype": (None, torch.float32)},
+    "fp32 masters": {"state_dtype": torch.float32, "master_weights": "fp32"},
+    "split16": {"master_weights": "split16", "amsgrad": True},
+    "at random": {"stochastic_rounding": True, "seed": 5, "state_dtype": BF16},
+}
+
+
+def case_of(options):
+    # the second group stays as torch stores it
+    plain = {"state_dtype": None, "master_weights": None, "stochastic_rounding": False}
+    return Case("adamw", TENSORS, ({"lr": 0.01}, {"lr": 0.02, **plain}), options)
+
+
+def test_the_same_bits_at_any_number_of_ranks():
+    cases = [case_of(options) for options in OPTIONS.values()]
+    for world_size in (2, 3):
+        oracle = run_ranks(train_each, 1, [(case, world_size) for case in cases])[0]
+        results = run_ranks(train_each, world_size, [(case, 0, {"reducer": "exact"}) for case in cases])
+        for name, expected, *found in zip(OPTIONS, oracle, *results, strict=True):
+            for actual in found:
+                assert_equal(actual["parameters"], expected["parameters"], f"{name}, {world_size} ranks")
+            assert_same_state(found[0]["state"], expected["state"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_rank_is_tritonadamw(name):
+    case = case_of(OPTIONS[name])
+    found = train_each(0, 1, [(case,)])[0]
+    parameters = make_parameters(case, torch.device("cpu"))
+    plain = {"state_dtype": None, "master_weights": None, "stochastic_rounding": False}
+    groups = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:], "lr": 0.02, **plain}]
+    optimizer = TritonAdamW(groups, **case.options)
+    for step in range(case.steps):
+        for number, (spec, parameter) in enumerate(zip(case.tensors, parameters)):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient(spec, number, step, 0))
+        optimizer.step()
+    # the other group is torch's own loop on a CPU, which rounds between operations
+    for actual, wanted in zip(found["parameters"][:2], parameters[:2]):
+        # an ulp of fp32 may turn a rounding to bf16
+        torch.testing.assert_close(actual, wanted.detach(), rtol=2**-7, atol=1e-6)
+    for number, state in optimizer.state_dict()["state"].items():
+        mine = found["state"]["state"][number]
+        assert {key: value.dtype for key, value in mine.items()} == {key: value.dtype for key, value in state.items()}
+
+
+def round_trips(rank, world_size, folder):
+    """Through our checkpoint and torch's, from masters; into an optimizer that has none, and from one."""
+    outcome = []
+    for name, options in OPTIONS.items():
+        case = case_of(options)
+
+        def build(case=case, **other):
+            parameters = make_parameters(case, torch.device("cpu"))
+            net = nn.ParameterDict({f"p{number}": parameter for number, parameter in enumerate(parameters)})
+            groups = [{"params": list(net.parameters())[:2]}, {"params": list(net.parameters())[2:]}]
+            return net, TritonDistAdamW(groups, lr=0.01, reducer="exact", **{**case.options, **other})
+
+        def steps(net, optimizer, numbers):
+            for step in numbers:
+                for number, parameter in enumerate(net.parameters()):
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient(TENSORS[number], number, step, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            return [parameter.detach().clone() for parameter in net.parameters()]
+
+        net, optimizer = build()
+        steps(net, optimizer, range(2))
+        where = f"{folder}/{name.replace(' ', '-')}"
+        checkpoint.save(where, net, optimizer)
+        saved = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
+        dcp.save(saved, checkpoint_id=f"{where}-dcp")
+        wanted = steps(net, optimizer, range(2, 4))
+        again, restored = build()
+        checkpoint.load(where, again, restored)
+        outcome.append((name, "ours", steps(again, restored, range(2, 4)), wanted))
+        again, restored = build()
+        target = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, restored)}
+        dcp.load(target, checkpoint_id=f"{where}-dcp")
+        set_optimizer_state_dict(again, restored, target["optim"])
+        outcome.append((name, "torch's", steps(again, restored, range(2, 4)), wanted))
+        # what a checkpoint lacks is made from the parameters
+        again, restored = build(master_weights="fp32")
+        checkpoint.load(where, again, restored)
+        steps(again, restored, range(2, 3))
+    return outcome
+
+
+def test_checkpoints_bring_it_back(tmp_path):
+    for outcome in run_ranks(round_trips, 2, str(tmp_path)):
+        for name, whose, found, wanted in outcome:
+            assert_equal(found, wanted, f"{name} through {whose} checkpoint")
+
+
+def on_shards(rank, world_size):
+    """DTensors: the same bits as one rank's, rounding at random included where shards are whole rows."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    for name, options in OPTIONS.items():
+        whole = [torch.randn(7, 5, generator=torch.Generator().manual_seed(n)).to(BF16) for n in range(2)]
+        cut = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in whole]
+        twins = [nn.Parameter(value.clone()) for value in whole]
+        pair = TritonDistAdamW(cut, lr=0.1, **options), TritonDistAdamW(twins, lr=0.1, process_group=alone, **options)
+        for _ in range(3):
+            for parameter, twin, value in zip(cut, twins, whole):
+                twin.grad, parameter.grad = value, distribute_tensor(value, mesh, [Shard(0)])
+            for optimizer in pair:
+                optimizer.step()
+        for parameter, twin in zip(cut, twins):
+            assert torch.equal(parameter.full_tensor(), twin), name
+    columns = nn.Parameter(distribute_tensor(whole[0], mesh, [Shard(1)]))
+    optimizer = TritonDistAdamW([("w", columns)], stochastic_rounding=True)
+    columns.grad = distribute_tensor(whole[0], mesh, [Shard(1)])
+    with pytest.raises(ValueError, match=r"w is cut otherwise; shard it along its first dimension"):
+        optimizer.step()
+
+
+def test_shards():
+    run_ranks(on_shards, 3)
+
+
+def test_what_cannot_be_stored_is_refused():
+    wide, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"master_weights='fp32' is for .*, but w is torch.float32"):
+        TritonDistAdamW([("w", wide)], master_weights="fp32")
+    with pytest.raises(ValueError, match=r"master_weights='split16' is for torch.bfloat16 parameters"):
+        TritonDistMuonAdamW([{"kind": "adamw", "params": [half], "master_weights": "split16"}])
+    with pytest.raises(ValueError, match=r"master_weights must be None, 'fp32' or 'split16', got 'bf16'"):
+        TritonDistAdamW([half], master_weights="bf16")
+    for wrong in ("int8", torch.int32, (torch.float32,)):
+        with pytest.raises(ValueError, match=r"state_dtype must be None, a floating dtype or a pair"):
+            TritonDistAdamW([wide], state_dtype=wrong)
