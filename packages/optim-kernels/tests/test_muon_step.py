@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -244,6 +245,17 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
         each.add_param_group({"params": params[2:]})
     assert not same_step(10)
     assert same_step(11)
+
+
+def test_gradients_are_not_kept() -> None:
+    """``zero_grad()`` gives their memory back, and the next ones get the same addresses."""
+    params = parameters((8, 16), (16, 8))
+    optimizer = TritonMuon(params, ns_steps=1, **EXACT)
+    for seed in range(2):
+        steps(optimizer, params, range(seed, seed + 1))
+        kept = [weakref.ref(p.grad) for p in params if p.grad is not None]
+        optimizer.zero_grad()
+        assert [each() for each in kept] == [None, None]
 
 
 @pytest.mark.gpu

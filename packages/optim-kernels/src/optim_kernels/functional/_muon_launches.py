@@ -26,6 +26,7 @@ from optim_kernels.reference.muon import MuonRule
 LINE_BLOCK = 1024
 # Programs that share the writing of a matrix's X once more; interpreted ones cost time even where there is no need.
 RESCUERS = 2 if is_interpreted() else 16
+# Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
 
 
@@ -60,6 +61,7 @@ class StepOptions:
 
     @property
     def draws_bits(self) -> bool:
+        """Whether parameters are rounded at random."""
         return self.stochastic_rounding and self.param_dtype == torch.bfloat16 and self.master_dtype is None
 
     @property
@@ -74,7 +76,11 @@ class StepOptions:
 
 
 class Launches:
-    """Everything a step launches, on the tables of a plan."""
+    """Everything a step launches, on the tables of a plan.
+
+    Attributes:
+        gradients_are_aligned: whether the gradients in the tables keep the promise of ALIGNED (`_muon_tiles`).
+    """
 
     gradients_are_aligned = False
 

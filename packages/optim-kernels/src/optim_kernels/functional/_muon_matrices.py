@@ -74,6 +74,10 @@ class Matrix:
         return min(self.outer, self.inner), max(self.outer, self.inner)
 
     @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        return (self.inner, self.outer) if self.rows_are_inner else (self.outer, self.inner)
+
+    @property
     def lines_are_columns(self) -> bool:
         """Whether V has a value for each column of X, which is the longer side, rather than of a square X's rows."""
         return self.outer != self.inner or self.rows_are_inner

@@ -150,8 +150,8 @@ class MuonTables:
                 row[column] = value
             rows.append(row)
             tile_map += [(number, i * TILE, j * TILE) for i, j in product(range(outer_tiles), range(inner_tiles))]
-            rows_and_columns = (matrix.outer, matrix.inner)[:: -1 if matrix.rows_are_inner else 1]
-            strips += [(-rows_and_columns[1], number, first) for first in range(0, rows_and_columns[0], STRIP)]
+            num_rows, num_columns = matrix.rows_and_columns
+            strips += [(-num_columns, number, row_number) for row_number in range(0, num_rows, STRIP)]
             num_lines += n
             num_parts += n * parts
         device = tensors[0].param.device

@@ -2,9 +2,9 @@
 
     guess → momentum → norm → Newton–Schulz, family by family → last product and update
 
-With row equilibration the front is  momentum → lines → equilibrate → normalize,  and where an update needs all of O
-first, the last product is one like the others and behind it come  squares → lines → variance → update,  or the last
-alone (`_muon_momentum_kernels` and `_muon_update_kernels` say what each does).
+With row equilibration the front is  strips → equilibrate.  Where an update needs all of O first (NorMuon,
+renormalisation) the last product leaves sums of squares, and  variance → update  follow; stochastic rounding has
+advance → update  behind the products (`_muon_momentum_kernels` and `_muon_update_kernels` say what each does).
 
 Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
 compiles, the sequence is recorded as a CUDA graph and replayed; hyperparameters and gradient addresses live in device
@@ -61,11 +61,12 @@ class MuonPlan:
         stochastic_rounding: bool = False,
         num_groups: int = 1,
     ) -> None:
-        self._tensors = list(tensors)
         # now: a tensor whose ``.data`` is replaced changes its own
         self._address_key = tuple(t.address_key() for t in tensors)
-        self._grads = [t.grad for t in tensors]
         first = tensors[0]
+        # the tables hold addresses of these; gradients are the caller's, and free to go after a step
+        self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
+        self._state = [(t.momentum_buffer, t.second_moment, t.master, t.step) for t in tensors]
         self._device = first.param.device
         unordered = [matrix for i, t in enumerate(tensors) for matrix in matrices_of(i, t, rule)]
         if variance:
@@ -82,18 +83,18 @@ class MuonPlan:
         aligned = all(
             is_aligned(matrix, t.param, t.momentum_buffer, t.master)
             for matrix in self._matrices
-            for t in (self._tensors[matrix.parameter],)
+            for t in (tensors[matrix.parameter],)
         )
         self._launches = Launches(self._tables, families, self._hyper, self._control, options, state_is_aligned=aligned)
         self._grad_addresses: list[int] = []
-        self._copies_gradients = False
+        self._copies: list[Tensor] = []
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
         # nothing may be assumed to be as the latest step left it.
         self._was_captured = False
         self._captured_addresses: list[Any] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._has_run = False
-        self.refresh(self._grads)
+        self.refresh([t.grad for t in tensors])
 
     @classmethod
     def build(cls, tensors: Sequence[MuonTensors], **options: Any) -> MuonPlan:
@@ -108,6 +109,10 @@ class MuonPlan:
         found_inf: Tensor | None = None,
     ) -> None:
         """One step; ``hyper``: (lr, weight_decay, momentum, beta2) of each group; ``factor`` multiplies gradients."""
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                self.run(hyper, factor=factor, found_inf=found_inf)
+            return
         capturing = self._is_capturing()
         self._write_hyper(hyper, capturing)
         self._write_control(factor, found_inf)
@@ -127,16 +132,15 @@ class MuonPlan:
         ``same_layout``: dtypes and strides are known to be those of the gradients before.
         """
         used = list(grads)
-        if not same_layout or self._copies_gradients:
-            used = [_as_stored(grad, t.param) for grad, t in zip(grads, self._tensors, strict=True)]
-            self._copies_gradients = any(mine is not given for mine, given in zip(used, grads))
+        if not same_layout or self._copies:
+            used = [_as_stored(grad, param) for grad, param in zip(grads, self._params, strict=True)]
+            self._copies = [mine for mine, given in zip(used, grads) if mine is not given]
         addresses = list(map(Tensor.data_ptr, used))
-        self._grads = used
         capturing = self._is_capturing()
         if addresses == self._grad_addresses and not (capturing or self._was_captured):
             return
-        if any(grad.dtype != t.grad.dtype for grad, t in zip(used, self._tensors, strict=True)):
-            raise ValueError("gradients changed their dtype; build a new plan")
+        if any(grad.dtype != self._grad_dtype for grad in used):
+            raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
         self._grad_addresses = addresses
         column = [address_of(used[m.parameter], m.offset) for m in self._matrices]
         aligned = all(is_aligned(m, used[m.parameter]) for m in self._matrices)
