@@ -175,7 +175,7 @@ def _entered(made: Plan, topology: Topology) -> dict[Any, int]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6))
 def test_memory_limits_are_kept_or_proven_too_small(seed: int) -> None:
     shape, src, dst = random_case(seed, FAMILIES)
