@@ -27,7 +27,7 @@ Update = Callable[[Bucket, Sequence[Shard]], None]
 
 
 class BucketedParameters:
-    """The buckets of one optimizer, what reduces them, and what this rank owns of them."""
+    """The buckets of one optimizer, what reduces and gathers them, and what this rank owns of them."""
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
@@ -42,6 +42,7 @@ class BucketedParameters:
 
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Move the parameters of the plan's latest buckets into storage."""
+        self.wait()
         parameters = [entry.parameter for entry in entries]
         new = [
             build_bucket(bucket, plan.parameters, parameters, self._communicator.rank)

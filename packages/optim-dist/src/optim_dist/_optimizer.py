@@ -1,15 +1,17 @@
 """What the three optimizers share: a step in phases, over one rank or many.
 
-    1. agree     which parameters have a gradient on any rank: one small message, always sent
+    1. agree     which parameters have a gradient on any rank: one small message
     2. reduce    every bucket not yet reduced during backward, in plan order
     3. norm      only when clipping: local sums of powers, one small message, a factor on the device
     4. update    the own chunk of each bucket as its reduction arrives, by ``optim_kernels.functional``
-    5. gather    the chunk returns to all ranks, in place, while the next bucket is updated
+    5. gather    the chunk returns to all ranks, in place, while the next bucket is updated and, where modules can
+                 wait for it, while the next forward pass runs
 
-With one rank there are no buckets: phases 1, 2 and 5 are empty and the update works on parameters where they lie, so
-that results and state equal the single-device optimizer's bit for bit.
+DTensors, and with one rank all parameters, are in no bucket: they are updated where they lie, so that with one rank
+results and state equal the single-device optimizer's bit for bit.
 
-What an update is belongs to a ``Route``, where parameters lie to ``_bucketed``; this module never looks inside.
+What an update is belongs to a ``Route``, where parameters lie to ``_bucketed`` and ``sharded``; this module never looks
+inside.
 """
 
 from __future__ import annotations

@@ -38,8 +38,10 @@ class Options:
     """``CommonOptions`` with their defaults.
 
     Args:
-        model: names parameters and orders buckets by its backward pass.
-        mesh: a one-dimensional ``DeviceMesh``, in place of ``process_group``.
+        model: names parameters and orders buckets by its backward pass; its modules wait for what they use, so that
+            gathers run into the next forward pass.
+        mesh: a one-dimensional ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. DTensors
+            have meshes of their own, which cover the same ranks.
         reducer: see ``optim_dist.reducers``.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.

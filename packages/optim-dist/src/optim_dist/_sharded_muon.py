@@ -129,7 +129,10 @@ class ShardedMuon:
         self._moments: tuple[int, ...] | None = None  # matrices with a second moment, when batches were planned
 
     def step(self, items: Sequence[Item], context: StepContext) -> None:
-        """One step of all matrices, those without a gradient included: every rank passes every item."""
+        """One step of all matrices, those without a gradient included: every rank passes every item.
+
+        ``found_inf``, the same on every rank, is read on the host: with a ``GradScaler`` a step waits for the device.
+        """
         if context.found_inf is not None and bool(context.found_inf.item()):
             return
         for item in items:
