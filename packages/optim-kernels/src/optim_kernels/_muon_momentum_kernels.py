@@ -48,7 +48,7 @@ from optim_kernels._muon_tiles import (
 )
 from optim_kernels._triton import narrow, tl, triton
 
-# Of the sample.
+# How many pieces of TILE elements the sample has.
 _PIECES = tl.constexpr(16)
 # υ‖U‖ is meant to be 2^6 to 2^7, and good from 1 to 2^15.
 _TARGET = tl.constexpr(6)
