@@ -21,6 +21,7 @@ from torch import Tensor
 from optim_kernels import functional, newton_schulz, reference
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import has_triton, is_interpreted
+from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -73,6 +74,7 @@ def run_checks() -> dict[str, str]:
         checks: dict[str, Callable[[], tuple[float, float]]] = {
             f"AdamW {name}": partial(check_adamw, dtype, device),
             f"AdamW {name}, amsgrad": partial(check_adamw, dtype, device, amsgrad=True),
+            f"AdamW {name}, 8-bit moments": partial(check_adamw, dtype, device, codes=True),
             f"norm of gradients {name}": partial(check_norm, dtype, device),
         }
         if dtype == torch.bfloat16:
@@ -93,7 +95,7 @@ def outcome(check: Callable[[], tuple[float, float]]) -> str:
 
 
 def check_adamw(
-    dtype: torch.dtype, device: str, *, amsgrad: bool = False, stochastic_rounding: bool = False
+    dtype: torch.dtype, device: str, *, amsgrad: bool = False, codes: bool = False, stochastic_rounding: bool = False
 ) -> tuple[float, float]:
     """Two steps of the kernel beside two of the reference: the largest difference, and an ulp of the parameters."""
     generator = torch.Generator().manual_seed(0)
@@ -106,6 +108,9 @@ def check_adamw(
     lists = {"params": params, "exp_avgs": made(0.1), "exp_avg_sqs": [x.square() for x in made(0.1)]}
     if amsgrad:
         lists["max_exp_avg_sqs"] = [x.square() for x in made(0.1)]
+    if codes:
+        lists["exp_avgs"] = [quantize(x, CUBIC8) for x in lists["exp_avgs"]]
+        lists["exp_avg_sqs"] = [quantize(x, QUINTIC8_UNSIGNED) for x in lists["exp_avg_sqs"]]
     expected = {key: [x.clone() for x in tensors] for key, tensors in lists.items()}
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     for impl, tensors in (("triton", lists), ("torch", expected)):

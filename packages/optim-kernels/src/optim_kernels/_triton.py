@@ -56,57 +56,6 @@ def sqrt_rn(x):
 
 
 @triton.jit
-def rcp_approx(x):
-    """``1 / x`` in one instruction, good to 1 ulp; subnormal numbers count as zero."""
-    if INTERPRETED:
-        y = 1.0 / x
-    else:
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return y
-
-
-@triton.jit
-def rsqrt_approx(x):
-    """``1 / sqrt(x)`` in one instruction, good to 2 ulp; subnormal numbers count as zero."""
-    if INTERPRETED:
-        y = 1.0 / tl.sqrt(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
-
-
-@triton.jit
-def arrive(counter):
-    """Add one to ``counter``; its earlier value, in the program's first thread only. All threads have come this far.
-
-    ``tl.atomic_add`` hands the value to every thread at once, so all wait for the round trip to L2; here the first
-    thread waits, and not before the value is used.
-    """
-    tl.debug_barrier()
-    if INTERPRETED:
-        earlier = tl.atomic_add(counter, 1, sem="relaxed")
-    else:
-        earlier = tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            mov.u32 $0, 0;
-            setp.eq.u32 first, thread, 0;
-            @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-            }""",
-            "=&r,l",
-            [counter.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return earlier
-
-
-@triton.jit
 def after_previous(OVERLAP: tl.constexpr):
     """Wait until the launch before this one is complete, and let the next one get ready in the meantime.
 
