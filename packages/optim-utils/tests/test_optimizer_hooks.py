@@ -111,7 +111,32 @@ def assert_same(a: object, b: object) -> None:
 
 
 STEPS = pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
-FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+
+
+def flattens_nested_states() -> bool:
+    """Whether this torch makes flat states of nested ones (2.9 does not)."""
+    parameter = nn.Parameter(torch.zeros(1))
+    module = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["nested"] = {"tensor": torch.zeros(1)}
+    try:
+        get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    except NotImplementedError:
+        return False
+    return True
+
+
+FLAT = pytest.mark.parametrize(
+    "flat",
+    [
+        pytest.param(False, id="nested"),
+        pytest.param(
+            True,
+            id="flat",
+            marks=pytest.mark.skipif(not flattens_nested_states(), reason="this torch flattens no nested states"),
+        ),
+    ],
+)
 
 
 def test_without_hooks_torch_breaks_it():
