@@ -16,8 +16,8 @@ Which format for what (bytes an element with the default block; the errors are i
 
 The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`,
 so that every device and a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU:
-about one code in a million then goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision does
-not depend on sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
+about one code in a million then goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision
+does not depend on sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
 """
 
 from __future__ import annotations
