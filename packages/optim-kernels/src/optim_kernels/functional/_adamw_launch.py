@@ -63,10 +63,11 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
         return Tuning(4096, 4096, 4096, 1)
     if kind.stochastic_rounding:
         return Tuning(4096, 1024, 128, 4)
-    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
     if len(numels) == 1:
         return Tuning(2048, 1024, 128, 4)
-    return Tuning(2048, 1024, 128, 4, 64) if read <= 12 else Tuning(1024, 1024, 128, 2)
+    # 64 registers hold two tiles of narrow elements; of wider ones they would spill
+    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
+    return Tuning(2048, 1024, 128, 4, 64) if read <= 10 else Tuning(1024, 1024, 128, 2)
 
 
 def _blocks_and_registers(numels: Sequence[int], num_multiprocessors: int) -> tuple[int, int]:
