@@ -152,6 +152,14 @@ def _footer(plan: Plan) -> list[str]:
     lines.append(
         f"time {format_seconds(plan.time)}" + (f", {plan.gap:.0%} above the bound on time" if limits.seconds else "")
     )
+    if plan.planner == "notebook":
+        from optim_redist._notebook import notebook_charges
+
+        charged, gathering = notebook_charges(plan.shape, plan.stages)
+        lines.append(
+            f"the notebook's OptimalRedist: its own model charges these operations {charged:g}, "
+            f"gathering and splitting {gathering:g}"
+        )
     return [*lines, _why(plan)]
 
 

@@ -7,6 +7,9 @@
     hierarchical  every group fetches what it lacks once, then shares it
     collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
                   searched if asked for by name or by a budget
+    notebook      the operations that the notebook's ``OptimalRedist`` finds where ``MultiAxisDist`` expresses both
+                  sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
+                  seconds on four or five
     naive         gather everything everywhere, then slice: what a plan is measured against
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
@@ -23,15 +26,18 @@ from optim_redist._collective_search import search_collectives
 from optim_redist._direct import direct_phases
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import border_volumes, hierarchical_phases
+from optim_redist._notebook import notebook_layouts
 from optim_redist._relay import relay_phases
 from optim_redist.cost import Topology
-from optim_redist.errors import RedistError
+from optim_redist.errors import NotRepresentableError, RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.problem import Problem
 
 _MAX_ROUNDS = 2**16
+# asked for by name: they take longer than all others together
+_SEARCHES = ("collectives", "notebook")
 Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
 
 
@@ -61,9 +67,11 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         return [_local(request, limits)], []
     found: list[Candidate] = []
     hopeless: Losers = []
+    refused: list[str] = []
     best = float("inf")
     for name, planner in _PLANNERS.items():
-        wanted = (name != "collectives" or request.budget > 0) if asked is None else name in asked
+        wanted = name not in _SEARCHES or (name == "collectives" and request.budget > 0)
+        wanted = wanted if asked is None else name in asked
         if not wanted or not planner.applies(request, limits):
             continue
         if asked is None and found and request.memory_limit is None:
@@ -72,13 +80,18 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
                 reason = f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"
                 hopeless.append((name, least, reason))
                 continue
-        candidate = planner.make(request, limits)
+        try:
+            candidate = planner.make(request, limits)
+        except NotRepresentableError as error:
+            refused.append(f"; {name}: {error}")
+            continue
         if candidate is not None:
             found.append(candidate)
             best = min(best, candidate.seconds)
     if not found:
         raise RedistError(
             f"none of the planners {list(asked or ())} fits this redistribution; ask for 'direct' as well"
+            + "".join(refused)
         )
     return found, hopeless
 
@@ -141,6 +154,16 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     return _from_layouts("collectives", request, layouts)
 
 
+def _notebook(request: Request, limits: Bounds) -> Candidate:
+    problem = request.problem
+    most = None if request.memory_limit is None else request.memory_limit // request.itemsize
+    found = _from_layouts("notebook", request, notebook_layouts(problem.shape, problem.src, problem.dst, most))
+    if request.memory_limit is None or found.peak_bytes <= request.memory_limit:
+        return found
+    # what OptimalRedist falls back to where nothing else stays inside the limits
+    return _from_layouts("notebook", request, [("exchange_*", problem.dst)])
+
+
 def _can_gather(request: Request, limits: Bounds) -> bool:
     src, dst = request.problem.src, request.problem.dst
     return not (src.partial or dst.partial) and set(src.mesh.ranks) == set(dst.mesh.ranks)
@@ -170,6 +193,7 @@ _PLANNERS = {
         lambda request, limits: request.has_borders and request.problem.num_contributions == 1,
     ),
     "collectives": _Planner(_collectives, _least_of_one_hop),
+    "notebook": _Planner(_notebook, _least_of_one_hop),
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),
 }
 

@@ -243,7 +243,8 @@ def plan(
         donate: the source may be given up once it has been read.
         relabel: the target's ranks may be renamed so that most data stays; ``Plan.dst`` tells the new names.
         deterministic: reduce in rank order, whatever the library could do faster.
-        planners: names of the planners to ask; all by default.
+        planners: names of the planners to ask; by default all but those that search, "collectives" without a budget
+            and "notebook", whose search takes milliseconds to seconds.
         budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
     Raises:
@@ -285,9 +286,10 @@ def _decided(
 ) -> dict[str, Any]:
     """The plan between the canonical forms of two layouts, but for its ends: one for all that are equal and as wide.
 
-    Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes.
+    Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes. So
+    they do for the notebook, whose operations are named by the axes of one mesh.
     """
-    if not (src.partial or dst.partial):
+    if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)
     key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
