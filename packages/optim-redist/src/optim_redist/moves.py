@@ -133,6 +133,7 @@ class Request:
         itemsize: bytes of an element.
         donate: whether the source is given up once it has been read.
         budget: states that a search may expand.
+        deterministic: whether contributions have to be combined in rank order.
         aside: elements that ranks hold besides source and target while this part of the way is gone.
     """
 
@@ -143,6 +144,7 @@ class Request:
     donate: bool = False
     budget: int = 0
     aside: Mapping[int, int] = field(default_factory=dict)
+    deterministic: bool = False
 
     @cached_property
     def has_borders(self) -> bool:

@@ -4,7 +4,7 @@
     direct        one exchange, every element straight from a holder
     forward       the exchange in two hops where one keeps a holder too busy
     relay         a reduction that is combined at one rank and handed on
-    hierarchical  every group fetches what it lacks once, then shares it
+    hierarchical  every group fetches what it lacks once, then shares it; reductions inside the groups first
     collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
                   searched if asked for by name or by a budget
     notebook      the operations that the notebook's ``OptimalRedist`` finds where ``MultiAxisDist`` expresses both
@@ -27,6 +27,7 @@ from optim_redist._direct import direct_phases
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import border_volumes, hierarchical_phases
 from optim_redist._notebook import notebook_layouts
+from optim_redist._reduce_inside import ways_to_reduce
 from optim_redist._relay import relay_phases
 from optim_redist.cost import Topology
 from optim_redist.errors import NotRepresentableError, RedistError
@@ -154,6 +155,24 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     return _from_layouts("collectives", request, layouts)
 
 
+def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
+    problem, limit = request.problem, request.memory_limit
+    if problem.num_contributions == 1:
+        return _from_phases("hierarchical", request)
+    reducing = ways_to_reduce(problem.shape, problem.src, problem.dst, request.model.topology)
+    if reducing is None:
+        return None
+    src, ways = reducing
+    found = [_from_ways(request, src, way) for way in ways]
+    return min(found, key=lambda c: (limit is not None and c.peak_bytes > limit, c.seconds, len(c.steps)))
+
+
+def _can_be_hierarchical(request: Request, limits: Bounds) -> bool:
+    problem = request.problem
+    whole = problem.num_contributions == 1
+    return request.has_borders and (whole or not (request.deterministic or problem.dst.partial))
+
+
 def _notebook(request: Request, limits: Bounds) -> Candidate:
     problem = request.problem
     most = None if request.memory_limit is None else request.memory_limit // request.itemsize
@@ -188,9 +207,9 @@ _PLANNERS = {
         lambda request, limits: request.problem.num_contributions > 1 and request.problem.dst_replicas > 1,
     ),
     "hierarchical": _Planner(
-        lambda request, limits: _from_phases("hierarchical", request),
+        _hierarchical,
         _least_of_one_hop,
-        lambda request, limits: request.has_borders and request.problem.num_contributions == 1,
+        _can_be_hierarchical,
     ),
     "collectives": _Planner(_collectives, _least_of_one_hop),
     "notebook": _Planner(_notebook, _least_of_one_hop),
@@ -219,6 +238,19 @@ def _from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, L
         busiest += chosen.busiest
         src = layout
     return Candidate(planner, tuple(stages), tuple(steps), busiest)
+
+
+def _from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
+    """A sequence of layouts, each reached by a method of its own."""
+    aside = {} if request.donate else {rank: held for rank, (held, _) in request.problem.num_stored.items()}
+    parts: list[Candidate] = []
+    for op, method, layout in way:
+        part = request.between(src, layout, aside if parts else {})
+        parts.append(_from_phases(method, part, op=None if method == "hierarchical" else op))
+        src = layout
+    stages = tuple(stage for part in parts for stage in part.stages)
+    steps = tuple(step for part in parts for step in part.steps)
+    return Candidate("hierarchical", stages, steps, sum(part.busiest for part in parts))
 
 
 def _from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:

@@ -294,7 +294,9 @@ def _decided(
     key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
     if known is None:
-        request = Request(Problem(shape, src, dst), width, model, memory_limit, donate, budget)
+        request = Request(
+            Problem(shape, src, dst), width, model, memory_limit, donate, budget, deterministic=deterministic
+        )
         known = {**_decide(request, asked), "donate": donate, "deterministic": deterministic}
         _decisions.put(key, known)
     return known
