@@ -35,7 +35,7 @@ def power_approx(x, exponent: tl.constexpr, log2_factor: tl.constexpr):
     """``2**log2_factor · x**exponent`` for ``0 <= x <= 1`` in three instructions, good to 4e-6."""
     if INTERPRETED:
         # numpy warns of the logarithm of zero
-        y = tl.exp2(tl.log2(tl.maximum(x, 1e-38)) * exponent + log2_factor)
+        y = tl.exp2(tl.log2(tl.maximum(x, 2.0**-126)) * exponent + log2_factor)
     else:
         log2 = _approximation("lg2.approx.ftz.f32 $0, $1;", x)
         y = _approximation("ex2.approx.ftz.f32 $0, $1;", tl.fma(log2, exponent, log2_factor))
