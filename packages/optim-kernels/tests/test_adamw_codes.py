@@ -10,7 +10,17 @@ from torch import Tensor
 
 from optim_kernels import TritonAdamW
 from optim_kernels.functional import adamw_
-from optim_utils.low_bit import CUBIC8, DYNAMIC8, QUINTIC8_UNSIGNED, LowBitTensor, dequantize, quantize
+from optim_utils.low_bit import (
+    CUBIC8,
+    DYNAMIC8,
+    OCTAL8,
+    OCTAL_MOMENT8,
+    QUINTIC8_UNSIGNED,
+    LowBitTensor,
+    dequantize,
+    quantize,
+    to_plain,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -148,3 +158,19 @@ def test_checkpoints_go_both_ways_and_other_codes_are_refused() -> None:
             impl="triton",
             **OPTIONS,
         )
+
+
+def test_states_of_version_0_2_are_converted() -> None:
+    """They were saved in the octal formats."""
+    p = torch.nn.Parameter(torch.randn(70, 70, device=DEVICE))
+    optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    old = {"exp_avg": OCTAL8, "exp_avg_sq": OCTAL_MOMENT8}
+    moments = {key: quantize(optimizer.state[p][key].dequantize(), fmt) for key, fmt in old.items()}
+    saved["state"][0].update({key: to_plain(moment) for key, moment in moments.items()})
+    optimizer.load_state_dict(saved)
+    for key, fmt in (("exp_avg", CUBIC8), ("exp_avg_sq", QUINTIC8_UNSIGNED)):
+        same_bytes(optimizer.state[p][key], quantize(dequantize(moments[key]), fmt))
+    optimizer.step()

@@ -12,7 +12,6 @@ from torch import Tensor
 from optim_utils import low_bit
 from optim_utils._low_bit_codes import code_of
 from optim_utils.low_bit import (
-    CUBIC8,
     DYNAMIC8,
     DYNAMIC8_UNSIGNED,
     FP8_E4M3,
@@ -22,7 +21,9 @@ from optim_utils.low_bit import (
     LOG4_UNSIGNED,
     MOMENT8,
     NF4,
-    QUINTIC8_UNSIGNED,
+    OCTAL8,
+    OCTAL8_UNSIGNED,
+    OCTAL_MOMENT8,
     UINT8_AFFINE,
     LowBitFormat,
     LowBitTensor,
@@ -53,8 +54,9 @@ TABLE: list[tuple[LowBitFormat, float, dict[str, tuple[float, float, float]]]] =
     (DYNAMIC8, 1.016, {"N": (1.1e-2, 1, math.inf), "L": (1.45e-3, 0.023, math.inf)}),
     (DYNAMIC8_UNSIGNED, 1.016, {"L": (7.2e-4, 0, 0.30)}),
     (MOMENT8, 1.016, {"L": (8.2e-4, 0, 0.05), "C": (7.1e-3, 0, 0.023)}),
-    (CUBIC8, 1.016, {"N": (1.1e-2, 1, math.inf), "L": (1.45e-3, 0.023, math.inf)}),
-    (QUINTIC8_UNSIGNED, 1.016, {"L": (8.2e-4, 0, 0.05), "C": (7.1e-3, 0, 0.023)}),
+    (OCTAL8, 1.016, {"N": (1.1e-2, 1, math.inf), "L": (1.45e-3, 0.023, math.inf)}),
+    (OCTAL8_UNSIGNED, 1.016, {"L": (7.2e-4, 0, 0.30)}),
+    (OCTAL_MOMENT8, 1.016, {"L": (8.2e-4, 0, 0.052), "C": (7.1e-3, 0, 0.023)}),
     (FP8_E4M3, 1.016, {"N": (2.65e-2, 1, math.inf), "L": (2.6e-3, 0.082, math.inf)}),
     (FP8_E5M2, 1.016, {"N": (5.3e-2, 1, math.inf), "L": (5.0e-3, 1e-4, math.inf)}),
     (INT4, 0.531, {"N": (0.12, 1, math.inf)}),
@@ -141,7 +143,7 @@ def test_float8_codes_err_by_half_an_ulp(fmt: LowBitFormat, relative: float, nor
 
 
 @pytest.mark.parametrize(
-    "fmt", [DYNAMIC8, DYNAMIC8_UNSIGNED, CUBIC8, QUINTIC8_UNSIGNED, LOG4_UNSIGNED, NF4], ids=lambda f: f.code
+    "fmt", [DYNAMIC8, DYNAMIC8_UNSIGNED, OCTAL8, OCTAL8_UNSIGNED, LOG4_UNSIGNED, NF4], ids=lambda f: f.code
 )
 @given(x=blocks)
 @settings(max_examples=60, deadline=None)
@@ -162,15 +164,16 @@ def test_tabulated_codes_err_by_half_the_local_gap(fmt: LowBitFormat, x: Tensor)
 @given(x=blocks)
 @settings(max_examples=60, deadline=None)
 def test_root_companding_errs_by_half_the_local_gap_of_the_roots(x: Tensor) -> None:
-    code = code_of(MOMENT8)
-    numbers = torch.tensor(code.ascending[0], dtype=torch.float64)
-    for part, decoded in zip(per_block(x), decoded_blocks(x, MOMENT8)):
-        root = part.clamp(min=0).sqrt()
-        y = root / root.max() * code.peak if root.any() else root
-        upper = torch.bucketize(y, numbers).clamp(1, len(numbers) - 1)
-        gap = (numbers[upper] - numbers[upper - 1]) * torch.where(upper == 1, 1.0, 0.5)
-        # 2**-75 is the root of what underflows to the smallest fp32
-        assert ((decoded.sqrt() - root).abs() <= gap / code.peak * root.max() + slack(root) + 2.0**-74).all()
+    for fmt in (MOMENT8, OCTAL_MOMENT8):
+        code = code_of(fmt)
+        numbers = torch.tensor(code.ascending[0], dtype=torch.float64)
+        for part, decoded in zip(per_block(x), decoded_blocks(x, fmt)):
+            root = part.clamp(min=0).sqrt()
+            y = root / root.max() * code.peak if root.any() else root
+            upper = torch.bucketize(y, numbers).clamp(1, len(numbers) - 1)
+            gap = (numbers[upper] - numbers[upper - 1]) * torch.where(upper == 1, 1.0, 0.5)
+            # 2**-75 is the root of what underflows to the smallest fp32
+            assert ((decoded.sqrt() - root).abs() <= gap / code.peak * root.max() + slack(root) + 2.0**-74).all()
 
 
 @pytest.mark.parametrize(
@@ -397,7 +400,7 @@ def test_stochastic_codes_average_to_the_number(fmt: LowBitFormat) -> None:
     assert torch.equal(first.codes, second.codes)
 
 
-@pytest.mark.parametrize("fmt", [INT8, UINT8_AFFINE, MOMENT8, CUBIC8, FP8_E4M3, NF4], ids=lambda f: f.code)
+@pytest.mark.parametrize("fmt", [INT8, UINT8_AFFINE, MOMENT8, OCTAL8, FP8_E4M3, NF4], ids=lambda f: f.code)
 def test_functional_forms_compile_fullgraph(fmt: LowBitFormat) -> None:
     torch._dynamo.reset()  # the formats share their frames, and recompilations are limited
     x = torch.randn(9, 50)

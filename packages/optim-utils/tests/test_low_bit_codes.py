@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from optim_utils._low_bit_codes import Code, code_of
-from optim_utils.low_bit import DYNAMIC8, DYNAMIC8_UNSIGNED, LowBitFormat
+from optim_utils.low_bit import DYNAMIC8, DYNAMIC8_UNSIGNED, OCTAL8, OCTAL8_UNSIGNED, LowBitFormat
 
 FORMATS = {
     "dynamic": DYNAMIC8,
     "dynamic_unsigned": DYNAMIC8_UNSIGNED,
+    "octal": OCTAL8,
+    "octal_unsigned": OCTAL8_UNSIGNED,
 }
 
 
@@ -27,9 +29,20 @@ def dynamic_map(first: int) -> list[Fraction]:
     return sorted(numbers)
 
 
+def octal_map(digits: int, count: int) -> list[Fraction]:
+    """The points that cut each [8**(i - D), 8**(i - D + 1)] into 2**i equal intervals, and 0, ascending."""
+    numbers = [Fraction(0)]
+    for i in range(digits):
+        bottom = Fraction(8) ** (i - digits)
+        numbers += [bottom + 7 * bottom * k / 2**i for k in range(2**i)]
+    return numbers[:count]
+
+
 MAGNITUDES = {
     "dynamic": dynamic_map(1),
     "dynamic_unsigned": dynamic_map(2),
+    "octal": octal_map(7, 128),
+    "octal_unsigned": octal_map(8, 256),
 }
 
 
@@ -40,9 +53,13 @@ def exact_map(name: str) -> list[Fraction]:
         return magnitudes
     return [
         *magnitudes[:128],
-        Fraction(1),
+        Fraction(1) if name == "dynamic" else -magnitudes[127],
         *(-m for m in magnitudes[127:0:-1]),
     ]
+
+
+def used_codes(name: str) -> list[int]:
+    return [code for code in range(256) if name != "octal" or code != 128]
 
 
 @pytest.fixture(params=list(FORMATS))
@@ -55,19 +72,19 @@ def code(name: str) -> Code:
 
 
 def test_maps_have_the_stated_shape(name: str) -> None:
-    numbers = exact_map(name)
+    numbers = [exact_map(name)[c] for c in used_codes(name)]
     assert len(set(numbers)) == len(numbers)
     assert exact_map(name)[0] == 0
     assert float(max(numbers)) == code(name).peak
 
 
 def test_decode_gives_the_map(name: str) -> None:
-    codes = list(range(256))
+    codes = used_codes(name)
     decoded = code(name).decode(torch.tensor(codes, dtype=torch.int32)).tolist()
     for c, number in zip(codes, decoded):
         exact = exact_map(name)[c]
-        # two roundings: of the factor and of the product
-        assert abs(Fraction(number) - exact) <= abs(exact) * Fraction(2, 2**24)
+        # two roundings: of the factor and of the product; octal numbers are exact
+        assert abs(Fraction(number) - exact) <= (abs(exact) * Fraction(2, 2**24) if "dynamic" in name else 0)
 
 
 def test_the_table_of_a_code_is_its_closed_form(name: str) -> None:
@@ -76,10 +93,10 @@ def test_the_table_of_a_code_is_its_closed_form(name: str) -> None:
 
 
 def interesting(name: str) -> Tensor:
-    """Every number, every middle of two, every end of a decade, with 3 fp32 neighbours each side."""
-    numbers = sorted(exact_map(name))
+    """Every number, every middle of two, every end of a decade or octade, with 3 fp32 neighbours each side."""
+    numbers = sorted(exact_map(name)[c] for c in used_codes(name))
     points = [*numbers, *((a + b) / 2 for a, b in itertools.pairwise(numbers))]
-    points += [Fraction(10) ** -i for i in range(10)]
+    points += [Fraction(10) ** -i for i in range(10)] + [Fraction(8) ** -i for i in range(10)]
     near = torch.tensor([float(p) for p in points], dtype=torch.float32)
     near = torch.cat([near, -near]) if "unsigned" not in name else near
     patterns = near.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
@@ -98,7 +115,7 @@ def test_encode_finds_the_nearest(name: str) -> None:
     y = interesting(name)
     codes = code(name).encode(y)
     exact = exact_map(name)
-    order = sorted(exact)
+    order = sorted(exact[c] for c in used_codes(name))
     for number, c in zip(y.tolist(), codes.tolist()):
         position = bisect_left(order, Fraction(number))
         nearest = min(abs(Fraction(number) - order[i]) for i in (position - 1, position) if 0 <= i < len(order))
@@ -109,7 +126,7 @@ def test_encode_finds_the_nearest(name: str) -> None:
 def test_encode_is_monotonic_over_all_magnitudes_and_inverts_decode(name: str) -> None:
     numbers = code(name).decode(code(name).encode(spread(name)))
     assert (numbers.diff() >= 0).all()
-    codes = torch.arange(256, dtype=torch.int32)
+    codes = torch.tensor(used_codes(name), dtype=torch.int32)
     assert torch.equal(code(name).encode(code(name).decode(codes)), codes)
 
 
@@ -120,6 +137,7 @@ def test_codes_beyond_the_ends() -> None:
     # The signed dynamic map has no -1.
     assert code_of(DYNAMIC8).encode(torch.tensor([1.0, -1.0])).tolist() == [0x80, 0x81]
     assert code_of(DYNAMIC8).decode(torch.tensor([0x80, 0x81])).tolist() == pytest.approx([1.0, -0.99296875])
+    assert code_of(OCTAL8).encode(torch.tensor([1.0, -1.0]) * code_of(OCTAL8).peak).tolist() == [0x7F, 0x81]
 
 
 @pytest.mark.parametrize("fmt", [LowBitFormat("int"), LowBitFormat("e4m3"), *FORMATS.values()], ids=lambda f: f.code)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["decode_dynamic", "encode_dynamic", "fp32"]
+__all__ = ["decode_dynamic", "encode_dynamic", "fp32", "power_of_two_below"]
 
 _DECADES = 7
 
@@ -38,7 +38,7 @@ def fp32(value: Fraction | float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def _power_of_two_below(m: Tensor) -> Tensor:
+def power_of_two_below(m: Tensor) -> Tensor:
     """The largest power of two that is at most m, for fp32 m >= 1; 0 for 0."""
     return (m.view(torch.int32) & 0x7F800000).view(torch.float32)
 
@@ -77,7 +77,7 @@ def decode_dynamic(m: Tensor, first: int) -> Tensor:
     m = m.to(torch.float32)
     # For first = 1 the exponent field of 2 m, for first = 2 that of m, is 128 + i.
     decade = (m * (2 // first)).view(torch.int32) >> 23
-    number = 18 * m - 16 * _power_of_two_below(m) + 9
+    number = 18 * m - 16 * power_of_two_below(m) + 9
     for digit in (1, 2, 4):
         number = torch.where((decade & digit) != 0, number * 5.0**digit, number)
     number = number * _CONSTANTS[first].unit

@@ -7,6 +7,18 @@ no sum takes a rounded product, so a kernel gets the same bits whether or not it
 
 **Dynamic**: `optim_utils._dynamic_map`; **cubic** and **quintic**: `optim_utils._power_map`; **NF4** and **log**:
 `optim_utils._four_bit_maps`.
+
+**Octal**: the idea of the dynamic map in powers of 8 and with the ends of the intervals instead of their midpoints,
+which takes fewer instructions at the same error: all constants but 1/7 are powers of two, segments are found by an
+integer operation on the exponent, and neither end needs a special case. It is the cube root, linear between powers of
+8:
+
+    decode:  (7 m - 6 P) P**2 / 8**D                                exact in fp32; 0 gives 0; D = 7 signed, 8 unsigned
+    encode:  y in [8**(i-D), 8**(i-D+1)), i >= 0:  m = (2**(i+1) + floor((y - 8**(i-D)) (2 8**D / (7 4**i))) + 1) >> 1,
+             which is 2**i plus the number of intervals rounded half up; y below half the first number gives 0
+
+Its largest number is below 1 (0.986 signed, 0.993 unsigned); ``peak`` is that number, so a block's largest magnitude is
+stored exactly and both signs are alike.
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32
+from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32, power_of_two_below
 from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
 from optim_utils._low_bit_formats import LowBitFormat
 from optim_utils._power_map import cube, decode_power, encode_power, fifth_power
@@ -97,6 +109,31 @@ def code_of(fmt: LowBitFormat) -> Code:
     return _CODES[fmt.code, fmt.bits]
 
 
+# --- octal -----------------------------------------------------------------------------------------------------------
+
+
+_PATTERN_OF_ONE_SEVENTH = 0x3E124925
+
+
+def _octal_encode(y: Tensor, digits: int) -> Tensor:
+    """The magnitude m nearest to each y in [0, peak] (int32)."""
+    # (exponent of y + 3 digits) // 3 by a multiplication: 43 / 128 is close enough to 1 / 3 below 64.
+    exponent = (y.view(torch.int32) >> 23) - (127 - 3 * digits)
+    i = (exponent.clamp(min=0) * 43) >> 7
+    start = ((i * 3 + (127 - 3 * digits)) << 23).view(torch.float32)
+    # 2**(3 digits + 1 - 2 i) / 7: the mantissa of 1/7 under another exponent.
+    to_half_interval = (((3 * digits + 1 - 2 * i) << 23) + _PATTERN_OF_ONE_SEVENTH).view(torch.float32)
+    m = ((2 << i) + ((y - start) * to_half_interval).to(torch.int32) + 1) >> 1
+    return torch.where(y < 0.5 * 8.0**-digits, 0, m)
+
+
+def _octal_decode(m: Tensor, digits: int) -> Tensor:
+    """The number of magnitude m."""
+    m = m.to(torch.float32)
+    power = power_of_two_below(m)
+    return (7 * 8.0**-digits * m - 6 * 8.0**-digits * power) * power * power
+
+
 # --- signs -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +171,21 @@ def _dynamic_unsigned() -> Code:
         return decode_dynamic(code + 1, first=2)
 
     return Code(1.0, encode, decode, lowest=0, highest=255)
+
+
+def _octal_signed() -> Code:
+    digits, largest = 7, 127
+    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
+    encode = _with_sign(functools.partial(_octal_encode, digits=digits), largest)
+    decode = _from_sign(functools.partial(_octal_decode, digits=digits), largest)
+    return Code(peak, encode, decode, lowest=-largest, highest=largest)
+
+
+def _octal_unsigned() -> Code:
+    digits, largest = 8, 255
+    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
+    encode = functools.partial(_octal_encode, digits=digits)
+    return Code(peak, encode, functools.partial(_octal_decode, digits=digits), lowest=0, highest=largest)
 
 
 def _cubic() -> Code:
@@ -184,6 +236,8 @@ _CODES: dict[tuple[str, int], Code] = {
     ("int", 4): _integer(4),
     ("dynamic", 8): _dynamic_signed(),
     ("dynamic_unsigned", 8): _dynamic_unsigned(),
+    ("octal", 8): _octal_signed(),
+    ("octal_unsigned", 8): _octal_unsigned(),
     ("cubic", 8): _cubic(),
     ("quintic_unsigned", 8): _quintic_unsigned(),
     ("e4m3", 8): _float8(torch.float8_e4m3fn),

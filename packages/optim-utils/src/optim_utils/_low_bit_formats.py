@@ -24,6 +24,9 @@ __all__ = [
     "LOG4_UNSIGNED",
     "MOMENT8",
     "NF4",
+    "OCTAL8",
+    "OCTAL8_UNSIGNED",
+    "OCTAL_MOMENT8",
     "QUINTIC8_UNSIGNED",
     "UINT8_AFFINE",
     "LowBitFormat",
@@ -38,6 +41,8 @@ CodeName = Literal[
     "e5m2",
     "nf4",
     "log_unsigned",
+    "octal",
+    "octal_unsigned",
     "cubic",
     "quintic_unsigned",
 ]
@@ -173,5 +178,8 @@ FP8_E5M2 = LowBitFormat("e5m2")
 INT4 = LowBitFormat("int", bits=4, block_size=128)
 NF4 = LowBitFormat("nf4", bits=4, block_size=128)
 LOG4_UNSIGNED = LowBitFormat("log_unsigned", bits=4, block_size=128)
+OCTAL8 = LowBitFormat("octal")
+OCTAL8_UNSIGNED = LowBitFormat("octal_unsigned")
+OCTAL_MOMENT8 = LowBitFormat("octal_unsigned", companding="sqrt")
 CUBIC8 = LowBitFormat("cubic")
 QUINTIC8_UNSIGNED = LowBitFormat("quintic_unsigned")
