@@ -6,14 +6,19 @@ exact mode both must agree to the last bit.
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
+from optim_utils.testing import run_ranks
 
 # each backend as a parameter; NCCL needs two devices
 BACKENDS = [
@@ -62,10 +67,13 @@ CLASSES = {"adamw": TritonDistAdamW, "muon": TritonDistMuon, "muon_adamw": Trito
 
 def device_of(rank: int) -> torch.device:
     """The device that ``run_ranks`` gave this process."""
-    import torch.distributed as dist
-
     on_cuda = dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh over this process's kind of device."""
+    return init_device_mesh(device_of(dist.get_rank()).type, sizes, mesh_dim_names=names)
 
 
 def make_parameters(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
@@ -157,3 +165,52 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert actual["state"][index].keys() == state.keys(), index
         for key, value in state.items():
             assert torch.equal(actual["state"][index][key].cpu(), value.cpu()), (index, key)
+
+
+class Scenarios:
+    """Functions of (rank, world size), registered with the numbers of ranks that they want.
+
+    All of one number of ranks and backend run in one launch, which takes most of a short test's time; each is a test
+    of its own all the same, and one that fails on every rank leaves the others to run.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[int, dict[str, Callable[[int, int], None]]] = {}
+        self._outcomes: dict[tuple[str, int], list[dict[str, str | None]]] = {}
+
+    def __call__(self, *world_sizes: int) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        def register(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            for size in world_sizes:
+                self.functions.setdefault(size, {})[function.__name__] = function
+            return function
+
+        return register
+
+    def parametrize(self) -> Callable[..., Any]:
+        """The test's parameters ``backend, world_size, name``: NCCL where there are devices enough."""
+        found = []
+        for size, functions in sorted(self.functions.items()):
+            few = pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices")
+            for backend, marks in (("gloo", []), ("nccl", [pytest.mark.gpu, few])):
+                found += [pytest.param(backend, size, name, marks=marks) for name in functions]
+        return pytest.mark.parametrize(("backend", "world_size", "name"), found)
+
+    def check(self, backend: str, world_size: int, name: str) -> None:
+        """Fail with the traceback of every rank on which the scenario failed."""
+        key = backend, world_size
+        if key not in self._outcomes:
+            functions = self.functions[world_size]
+            self._outcomes[key] = run_ranks(_run_each, world_size, functions, backend=backend, timeout=240)
+        failed = [f"rank {rank}:\n{found[name]}" for rank, found in enumerate(self._outcomes[key]) if found[name]]
+        assert not failed, "\n".join(failed)
+
+
+def _run_each(rank: int, world_size: int, functions: dict[str, Callable[[int, int], None]]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name, function in functions.items():
+        try:
+            function(rank, world_size)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found

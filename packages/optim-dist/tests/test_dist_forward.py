@@ -4,23 +4,15 @@ Gathers are made late: what arrives is held back until somebody waits, so that a
 training differs from that with ``overlap=False``. All scenarios run in one launch of ranks.
 """
 
-import traceback
-
 import pytest
 import torch
-from dist_cases import BACKENDS, device_of, normal
+from dist_cases import Scenarios, device_of, normal
 from torch import nn
 from torch.nn import functional as F
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
-from optim_utils.testing import run_ranks
 
-SCENARIOS = {}
-
-
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
+scenario = Scenarios()
 
 
 class LateWork:
@@ -101,7 +93,7 @@ def expected(rank, **options):
     return losses(rank, net, optimizer_of(net, overlap=False, **options))
 
 
-@scenario
+@scenario(2)
 def training_never_sees_old_values(rank, world_size):
     for options in ({}, {"accumulation_steps": 1}):
         net = Net(device_of(rank))
@@ -121,7 +113,7 @@ def training_never_sees_old_values(rank, world_size):
         assert "without their module's forward" in phase
 
 
-@scenario
+@scenario(2)
 def the_fault_that_is_injected_is_seen(rank, world_size):
     """Without hooks late gathers do make a difference: the test above can fail."""
     net = Net(device_of(rank))
@@ -133,7 +125,7 @@ def the_fault_that_is_injected_is_seen(rank, world_size):
     assert losses(rank, net, optimizer) != expected(rank)
 
 
-@scenario
+@scenario(2)
 def gathers_follow_the_order_of_forward(rank, world_size):
     net = Net(device_of(rank))
     optimizer = optimizer_of(net, accumulation_steps=1)
@@ -152,7 +144,7 @@ def gathers_follow_the_order_of_forward(rank, world_size):
     assert gathered == sorted(gathered)
 
 
-@scenario
+@scenario(2)
 def evaluation_and_state_wait(rank, world_size):
     net = Net(device_of(rank))
     optimizer = optimizer_of(net)
@@ -174,7 +166,7 @@ def evaluation_and_state_wait(rank, world_size):
         assert torch.equal(*found)
 
 
-@scenario
+@scenario(2)
 def loading_is_not_overwritten_by_a_gather(rank, world_size):
     net, other = Net(device_of(rank)), Net(device_of(rank))
     optimizer = optimizer_of(net)
@@ -200,7 +192,7 @@ class Late(nn.Module):
         return (F.linear(x, self.second.weight) if functional else self.second(x)).sum()
 
 
-@scenario
+@scenario(2)
 def a_use_that_turns_up_late_is_an_error(rank, world_size):
     net = Late(device_of(rank))
     optimizer = TritonDistAdamW(net.named_parameters(), model=net, bucket_mb=1e-4)
@@ -221,7 +213,7 @@ def a_use_that_turns_up_late_is_an_error(rank, world_size):
     optimizer.step()
 
 
-@scenario
+@scenario(2)
 def compiled_before_the_first_step(rank, world_size):
     for compiled in ("model", "block"):
         torch._dynamo.reset()
@@ -234,7 +226,7 @@ def compiled_before_the_first_step(rank, world_size):
         assert losses(rank, net, optimizer, called) == expected(rank), compiled
 
 
-@scenario
+@scenario(2)
 def compiled_after_the_first_step(rank, world_size):
     torch._dynamo.reset()
     net = Net(device_of(rank))
@@ -251,7 +243,7 @@ def compiled_after_the_first_step(rank, world_size):
     assert found == expected(rank)
 
 
-@scenario
+@scenario(2)
 def closing_removes_the_hooks(rank, world_size):
     net = Net(device_of(rank))
     optimizer = optimizer_of(net)
@@ -263,7 +255,7 @@ def closing_removes_the_hooks(rank, world_size):
         assert not module._load_state_dict_pre_hooks
 
 
-@scenario
+@scenario(2)
 def groups_added_later_and_muon(rank, world_size):
     def run(**options):
         net = Net(device_of(rank))
@@ -283,31 +275,6 @@ def groups_added_later_and_muon(rank, world_size):
     assert run() == run(overlap=False)
 
 
-def run_scenarios(rank, world_size):
-    found = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function(rank, world_size)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    known = {}
-
-    def of(backend):
-        if backend not in known:
-            known[backend] = run_ranks(run_scenarios, 2, backend=backend, timeout=240)
-        return known[backend]
-
-    return of
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_forward(name, backend, outcomes):
-    for rank, found in enumerate(outcomes(backend)):
-        assert found[name] is None, f"rank {rank}:\n{found[name]}"
+@scenario.parametrize()
+def test_forward(backend, world_size, name):
+    scenario.check(backend, world_size, name)

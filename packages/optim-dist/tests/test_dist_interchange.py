@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_cases import normal
+from dist_cases import BACKENDS, device_of, mesh_of, normal, world_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -58,11 +57,11 @@ def build(kind, net):
 
 
 def make(kind, sharded):
-    net = Net()
+    net = Net().to(device_of(dist.get_rank()))
     if sharded:
         # FSDP wants its parameters row by row
         net.across = nn.Parameter(net.across.detach().contiguous())
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(net, mesh=mesh_of(dist.get_world_size()))
     return net, build(kind, net)
 
 
@@ -70,7 +69,7 @@ def train(net, optimizer, steps):
     """The same gradients whatever the number of ranks: sums over ranks are those of the first one."""
     for step in steps:
         for number, parameter in enumerate(net.parameters()):
-            gradient = normal(tuple(parameter.shape), 17, number, step)
+            gradient = normal(tuple(parameter.shape), 17, number, step).to(parameter.device)
             if isinstance(parameter, DTensor):
                 gradient = DTensor.from_local(gradient, parameter.device_mesh).redistribute(
                     placements=parameter.placements
@@ -83,7 +82,8 @@ def train(net, optimizer, steps):
 
 
 def whole(net):
-    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach().clone() for p in net.parameters()]
+    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return [value.detach().cpu().clone() for value in found]
 
 
 def state_of(net, optimizer, flat):
@@ -125,8 +125,8 @@ def run_jobs(rank, world_size, jobs):
     return found
 
 
-def run_all(world_size, jobs):
-    results = run_ranks(run_jobs, world_size, jobs, timeout=240)
+def run_all(backend, world_size, jobs):
+    results = run_ranks(run_jobs, world_size, jobs, backend=backend, timeout=240)
     failed = [f"rank {rank}:\n{each}" for rank, found in enumerate(results) for each in found if isinstance(each, str)]
     assert not failed, "\n".join(failed)
     return results
@@ -146,28 +146,30 @@ def name_of(*what):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Of a number of ranks: a checkpoint of every variant in ``folder``, and where training went on to from there."""
+    """Of a backend and a number of ranks: each variant's checkpoint, and where training went on to from there."""
     folder = tmp_path_factory.mktemp("dcp")
     continued = {}
 
-    def of(size, *each):
-        if (size, *each) not in continued:
+    def of(*key):
+        backend, size, *_ = key
+        if key not in continued:
             variants = [*VARIANTS, ("torch", True, False), ("torch", True, True)]
-            results = run_all(size, [(save, str(folder / name_of(size, *v)), *v) for v in variants])
-            continued.update({(size, *v): result for v, result in zip(variants, results[0], strict=True)})
-        return str(folder / name_of(size, *each)), continued[size, *each]
+            jobs = [(save, str(folder / name_of(backend, size, *v)), *v) for v in variants]
+            results = run_all(backend, size, jobs)
+            continued.update({(backend, size, *v): result for v, result in zip(variants, results[0], strict=True)})
+        return str(folder / name_of(*key)), continued[key]
 
     return of
 
 
-def check_loads(saved, size, loads, **tolerance):
+def check_loads(saved, backend, size, loads, **tolerance):
     """``loads`` are (number of ranks that saved, what they saved, what ``size`` ranks load it into)."""
     jobs, wanted = [], []
     for origin, each, target in loads:
-        folder, continued = saved(origin, *each)
+        folder, continued = saved(backend, origin, *each)
         jobs.append((load, folder, *target))
         wanted.append(continued)
-    for found in run_all(size, jobs):
+    for found in run_all(backend, size, jobs):
         for (origin, each, target), actual, expected in zip(loads, found, wanted, strict=True):
             for left, right in zip(actual, expected, strict=True):
                 what = f"{each} of {origin} ranks into {target} of {size}: parameters of shape {tuple(left.shape)}"
@@ -188,16 +190,18 @@ def loads_of_torchs(origin, flat):
 
 
 @pytest.mark.slow
-def test_two_ranks_to_three(saved):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_to_more_or_fewer(saved, backend):
+    size = 3 if 3 in world_sizes(backend) else 1
     nested = [each for each in VARIANTS if not each[2]]
-    check_loads(saved, 3, loads_of_ours([2], nested), rtol=0, atol=0)
-    check_loads(saved, 3, loads_of_torchs(2, flat=True), rtol=1e-5, atol=1e-6)
+    check_loads(saved, backend, size, loads_of_ours([2], nested), rtol=0, atol=0)
+    check_loads(saved, backend, size, loads_of_torchs(2, flat=True), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_pair_of_world_sizes(saved, size):
-    check_loads(saved, size, loads_of_ours(WORLD_SIZES), rtol=0, atol=0)
+    check_loads(saved, "gloo", size, loads_of_ours(WORLD_SIZES), rtol=0, atol=0)
 
 
 @pytest.mark.nightly
@@ -205,7 +209,7 @@ def test_every_pair_of_world_sizes(saved, size):
 def test_torchs_adamw_and_ours_load_each_other(saved, origin, size):
     loads = [*loads_of_torchs(origin, flat=False), *loads_of_torchs(origin, flat=True)]
     loads += [(origin, ("adamw", False, flat), ("torch", False, flat)) for flat in (False, True)]
-    check_loads(saved, size, loads, rtol=1e-5, atol=1e-6)
+    check_loads(saved, "gloo", size, loads, rtol=1e-5, atol=1e-6)
 
 
 def tiny(rank, world_size, folder):

@@ -4,51 +4,41 @@ The oracle on every rank is the same optimizer over a group of one, on whole par
 gradients: what differs is only where elements lie. All scenarios of a number of ranks run in one launch.
 """
 
-import traceback
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import normal
+from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
 from optim_utils.param_groups import MatrixView
-from optim_utils.testing import run_ranks
 
-SCENARIOS = {2: {}, 3: {}, 4: {}}
+scenario = Scenarios()
 SHAPES = ((7, 5), (8, 8), (1, 6), (12, 5), (16, 3))
 
 
-def scenario(*world_sizes):
-    def register(function):
-        for size in world_sizes:
-            SCENARIOS[size][function.__name__] = function
-        return function
-
-    return register
-
-
+@cache
 def alone(rank):
-    """The group of this rank only."""
+    """The group of this rank only, made once: a new group takes NCCL a while."""
     return dist.new_group([rank], use_local_synchronization=True)
 
 
 def placed(shapes, mesh, placements, dtype=torch.float32):
     """DTensor parameters, each with its own placements, and plain twins."""
-    whole = [normal(shape, 3, number).to(dtype) for number, shape in enumerate(shapes)]
+    device = mesh.device_type
+    whole = [normal(shape, 3, number).to(device, dtype) for number, shape in enumerate(shapes)]
     cut = [nn.Parameter(distribute_tensor(value, mesh, each)) for value, each in zip(whole, placements)]
     return cut, [nn.Parameter(value.clone()) for value in whole]
 
 
 def give_gradients(cut, twins, step, absent=()):
     for number, (parameter, twin) in enumerate(zip(cut, twins)):
-        gradient = normal(tuple(twin.shape), 5, number, step).to(twin.dtype)
+        gradient = normal(tuple(twin.shape), 5, number, step).to(twin)
         missing = number in absent
         twin.grad = None if missing else gradient
         parameter.grad = None if missing else distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
@@ -70,7 +60,7 @@ def train(rank, mesh, placements, build, shapes=SHAPES, dtype=torch.float32, ste
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
         # clipped by the same number: the two norms are sums in different orders
         for each in (optimizer, oracle):
-            each.clip_with(torch.tensor(0.5), norms[0])
+            each.clip_with(torch.full_like(norms[0], 0.5), norms[0])
             each.step()
             each.zero_grad()
         assert_equal(cut, twins, f"{placements}, step {step}")
@@ -79,10 +69,10 @@ def train(rank, mesh, placements, build, shapes=SHAPES, dtype=torch.float32, ste
 
 def layouts(rank, world_size):
     """Meshes, and placements on them."""
-    line = init_device_mesh("cpu", (world_size,))
+    line = mesh_of(world_size)
     yield line, [(Shard(0),), (Shard(1),), (Replicate(),)]
     if world_size == 4:
-        grid = init_device_mesh("cpu", (2, 2))
+        grid = mesh_of(2, 2)
         yield grid, [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())]
         yield grid, [(Shard(0), Shard(0)), (Shard(1), Replicate())]
 
@@ -107,7 +97,7 @@ def muon_in_every_layout(rank, world_size):
 
 @scenario(2)
 def bf16_with_masters_and_rounding_at_random(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     for options in ({"master_weights": "fp32"}, {"master_weights": "split16"}, {"stochastic_rounding": True}):
         cut, twins = placed(SHAPES, mesh, [(Shard(0),)] * len(SHAPES), torch.bfloat16)
         optimizer = TritonDistMuon([{"params": cut, **options}])
@@ -124,7 +114,7 @@ def bf16_with_masters_and_rounding_at_random(rank, world_size):
 
 @scenario(2)
 def rounding_at_random_needs_rows(rank, world_size):
-    cut, twins = placed([(4, 4)], init_device_mesh("cpu", (world_size,)), [(Shard(1),)], torch.bfloat16)
+    cut, twins = placed([(4, 4)], mesh_of(world_size), [(Shard(1),)], torch.bfloat16)
     optimizer = TritonDistMuon([{"params": cut, "stochastic_rounding": True}])
     give_gradients(cut, twins, 0)
     with pytest.raises(ValueError, match=r"0\.0 is cut otherwise; shard it along its first dimension"):
@@ -133,7 +123,7 @@ def rounding_at_random_needs_rows(rank, world_size):
 
 @scenario(2, 3)
 def missing_gradients_leave_matrices_alone(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     placements = [(Shard(0),)] * len(SHAPES)
     build = partial(TritonDistMuon, variant="nanochat-2026-07")
     optimizer, oracle = train(rank, mesh, placements, build, absent=lambda step: (1, 3) if step != 1 else (0,))
@@ -142,7 +132,7 @@ def missing_gradients_leave_matrices_alone(rank, world_size):
         wanted = oracle.full_state_dict()["state"]
         for number, state in full["state"].items():
             for key, value in state.items():
-                assert torch.equal(value, wanted[number][key]), (number, key)
+                assert torch.equal(value, wanted[number][key].cpu()), (number, key)
     zero = partial(TritonDistMuon, variant="keller", weight_decay=0.5)
     train(rank, mesh, placements, zero, absent=lambda step: (0, 1, 2) if step else ())
 
@@ -155,7 +145,7 @@ def views_into_fused_and_convolutional_weights(rank, world_size):
         MatrixView(shape=(4, 2, 3, 3), order=(0, 2, 3, 1), matrix_shape=(4, 18)),
         MatrixView(shape=(6, 4), transposed=True),
     ]
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     cut, twins = placed(shapes, mesh, [(Shard(0),), (Shard(1),), (Shard(1),)])
     twins[1].data = twins[1].data.contiguous(memory_format=torch.channels_last)
     optimizer = TritonDistMuon([{"params": cut, "views": views}])
@@ -171,11 +161,11 @@ def views_into_fused_and_convolutional_weights(rank, world_size):
 
 @scenario(2)
 def pending_sums_of_gradients_are_summed(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     cut, twins = placed(((6, 4), (5,)), mesh, [(Shard(0),), (Replicate(),)])
     optimizer, oracle = TritonDistAdamW(cut), TritonDistAdamW(twins, process_group=alone(rank))
     for number, (parameter, twin) in enumerate(zip(cut, twins)):
-        each = [normal(tuple(twin.shape), 8, number, r) for r in range(world_size)]
+        each = [normal(tuple(twin.shape), 8, number, r).to(twin) for r in range(world_size)]
         parameter.grad = DTensor.from_local(each[rank], mesh, [Partial()])
         twin.grad = sum(each)
     norms = [each.clip_grad_norm_(1e9) for each in (optimizer, oracle)]
@@ -195,6 +185,7 @@ class Net(nn.Module):
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters()):
                 parameter.copy_(0.3 * normal(tuple(parameter.shape), 13, number))
+        self.to(device_of(dist.get_rank()))
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -217,13 +208,14 @@ def follow(rank, net, data, steps=3):
     oracle = routed(twin.named_parameters(), process_group=alone(rank))
     for step in range(steps):
         tokens = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(10 * step + data))
+        tokens = tokens.to(device_of(rank))
         net(tokens).backward()
         for parameter, other in zip(net.parameters(), twin.parameters()):
             other.grad = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad.clone()
         norm = clip_grad_norm_(net.parameters(), 1.0)
         torch.testing.assert_close(norm, clip_grad_norm_(oracle, 1.0), rtol=1e-6, atol=0.0)
         for each in (optimizer, oracle):
-            each.clip_with(torch.tensor(0.5), norm)
+            each.clip_with(torch.full_like(norm, 0.5), norm)
             each.step()
             each.zero_grad()
         assert_equal(net.parameters(), twin.parameters(), f"step {step}")
@@ -233,7 +225,7 @@ def follow(rank, net, data, steps=3):
 @scenario(2, 3, 4)
 def fully_sharded(rank, world_size):
     net = Net()
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     for part in (net.up, net.down):
         fully_shard(part, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -251,14 +243,14 @@ def fully_sharded(rank, world_size):
 @scenario(4)
 def hybrid_sharded(rank, world_size):
     net = Net()
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     follow(rank, net, data=rank)
 
 
 @scenario(4)
 def sharded_behind_tensor_parallel(rank, world_size):
     net = Net(8, 12)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     # cut over dp and tp; the embedding and the head over dp alone, so that the two columns of tp hold replicas
     fully_shard(net, mesh=mesh["dp"])
@@ -268,7 +260,7 @@ def sharded_behind_tensor_parallel(rank, world_size):
 @scenario(2, 4)
 def tensor_parallel_beside_plain_parameters(rank, world_size):
     net = Net(8, 12)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = follow(rank, net, data=0)
     assert {entry["name"] for entry in optimizer.explain().data["parameters"]} == {"embed.weight", "head.weight"}
@@ -276,7 +268,7 @@ def tensor_parallel_beside_plain_parameters(rank, world_size):
 
 @scenario(2, 3)
 def whole_state_out_and_in(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     build = partial(TritonDistMuonAdamW, variant="nanochat-2026-07")
 
     def groups(parameters):
@@ -291,7 +283,7 @@ def whole_state_out_and_in(rank, world_size):
     if rank == 0:
         for number, state in wanted["state"].items():
             for key, value in state.items():
-                assert torch.equal(full["state"][number][key], value), (number, key)
+                assert torch.equal(full["state"][number][key], value.cpu()), (number, key)
     else:
         assert full == {}
     cut, twins = placed(SHAPES, mesh, placements)
@@ -311,13 +303,13 @@ def whole_state_out_and_in(rank, world_size):
 
 @scenario(2)
 def what_cannot_be_updated_is_refused(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    partly = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    mesh, device = mesh_of(world_size), device_of(rank)
+    whole = distribute_tensor(torch.ones(4, 4, device=device), mesh, [Shard(0)])
+    partly = DTensor.from_local(torch.ones(3, device=device), mesh, [Partial()])
     with pytest.raises(ValueError, match=r"w: a DTensor with pending sums"):
         TritonDistAdamW([("w", nn.Parameter(partly))])
-    pair = [init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], mesh]
-    lonely = DTensor.from_local(torch.ones(3), pair[0], [Shard(0)])
+    pair = [mesh_of(2, 1, names=("a", "b"))["b"], mesh]
+    lonely = DTensor.from_local(torch.ones(3, device=device), pair[0], [Shard(0)])
     with pytest.raises(ValueError, match=r"w: a DTensor over ranks \[\d\], .* nobody would sum its gradient"):
         TritonDistAdamW([("w", nn.Parameter(lonely))])
     parameter = nn.Parameter(whole)
@@ -328,7 +320,7 @@ def what_cannot_be_updated_is_refused(rank, world_size):
 
 @scenario(2)
 def nothing_is_sent_by_an_elementwise_step(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     cut, twins = placed(SHAPES, mesh, [(Shard(0),)] * len(SHAPES))
     optimizer = TritonDistAdamW(cut)
     before = optimizer.communicator.num_calls
@@ -337,30 +329,6 @@ def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     assert optimizer.communicator.num_calls == before
 
 
-def run_scenarios(rank, world_size):
-    found = {}
-    for name, function in SCENARIOS[world_size].items():
-        try:
-            function(rank, world_size)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    known = {}
-
-    def of(world_size):
-        if world_size not in known:
-            known[world_size] = run_ranks(run_scenarios, world_size, timeout=240)
-        return known[world_size]
-
-    return of
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in SCENARIOS for name in SCENARIOS[size]])
-def test_sharded(world_size, name, outcomes):
-    for rank, found in enumerate(outcomes(world_size)):
-        assert found[name] is None, f"rank {rank}:\n{found[name]}"
+@scenario.parametrize()
+def test_sharded(backend, world_size, name):
+    scenario.check(backend, world_size, name)

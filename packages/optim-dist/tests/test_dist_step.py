@@ -5,23 +5,16 @@ raised.
 """
 
 import copy
-import traceback
 
 import pytest
 import torch
-from dist_cases import BACKENDS, device_of, normal
+from dist_cases import Scenarios, device_of, normal
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
 from optim_dist._construction import check_replicas
-from optim_utils.testing import run_ranks
 
-SCENARIOS = {}
-
-
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
+scenario = Scenarios()
 
 
 class Net(nn.Module):
@@ -81,7 +74,7 @@ def assert_same(actual, expected):
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
 
-@scenario
+@scenario(2)
 def accumulation_by_any_means_gives_the_same_bits(rank, world_size):
     plain = run(rank, micro_batches=3)
     for mode in ("no_sync", "counted"):
@@ -89,12 +82,12 @@ def accumulation_by_any_means_gives_the_same_bits(rank, world_size):
         assert_same(run(rank, micro_batches=3, mode=mode, overlap=True, bucket_mb=1.0), plain)
 
 
-@scenario
+@scenario(2)
 def eager_reduction_equals_reduction_at_step(rank, world_size):
     assert_same(run(rank, mode="counted"), run(rank))
 
 
-@scenario
+@scenario(2)
 def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
     def skip(rank, step, micro):
         return (rank + step) % 3
@@ -103,13 +96,13 @@ def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
         assert_same(run(rank, micro_batches=2, mode=mode, skip=skip), run(rank, micro_batches=2, skip=skip))
 
 
-@scenario
+@scenario(2)
 def zeroed_gradients_equal_dropped_ones(rank, world_size):
     assert_same(run(rank, mode="zeroed"), run(rank))
     assert_same(run(rank, mode="zeroed", accumulation_steps=1), run(rank))
 
 
-@scenario
+@scenario(2)
 def gradients_set_by_hand_are_copied_in(rank, world_size):
     net, optimizer = build(rank)
     twin, twin_optimizer = build(rank)
@@ -125,7 +118,7 @@ def gradients_set_by_hand_are_copied_in(rank, world_size):
     assert optimizer.explain().data["gradients_copied"] == 2 * len(list(net.parameters()))
 
 
-@scenario
+@scenario(2)
 def a_second_backward_into_a_reduced_bucket_is_an_error(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1)
     net(batch(rank, 0)).backward()
@@ -136,7 +129,7 @@ def a_second_backward_into_a_reduced_bucket_is_an_error(rank, world_size):
     optimizer.step()
 
 
-@scenario
+@scenario(2)
 def a_backward_after_clipping_is_an_error(rank, world_size):
     net, optimizer = build(rank)
     net(batch(rank, 0)).backward()
@@ -146,7 +139,7 @@ def a_backward_after_clipping_is_an_error(rank, world_size):
     optimizer.zero_grad()
 
 
-@scenario
+@scenario(2)
 def forgetting_zero_grad_is_an_error(rank, world_size):
     net, optimizer = build(rank)
     net(batch(rank, 0)).backward()
@@ -161,7 +154,7 @@ def forgetting_zero_grad_is_an_error(rank, world_size):
     optimizer.zero_grad()
 
 
-@scenario
+@scenario(2)
 def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1)
     net(batch(rank, 0)).backward()
@@ -171,7 +164,7 @@ def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     optimizer.zero_grad()
 
 
-@scenario
+@scenario(2)
 def zero_grad_discards_a_step_that_did_not_happen(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1)
     twin, twin_optimizer = build(rank)
@@ -184,7 +177,7 @@ def zero_grad_discards_a_step_that_did_not_happen(rank, world_size):
     assert_same(values(net), values(twin))
 
 
-@scenario
+@scenario(2)
 def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
     net, optimizer = build(rank)
     net.layers[1].weight.data = net.layers[1].weight.data.clone()
@@ -193,7 +186,7 @@ def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
         optimizer.step()
 
 
-@scenario
+@scenario(2)
 def thawed_parameters_are_refused(rank, world_size):
     net = Net(device_of(rank))
     net.layers[2].requires_grad_(False)
@@ -204,7 +197,7 @@ def thawed_parameters_are_refused(rank, world_size):
         optimizer.step()
 
 
-@scenario
+@scenario(2)
 def nanochats_loop_runs_unchanged(rank, world_size):
     """Accumulation without ``no_sync``, lr from ``initial_lr``, ``model.zero_grad``, a state file a rank."""
 
@@ -249,7 +242,7 @@ def nanochats_loop_runs_unchanged(rank, world_size):
     assert optimizer.param_groups[0]["initial_lr"] == twin_optimizer.param_groups[0]["initial_lr"] == 0.01
 
 
-@scenario
+@scenario(2)
 def joint_clipping_of_two_optimizers(rank, world_size):
     net, twin = Net(device_of(rank)), Net(device_of(rank))
     matrices = [p for p in net.parameters() if p.ndim == 2]
@@ -277,7 +270,7 @@ def joint_clipping_of_two_optimizers(rank, world_size):
         clip_grad_norm_(vectors[:1], 1.0)
 
 
-@scenario
+@scenario(2)
 def norms_of_every_order(rank, world_size):
     for order in (2.0, 1.0, float("inf"), 3.0):
         net, optimizer = build(rank)
@@ -291,7 +284,7 @@ def norms_of_every_order(rank, world_size):
         optimizer.step()
 
 
-@scenario
+@scenario(2)
 def nonfinite_gradients_on_one_rank_skip_the_step_on_all(rank, world_size):
     net, optimizer = build(rank, skip_nonfinite=True, max_norm=1.0)
     net(batch(rank, 0)).backward()
@@ -314,7 +307,7 @@ def nonfinite_gradients_on_one_rank_skip_the_step_on_all(rank, world_size):
     assert not torch.equal(values(net)[0], before[0])
 
 
-@scenario
+@scenario(2)
 def error_if_nonfinite_raises(rank, world_size):
     net, optimizer = build(rank)
     net(batch(rank, 0)).backward()
@@ -324,7 +317,7 @@ def error_if_nonfinite_raises(rank, world_size):
     optimizer.zero_grad()
 
 
-@scenario
+@scenario(2)
 def grad_scaler_with_inf_on_one_rank(rank, world_size):
     device = device_of(rank)
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
@@ -352,7 +345,7 @@ def grad_scaler_with_inf_on_one_rank(rank, world_size):
         assert_same(values(net), values(twin))
 
 
-@scenario
+@scenario(2)
 def scale_is_divided_out_without_unscale(rank, world_size):
     device = device_of(rank)
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
@@ -368,7 +361,7 @@ def scale_is_divided_out_without_unscale(rank, world_size):
         torch.testing.assert_close(left, right)
 
 
-@scenario
+@scenario(2)
 def schedulers_are_obeyed(rank, world_size):
     net, optimizer = build(rank)
     twin, twin_optimizer = build(rank)
@@ -388,7 +381,7 @@ def schedulers_are_obeyed(rank, world_size):
     assert_same(values(net), values(twin))
 
 
-@scenario
+@scenario(2)
 def groups_added_later(rank, world_size):
     net, twin = Net(device_of(rank)), Net(device_of(rank))
     optimizer = TritonDistAdamW(net.layers[:2].parameters(), reducer="exact")
@@ -406,7 +399,7 @@ def groups_added_later(rank, world_size):
     assert_same(values(net), values(twin))
 
 
-@scenario
+@scenario(2)
 def state_dict_at_an_equal_plan(rank, world_size):
     import io
 
@@ -432,7 +425,7 @@ def state_dict_at_an_equal_plan(rank, world_size):
         other_optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
 
 
-@scenario
+@scenario(2)
 def full_state_to_torch_and_back(rank, world_size):
     net, optimizer = build(rank)
     for step in range(2):
@@ -458,7 +451,7 @@ def full_state_to_torch_and_back(rank, world_size):
     assert_same(values(net), values(twin))
 
 
-@scenario
+@scenario(2)
 def closing_gives_ordinary_tensors(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1)
     net(batch(rank, 0)).backward()
@@ -474,7 +467,7 @@ def closing_gives_ordinary_tensors(rank, world_size):
         optimizer.step()
 
 
-@scenario
+@scenario(2)
 def wire_bytes_are_two_f_p(rank, world_size):
     net = nn.Linear(1000, 1000, bias=False).to(device_of(rank))
     optimizer = TritonDistAdamW(net.parameters())
@@ -487,7 +480,7 @@ def wire_bytes_are_two_f_p(rank, world_size):
     assert optimizer.plan.wire_bytes == pytest.approx(wanted, rel=0.001)
 
 
-@scenario
+@scenario(2)
 def sum_instead_of_average(rank, world_size):
     average, total = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(7))
     gradient = normal((7,), 5, rank)
@@ -499,7 +492,7 @@ def sum_instead_of_average(rank, world_size):
     torch.testing.assert_close(average, total)
 
 
-@scenario
+@scenario(2)
 def reduce_dtype_and_reduced_dtype(rank, world_size):
     for options in (
         {"reducer": "rs", "reduce_dtype": torch.float32},
@@ -518,7 +511,7 @@ def reduce_dtype_and_reduced_dtype(rank, world_size):
         optimizer.step()
 
 
-@scenario
+@scenario(2)
 def parameters_are_those_of_the_first_rank(rank, world_size):
     parameter = nn.Parameter(torch.full((5,), float(rank), device=device_of(rank)))
     with pytest.raises(RuntimeError, match="parameters differ from rank 0"):
@@ -527,7 +520,7 @@ def parameters_are_those_of_the_first_rank(rank, world_size):
     assert torch.equal(parameter, torch.zeros_like(parameter))
 
 
-@scenario
+@scenario(2)
 def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
     shapes = [(3,), (4,) if rank == 0 else (5,), (6,)]
     named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
@@ -535,7 +528,7 @@ def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
         TritonDistAdamW(named)
 
 
-@scenario
+@scenario(2)
 def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     device = device_of(rank)
     one = nn.Parameter(torch.ones(4, 4, device=device))
@@ -555,12 +548,12 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
         TritonDistAdamW(wrapped.parameters(), model=wrapped)
 
 
-@scenario
+@scenario(2)
 def debug_mode_finds_no_fault_in_a_sound_run(rank, world_size):
     assert_same(run(rank, debug=True), run(rank))
 
 
-@scenario
+@scenario(2)
 def replicas_that_differ_are_named(rank, world_size):
     net, optimizer = build(rank)
     with torch.no_grad():
@@ -569,31 +562,6 @@ def replicas_that_differ_are_named(rank, world_size):
         check_replicas(optimizer._bucketed.buckets, optimizer.communicator)
 
 
-def run_scenarios(rank, world_size):
-    found = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function(rank, world_size)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    known = {}
-
-    def of(backend):
-        if backend not in known:
-            known[backend] = run_ranks(run_scenarios, 2, backend=backend, timeout=180)
-        return known[backend]
-
-    return of
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_step(name, backend, outcomes):
-    for rank, found in enumerate(outcomes(backend)):
-        assert found[name] is None, f"rank {rank}:\n{found[name]}"
+@scenario.parametrize()
+def test_step(backend, world_size, name):
+    scenario.check(backend, world_size, name)

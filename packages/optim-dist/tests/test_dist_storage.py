@@ -3,7 +3,17 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_cases import Case, Tensors, assert_equal, assert_same_state, gradient, make_parameters, train_each
+from dist_cases import (
+    BACKENDS,
+    Case,
+    Tensors,
+    assert_equal,
+    assert_same_state,
+    gradient,
+    make_parameters,
+    train_each,
+    world_sizes,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,11 +45,13 @@ def case_of(options):
     return Case("adamw", TENSORS, ({"lr": 0.01}, {"lr": 0.02, **plain}), options)
 
 
-def test_the_same_bits_at_any_number_of_ranks():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_bits_at_any_number_of_ranks(backend):
     cases = [case_of(options) for options in OPTIONS.values()]
-    for world_size in (2, 3):
-        oracle = run_ranks(train_each, 1, [(case, world_size) for case in cases])[0]
-        results = run_ranks(train_each, world_size, [(case, 0, {"reducer": "exact"}) for case in cases])
+    for world_size in world_sizes(backend, (2, 3)):
+        oracle = run_ranks(train_each, 1, [(case, world_size) for case in cases], backend=backend)[0]
+        jobs = [(case, 0, {"reducer": "exact"}) for case in cases]
+        results = run_ranks(train_each, world_size, jobs, backend=backend)
         for name, expected, *found in zip(OPTIONS, oracle, *results, strict=True):
             for actual in found:
                 assert_equal(actual["parameters"], expected["parameters"], f"{name}, {world_size} ranks")
