@@ -10,16 +10,9 @@ import time
 
 from redist_cases import random_case
 
-from optim_redist import Layout, Mesh, Topology, canonical, overlap, plan, planning, problem
+from optim_redist import Layout, Mesh, Topology, _mesh, overlap, plan, planning, problem
 
-CACHES = [
-    overlap.side,
-    overlap.overlap,
-    problem._linear_points,
-    canonical._mesh,
-    canonical._joined,
-    canonical._ascending_kind,
-]
+CACHES = [overlap.overlap, problem._coordinates, _mesh.grid_points]
 
 
 def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: int = 4) -> float:

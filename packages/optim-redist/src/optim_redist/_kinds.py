@@ -27,6 +27,10 @@ class Kind:
         """The P + 1 points between which the coordinates hold one interval each, in order; None if they do not."""
         return None
 
+    def text(self, names: Sequence[str]) -> str:
+        """How we write a dimension that is divided so over mesh axes of these names."""
+        return ".".join(names)
+
 
 @dataclass(frozen=True)
 class Block(Kind):
@@ -53,6 +57,9 @@ class Chunk(Kind):
                 finer += (min(stop, start + c * block) for c in range(1, p + 1))
             points = finer
         return points
+
+    def text(self, names: Sequence[str]) -> str:
+        return "/".join(names) if len(names) > 1 else f"{names[0]}/"
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,10 @@ class Strided(Kind):
                 taken += ([run for chunk in chunks[c::p] for run in chunk] for c in range(p))
             held = taken
         return tuple(from_intervals(pieces) for pieces in held)
+
+    def text(self, names: Sequence[str]) -> str:
+        mark = "@@" if self.flat else "@"
+        return "/".join(f"{name}{mark}{factor}" for name, factor in zip(names, self.split_factors))
 
 
 def _cut_in_chunks(pieces: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
@@ -128,6 +139,9 @@ class Cyclic(Kind):
             sets.append(from_intervals((r.start, r.stop) for r in held) if all(r.repeats == 1 for r in held) else held)
         return tuple(sets)
 
+    def text(self, names: Sequence[str]) -> str:
+        return f"{'.'.join(names)}~{self.block}"
+
 
 @dataclass(frozen=True)
 class Ragged(Kind):
@@ -149,6 +163,9 @@ class Ragged(Kind):
                 f"got {self.cuts}"
             )
         return self.cuts
+
+    def text(self, names: Sequence[str]) -> str:
+        return f"{'.'.join(names)}!{':'.join(map(str, self.cuts))}"
 
 
 @dataclass(frozen=True)
@@ -177,6 +194,10 @@ class Intervals(Kind):
         if any(ends[k] != ends[k + 1] for k in range(0, len(ends), 2)):
             raise LayoutError(f"the intervals must cover 0 … {n} once, got {self._pieces}")
         return tuple(from_intervals(row) for row in self.table)
+
+    def text(self, names: Sequence[str]) -> str:
+        rows = "|".join(",".join(f"{start}:{stop}" for start, stop in row) for row in self.table)
+        return f"{'.'.join(names)}{{{rows}}}"
 
 
 KINDS: dict[str, type[Kind]] = {

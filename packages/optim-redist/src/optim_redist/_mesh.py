@@ -71,6 +71,15 @@ class Mesh:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "ranks", order)
 
+    @classmethod
+    def _of(cls, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
+        """A mesh of as many different ranks as it has places."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "sizes", sizes)
+        object.__setattr__(made, "names", None)
+        object.__setattr__(made, "ranks", ranks)
+        return made
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -112,9 +121,10 @@ class Mesh:
             raise LayoutError(f"mesh axis {axis} is outside a mesh of {self.num_axes} axes")
         return axis
 
-    def axis_name(self, axis: int) -> str:
-        """The axis' name, or its number."""
-        return str(axis) if self.names is None else self.names[axis]
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes, or their numbers."""
+        return self.names or tuple(map(str, range(len(self.sizes))))
 
     def __str__(self) -> str:
         sizes = (

@@ -1,19 +1,17 @@
 """The one layout that stands for all with the same ownership.
 
-Layouts over ascending ranks in which every coordinate holds something need no list of ranks: their axes are strides,
+Layouts over ascending ranks in which every coordinate holds something need no list of ranks. Their axes fall into
+groups: those of one dimension, major to minor, and those that replicate. Axes of one rank are dropped; then an axis b
+behind a in its group is joined with it where b is also the next axis of the mesh, since
 
-    rank = Σ c_a · stride_a,        size-1 axes dropped, an axis joined with the next of its group where
-                                    stride_a = size_b · stride_b
+    rank = Σ c_a · stride_a,        stride_a = size_b · stride_b        for neighbours a, b of the mesh.
 
-a group being the axes of one dimension, major to minor, or those that replicate. Other layouts are brought to the
-same form from the list of what every rank holds.
+Other layouts are brought to the same form from the list of what every rank holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
 from math import prod
 from operator import is_
 
@@ -41,56 +39,53 @@ def _by_strides(layout: Layout, shape: Sequence[int]) -> Layout | None:
     mesh = layout.mesh
     if layout.partial or not mesh.is_ascending or 0 in shape:
         return None
-    groups = tuple([() if split is None else split.axes for split in layout.dims])
-    sizes, axes = _joined(mesh.sizes, groups)
+    sizes, number = _joined(layout)
     dims: list[Split | None] = []
-    for n, split, used in zip(shape, layout.dims, axes):
+    for n, split in zip(shape, layout.dims):
+        used = () if split is None else tuple(dict.fromkeys([number[axis] for axis in split.axes if axis in number]))
         if split is None or not used:
             dims.append(None)
             continue
-        before = tuple([mesh.sizes[axis] for axis in split.axes])
-        kind = _ascending_kind(n, split.kind, before, tuple([sizes[axis] for axis in used]))
+        kind = _ascending_kind(n, split.kind, [mesh.sizes[axis] for axis in split.axes], [sizes[axis] for axis in used])
         if kind is None:
             return None
         unchanged = kind == split.kind and used == split.axes
         dims.append(split if unchanged else Split(used, kind))
-    if sizes == mesh.sizes and all(map(is_, dims, layout.dims)):
-        return layout
-    return Layout._of(mesh if sizes == mesh.sizes else _mesh(sizes, mesh.ranks), tuple(dims))
+    if sizes == mesh.sizes:
+        return layout if all(map(is_, dims, layout.dims)) else Layout._of(mesh, tuple(dims))
+    return Layout._of(Mesh._of(sizes, mesh.ranks), tuple(dims))
 
 
-@lru_cache(maxsize=1024)
-def _mesh(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
-    return Mesh(sizes, ranks=ranks)
+def _joined(layout: Layout) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Sizes of the joined axes, and which of them each axis of several ranks is part of."""
+    mesh_sizes = layout.mesh.sizes
+    before: dict[int, int] = {}  # for an axis that splits a dimension, the one before it in its group, -1 for the first
+    for split in layout.dims:
+        last = -1
+        for axis in () if split is None else split.axes:
+            if mesh_sizes[axis] > 1:
+                before[axis] = last
+                last = axis
+    sizes: list[int] = []
+    number: dict[int, int] = {}
+    last = replicating = -1
+    for axis, n in enumerate(mesh_sizes):
+        if n == 1:
+            continue
+        if axis in before:
+            follows = before[axis]
+        else:
+            follows, replicating = replicating, axis
+        if sizes and follows == last:
+            sizes[-1] *= n
+        else:
+            sizes.append(n)
+        number[axis] = len(sizes) - 1
+        last = axis
+    return tuple(sizes), number
 
 
-_Axes = tuple[int, ...]
-
-
-@lru_cache(maxsize=4096)
-def _joined(sizes: tuple[int, ...], groups: tuple[_Axes, ...]) -> tuple[tuple[int, ...], list[_Axes]]:
-    """Sizes of the joined axes, largest stride first, and those of every group, major to minor."""
-    strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    used = set(chain.from_iterable(groups))
-    terms: list[tuple[int, int]] = []
-    places: list[list[int]] = []
-    for group in (*groups, [axis for axis in range(len(sizes)) if axis not in used]):
-        joined: list[tuple[int, int]] = []  # (stride, size)
-        for axis in group:
-            stride, n = strides[axis], sizes[axis]
-            if joined and n > 1 and joined[-1][0] == stride * n:
-                joined[-1] = (stride, joined[-1][1] * n)
-            elif n > 1:
-                joined.append((stride, n))
-        places.append([stride for stride, _ in joined])
-        terms += joined
-    terms.sort(reverse=True)
-    number = {stride: k for k, (stride, _) in enumerate(terms)}
-    return tuple([n for _, n in terms]), [tuple([number[stride] for stride in found]) for found in places[:-1]]
-
-
-@lru_cache(maxsize=4096)
-def _ascending_kind(n: int, kind: Kind, axis_sizes: tuple[int, ...], joined: tuple[int, ...]) -> Kind | None:
+def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Sequence[int]) -> Kind | None:
     """The simplest kind that says the same over the joined axes.
 
     None if some coordinate holds nothing or coordinates are not in the order of their first indices.

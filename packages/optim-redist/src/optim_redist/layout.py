@@ -210,28 +210,12 @@ class Layout:
         return layout_picture(self, shape, dims, fmt)
 
     def __str__(self) -> str:
-        items = ", ".join("-" if split is None else self._split_text(split) for split in self.dims)
+        names = self.mesh.axis_names
+        items = ["-" if split is None else split.kind.text([names[axis] for axis in split.axes]) for split in self.dims]
         ops: dict[str, list[str]] = {}
         for axis, op in self.partial:
-            ops.setdefault(op, []).append(self.mesh.axis_name(axis))
-        return f"[{items}]" + "".join(f"+{op}({','.join(names)})" for op, names in ops.items())
-
-    def _split_text(self, split: Split) -> str:
-        names = [self.mesh.axis_name(axis) for axis in split.axes]
-        match split.kind:
-            case Chunk():
-                return "/".join(names) if len(names) > 1 else f"{names[0]}/"
-            case Strided(factors, flat):
-                return "/".join(f"{name}{'@@' if flat else '@'}{factor}" for name, factor in zip(names, factors))
-            case Cyclic(block):
-                return f"{'.'.join(names)}~{block}"
-            case Ragged(cuts):
-                return f"{'.'.join(names)}!{':'.join(map(str, cuts))}"
-            case Intervals(table):
-                rows = "|".join(",".join(f"{start}:{stop}" for start, stop in row) for row in table)
-                return f"{'.'.join(names)}{{{rows}}}"
-            case _:
-                return ".".join(names)
+            ops.setdefault(op, []).append(names[axis])
+        return f"[{', '.join(items)}]" + "".join([f"+{op}({','.join(found)})" for op, found in ops.items()])
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -160,9 +160,9 @@ def _sends(problem: Problem) -> tuple[int, int]:
         return direct if needers == 1 else max(held.values()), direct
     least = direct = 0
     for (point, _), ranks in problem.holders.items():
-        demand = held[point] * needers - sum(kept.get(rank, 0) for rank in ranks)
-        leaving = held[point]
-        if needers <= len(ranks):
+        demand = held[point] * needers - sum([kept.get(rank, 0) for rank in ranks])
+        leaving = demand if needers == 1 else held[point]
+        if 1 < needers <= len(ranks):
             targets = Counter(problem.dst_points[rank] for rank in ranks if rank in problem.dst_points)
             leaving -= sum(problem.num_common(point, target) for target, n in targets.items() if n == needers)
         least = max(least, -(-leaving // len(ranks)))
@@ -186,11 +186,11 @@ def _cuts(problem: Problem, topology: Topology | None) -> tuple[Cut, ...]:
     groups: list[tuple[str, tuple[int, ...], float | None]] = []
     if topology is not None:
         groups += topology.groups(problem.ranks)
-    sources, targets = set(problem.src.mesh.ranks), set(problem.dst.mesh.ranks)
-    if sources != targets:
+    sources, targets = problem.src.mesh.ranks, problem.dst.mesh.ranks
+    if sources != targets and set(sources) != set(targets):
         groups.append(("source", tuple(sorted(sources)), None))
         groups.append(("target", tuple(sorted(targets)), None))
-    return tuple(Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks)
+    return tuple([Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks])
 
 
 def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:

@@ -45,17 +45,27 @@ class Overlap:
     """One dimension of size ``n``, divided by a source and a target.
 
     Attributes:
-        src, dst: the two divisions.
-        common: for every source coordinate i the target coordinates j that it meets, and in how many indices:
-            ``common[i] = {j: n_k(i, j)}``, ascending.
+        src, dst: the two divisions, one object if they are equal.
+        alike: what every source coordinate shares with every target coordinate, if that is one number: an even
+            division meets a dimension that the other side does not split.
     """
 
     def __init__(self, n: int, src: Division, dst: Division) -> None:
         self.n = n
-        self.src, self.dst = side(n, src), side(n, dst)
-        self.common = self._common()
+        self.src = Side(n, src)
+        self.dst = self.src if dst == src else Side(n, dst)
+        self.alike: int | None = None
+        if len(self.src.sizes) == 1 and self.dst.is_even:
+            self.alike = self.dst.sizes[0]
+        elif len(self.dst.sizes) == 1 and self.src.is_even:
+            self.alike = self.src.sizes[0]
 
-    def _common(self) -> list[dict[int, int]]:
+    @cached_property
+    def common(self) -> list[dict[int, int]]:
+        """For every source coordinate i the target coordinates j that it meets, ascending, and in how many indices:
+
+        ``common[i] = {j: n_k(i, j)}``.
+        """
         src, dst = self.src, self.dst
         if len(src.sizes) == 1:
             return [{j: n for j, n in enumerate(dst.sizes) if n}]
@@ -124,12 +134,6 @@ def _counted(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, in
             if a < b:
                 row[j] = b - a
     return found
-
-
-@lru_cache(maxsize=4096)
-def side(n: int, division: Division) -> Side:
-    """The division of a dimension of size ``n``, shared by all who ask."""
-    return Side(n, division)
 
 
 @lru_cache(maxsize=4096)

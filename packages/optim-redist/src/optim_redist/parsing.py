@@ -234,12 +234,12 @@ def _partition_spec_text(layout: Layout, shape: Sequence[int] | None) -> str:
                     f"a PartitionSpec means blocks of ceil(n / p); dimension {tensor_dim} of {layout} is "
                     "divided otherwise" + ("; pass shape, which may make it the same" if shape is None else "")
                 )
-        names = [repr(layout.mesh.axis_name(axis)) for axis in split.axes]
+        names = [repr(layout.mesh.axis_names[axis]) for axis in split.axes]
         items.append(names[0] if len(names) == 1 else f"({', '.join(names)})")
     if any(op != "sum" for _, op in layout.partial):
         raise NotRepresentableError(f"unreduced axes of a PartitionSpec are sums; {layout} has others pending")
     if layout.partial:
-        names = sorted(repr(layout.mesh.axis_name(axis)) for axis, _ in layout.partial)
+        names = sorted(repr(layout.mesh.axis_names[axis]) for axis, _ in layout.partial)
         items.append(f"unreduced={{{', '.join(names)}}}")
     return f"P({', '.join(items)})"
 
@@ -290,7 +290,7 @@ def _placements_text(layout: Layout, shape: Sequence[int] | None) -> str:
     placements, order = placements_of(layout, shape)
     text = ", ".join(map(str, placements))
     if order:
-        name = layout.mesh.axis_name
-        orders = (f"{tensor_dim}:{'.'.join(map(name, axes))}" for tensor_dim, axes in sorted(order.items()))
+        names = layout.mesh.axis_names
+        orders = (f"{dim}:{'.'.join([names[axis] for axis in axes])}" for dim, axes in sorted(order.items()))
         text += f" order={','.join(orders)}"
     return text

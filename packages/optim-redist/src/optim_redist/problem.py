@@ -20,7 +20,6 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from optim_redist._mesh import grid_points
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
@@ -37,8 +36,6 @@ class Problem:
 
     Attributes:
         overlaps: one per tensor dimension, then one per kept partial axis.
-        src_points, dst_points: for each rank its coordinates on these dimensions; the target's only of ranks that
-            need anything.
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
         reduced: the operations of the reduced source axes, with the number of contributions of each.
         started: the partial axes of the target that start anew.
@@ -56,24 +53,22 @@ class Problem:
         self.reduced: tuple[tuple[str, int], ...] = ()
         self.started: tuple[tuple[int, str], ...] = ()
         self.num_contributions = num_started = 1
-        if not (src.partial or dst.partial):
-            self.contribution = dict.fromkeys(src.mesh.ranks, 0)
-            self.src_points = _points(src, src_axes)
-            self._all_dst_points = self.dst_points = _points(dst, dst_axes)
-        else:
+        self.contribution = dict.fromkeys(src.mesh.ranks, 0)
+        if src.partial or dst.partial:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
+        self._src_columns = [_coordinates(src.mesh.sizes, axes) for axes in src_axes]
+        self._dst_columns = [_coordinates(dst.mesh.sizes, axes) for axes in dst_axes]
         num_src_points = prod([len(o.src.sizes) for o in self.overlaps])
         num_dst_points = prod([len(o.dst.sizes) for o in self.overlaps])
         # whether all ranks hold equally much and need equally much
-        sides = [side for o in self.overlaps for side in (o.src, o.dst)]
-        self.is_even = src.mesh.ranks == dst.mesh.ranks and all(side.is_even for side in sides)
+        self.is_even = src.mesh.ranks == dst.mesh.ranks and all([o.src.is_even and o.dst.is_even for o in self.overlaps])
         self.held_by_all = prod([o.src.sizes[0] for o in self.overlaps])
         self.needed_by_all = prod([o.dst.sizes[0] for o in self.overlaps])
         self.src_replicas: int = src.mesh.num_ranks // (num_src_points * self.num_contributions)
         self.dst_replicas: int = dst.mesh.num_ranks // (num_dst_points * num_started)
 
     def _lay_out_contributions(self, src_axes: list[tuple[int, ...]], dst_axes: list[tuple[int, ...]]) -> int:
-        """Points and contributions where either side is partial; the number of places that a started axis has."""
+        """Contributions where either side is partial; the number of places that the started axes have together."""
         src, dst = self.src, self.dst
         kept = _kept_axes(src, dst)
         for a, b in kept:
@@ -88,15 +83,28 @@ class Problem:
         axes = [axis for axis, _ in reduced]
         self.contribution = {rank: src.linear(point, axes) for rank, point in src.mesh.coordinates.items()}
         self.started = tuple((a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1)
-        self.src_points = _points(src, src_axes)
-        self._all_dst_points = _points(dst, dst_axes)
-        places = dst.mesh.coordinates
-        self.dst_points = {
+        return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
+
+    @cached_property
+    def src_points(self) -> dict[int, Point]:
+        """Each source rank's coordinates on the dimensions."""
+        return _by_rank(self.src, self._src_columns)
+
+    @cached_property
+    def _all_dst_points(self) -> dict[int, Point]:
+        return _by_rank(self.dst, self._dst_columns)
+
+    @cached_property
+    def dst_points(self) -> dict[int, Point]:
+        """Each target rank's coordinates on the dimensions; only of ranks that need anything."""
+        if not self.started:
+            return self._all_dst_points
+        places = self.dst.mesh.coordinates
+        return {
             rank: point
             for rank, point in self._all_dst_points.items()
             if not any(places[rank][axis] for axis, _ in self.started)
         }
-        return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
 
     @cached_property
     def num_elements(self) -> int:
@@ -106,7 +114,10 @@ class Problem:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Every rank of the source or the target, ascending."""
-        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
+        src, dst = self.src.mesh, self.dst.mesh
+        if src.ranks == dst.ranks and src.is_ascending:
+            return src.ranks
+        return tuple(sorted({*src.ranks, *dst.ranks}))
 
     @cached_property
     def holders(self) -> dict[tuple[Point, int], list[int]]:
@@ -161,17 +172,24 @@ class Problem:
     @cached_property
     def num_kept(self) -> dict[int, int]:
         """Elements each rank both holds and needs, for ranks on both sides."""
-        ranks = [rank for rank in self.dst_points if rank in self.src_points]
-        here = [self.src_points[rank] for rank in ranks]
-        there = [self.dst_points[rank] for rank in ranks]
+        ranks, here, there = self._both_sides()
         found = [1] * len(ranks)
-        for k, o in enumerate(self.overlaps):
-            if len(o.src.sizes) == len(o.dst.sizes) == 1:
-                found = [n * o.n for n in found]
+        for o, i, j in zip(self.overlaps, here, there):
+            if o.alike is not None:
+                found = [n * o.alike for n in found]
             else:
                 rows = o.common
-                found = [n * rows[i[k]].get(j[k], 0) for n, i, j in zip(found, here, there)]
+                found = [n * rows[a].get(b, 0) for n, a, b in zip(found, i, j)]
         return dict(zip(ranks, found))
+
+    def _both_sides(self) -> tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+        """The ranks on both sides, and for each dimension their coordinates there, of the source and of the target."""
+        if self.src.mesh.ranks == self.dst.mesh.ranks and not self.started:
+            return self.src.mesh.ranks, self._src_columns, self._dst_columns
+        ranks = [rank for rank in self.dst_points if rank in self.src_points]
+        here = list(zip(*[self.src_points[rank] for rank in ranks]))
+        there = list(zip(*[self.dst_points[rank] for rank in ranks]))
+        return ranks, here, there
 
     def common(self, src: Point, dst: Point) -> Box | None:
         """The atom B(src, dst), None if it is empty."""
@@ -209,17 +227,17 @@ class Problem:
         return None if point is None else tuple(o.dst.sets[j] for o, j in zip(self.overlaps, point))
 
 
-@lru_cache(maxsize=1024)
-def _linear_points(sizes: tuple[int, ...], axes: tuple[tuple[int, ...], ...]) -> tuple[Point, ...]:
-    """For every point of a grid its linear coordinate on each group of axes."""
-    columns = []
-    for used in axes:
-        column = [0] * prod(sizes)
-        for axis in used:
-            size = sizes[axis]
-            column = [c * size + point[axis] for c, point in zip(column, grid_points(sizes))]
-        columns.append(column)
-    return tuple(zip(*columns)) if columns else ((),) * prod(sizes)
+@lru_cache(maxsize=4096)
+def _coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+    """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
+    total = prod(sizes)
+    found = [0] * total
+    for axis in axes:
+        n = sizes[axis]
+        inner = prod(sizes[axis + 1 :])
+        digits = [c for c in range(n) for _ in range(inner)] * (total // (n * inner))
+        found = digits if axis == axes[0] else [c * n + digit for c, digit in zip(found, digits)]
+    return found
 
 
 def _divisions(layout: Layout) -> tuple[list[tuple[int, ...]], list[Division]]:
@@ -237,9 +255,10 @@ def _divisions(layout: Layout) -> tuple[list[tuple[int, ...]], list[Division]]:
     return axes, divisions
 
 
-def _points(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point]:
-    """The linear coordinate on every dimension's axes, rank by rank."""
-    return dict(zip(layout.mesh.ranks, _linear_points(layout.mesh.sizes, tuple(axes))))
+def _by_rank(layout: Layout, columns: Sequence[Sequence[int]]) -> dict[int, Point]:
+    """The coordinates on every dimension, rank by rank."""
+    points = zip(*columns) if columns else [()] * layout.mesh.num_ranks
+    return dict(zip(layout.mesh.ranks, points))
 
 
 def _kept_axes(src: Layout, dst: Layout) -> list[tuple[int, int]]:
