@@ -52,7 +52,7 @@ def build(kind, net):
         return torch.optim.AdamW(net.named_parameters(), lr=0.05, amsgrad=True)
     matrices = [(name, p) for name, p in net.named_parameters() if name.endswith("weight")]
     rest = [(name, p) for name, p in net.named_parameters() if not name.endswith("weight")]
-    groups = [{"kind": "muon", "params": matrices}, {"kind": "adamw", "params": rest, "lr": 0.05}]
+    groups = [{"kind": "muon", "params": matrices, "impl": "torch"}, {"kind": "adamw", "params": rest, "lr": 0.05}]
     return TritonDistMuonAdamW(groups, average=False, bucket_mb=1e-4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -49,6 +49,7 @@ class Mesh:
     sizes: tuple[int, ...]
     names: tuple[str, ...] | None
     ranks: tuple[int, ...]
+    _hash: int = field(repr=False)
 
     def __init__(
         self,
@@ -67,25 +68,18 @@ class Mesh:
         order = tuple(range(total)) if ranks is None else tuple(_flatten(ranks))
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
-        object.__setattr__(self, "sizes", shape)
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "ranks", order)
+        # meshes are part of the keys of every cache, so they know their hash
+        vars(self).update(sizes=shape, names=names, ranks=order, _hash=hash((shape, order)))
 
     @classmethod
     def _of(cls, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
         """A mesh of as many different ranks as it has places."""
         made = cls.__new__(cls)
-        object.__setattr__(made, "sizes", sizes)
-        object.__setattr__(made, "names", None)
-        object.__setattr__(made, "ranks", ranks)
+        vars(made).update(sizes=sizes, names=None, ranks=ranks, _hash=hash((sizes, ranks)))
         return made
 
     def __hash__(self) -> int:
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.sizes, self.ranks))
 
     def __eq__(self, other: object) -> bool:
         # names are for people: they change nothing that a rank holds

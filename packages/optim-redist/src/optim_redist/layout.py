@@ -81,6 +81,7 @@ class Layout:
     mesh: Mesh
     dims: tuple[Split | None, ...]
     partial: tuple[tuple[int, ReduceOp], ...]
+    _hash: int = field(repr=False)
 
     def __init__(self, mesh: Mesh, dims: Sequence[DimSpec], partial: Mapping[Axis, str] | None = None) -> None:
         splits = tuple(_as_split(mesh, spec) for spec in dims)
@@ -93,25 +94,18 @@ class Layout:
         kinds = {op for _, op in ops}
         if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
             raise LayoutError(f"only sum and avg may be pending together, got {sorted(kinds)}; reduce one first")
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "dims", splits)
-        object.__setattr__(self, "partial", ops)
+        # layouts are part of the keys of every cache, so they know their hash
+        vars(self).update(mesh=mesh, dims=splits, partial=ops, _hash=hash((mesh, splits, ops)))
 
     @classmethod
     def _of(cls, mesh: Mesh, dims: tuple[Split | None, ...]) -> Layout:
         """A layout of splits that are known to fit the mesh, without contributions."""
         made = cls.__new__(cls)
-        object.__setattr__(made, "mesh", mesh)
-        object.__setattr__(made, "dims", dims)
-        object.__setattr__(made, "partial", ())
+        vars(made).update(mesh=mesh, dims=dims, partial=(), _hash=hash((mesh, dims, ())))
         return made
 
     def __hash__(self) -> int:
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.mesh, self.dims, self.partial))
 
     @property
     def num_dims(self) -> int:

@@ -24,7 +24,7 @@ share the same demand, so the least possible largest send is the largest of ceil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -148,10 +148,12 @@ def _sends(problem: Problem) -> tuple[int, int]:
 
     Holders of one part share its demand: what its needers want, less what holders among them have.
     """
-    kept, needers = problem.num_kept, problem.dst_replicas
-    if problem.is_even and problem.src_replicas == 1 and not problem.started:
-        direct = problem.held_by_all * needers - min(kept.values())
-        return direct if needers == 1 else problem.held_by_all, direct
+    kept, needers, replicas = problem.num_kept, problem.dst_replicas, problem.src_replicas
+    if problem.is_even and not problem.started and (needers == 1 or needers > replicas):
+        # all parts are asked for equally much, but for what their holders keep
+        demand = problem.held_by_all * needers - min(kept.values() if replicas == 1 else _kept_by_holders(problem))
+        direct = -(-demand // replicas)
+        return direct if needers == 1 else -(-problem.held_by_all // replicas), direct
     held = problem.held_sizes
     if problem.src_replicas == 1:
         demands = [held[point] * needers - kept.get(rank, 0) for rank, point in problem.src_points.items()]
@@ -170,6 +172,16 @@ def _sends(problem: Problem) -> tuple[int, int]:
     return least, direct
 
 
+def _kept_by_holders(problem: Problem) -> Collection[int]:
+    """For the holders of every part, the elements that they keep together."""
+    found: dict[tuple[Point, int], int] = {}
+    points, contribution = problem.src_points, problem.contribution
+    for rank, n in problem.num_kept.items():
+        holders = points[rank], contribution[rank]
+        found[holders] = found.get(holders, 0) + n
+    return found.values()
+
+
 def _reduction_bound(problem: Problem) -> int:
     """Transfers that a reduction takes, per rank, rounded up; 0 where contributions have several holders."""
     if problem.num_contributions == 1 or problem.src_replicas > 1:
@@ -184,7 +196,7 @@ def _reduction_bound(problem: Problem) -> int:
 
 def _cuts(problem: Problem, topology: Topology | None) -> tuple[Cut, ...]:
     groups: list[tuple[str, tuple[int, ...], float | None]] = []
-    if topology is not None:
+    if topology is not None and topology.levels:
         groups += topology.groups(problem.ranks)
     sources, targets = problem.src.mesh.ranks, problem.dst.mesh.ranks
     if sources != targets and set(sources) != set(targets):
