@@ -49,7 +49,8 @@ class Mesh:
     sizes: tuple[int, ...]
     names: tuple[str, ...] | None
     ranks: tuple[int, ...]
-    _hash: int = field(repr=False)
+    is_ascending: bool = field(repr=False, compare=False)  # in grid order
+    _hash: int = field(repr=False, compare=False)
 
     def __init__(
         self,
@@ -69,17 +70,22 @@ class Mesh:
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
         # meshes are part of the keys of every cache, so they know their hash
-        vars(self).update(sizes=shape, names=names, ranks=order, _hash=hash((shape, order)))
+        ascending = ranks is None or list(order) == sorted(order)
+        vars(self).update(sizes=shape, names=names, ranks=order, is_ascending=ascending, _hash=hash((shape, order)))
 
     @classmethod
-    def _of(cls, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
-        """A mesh of as many different ranks as it has places."""
+    def ascending(cls, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
+        """The mesh of ascending ranks, as many as it has places; nothing is checked."""
         made = cls.__new__(cls)
-        vars(made).update(sizes=sizes, names=None, ranks=ranks, _hash=hash((sizes, ranks)))
+        vars(made).update(sizes=sizes, names=None, ranks=ranks, is_ascending=True, _hash=hash((sizes, ranks)))
         return made
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a hash does not travel to another process
+        return Mesh, (self.sizes, self.names, self.ranks)
 
     def __eq__(self, other: object) -> bool:
         # names are for people: they change nothing that a rank holds
@@ -91,14 +97,9 @@ class Mesh:
     def num_axes(self) -> int:
         return len(self.sizes)
 
-    @cached_property
+    @property
     def num_ranks(self) -> int:
         return len(self.ranks)
-
-    @cached_property
-    def is_ascending(self) -> bool:
-        """Whether the ranks ascend in grid order."""
-        return self.ranks == tuple(sorted(self.ranks))
 
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from operator import is_
 
 from optim_redist._mesh import grid_points
 from optim_redist.errors import NotRepresentableError
@@ -40,20 +39,26 @@ def _by_strides(layout: Layout, shape: Sequence[int]) -> Layout | None:
     if layout.partial or not mesh.is_ascending or 0 in shape:
         return None
     sizes, number = _joined(layout)
+    joins = sizes != mesh.sizes
     dims: list[Split | None] = []
+    changed = joins
     for n, split in zip(shape, layout.dims):
-        used = () if split is None else tuple(dict.fromkeys([number[axis] for axis in split.axes if axis in number]))
-        if split is None or not used:
+        if split is None:
             dims.append(None)
             continue
+        used = split.axes
+        if joins:
+            used = tuple(dict.fromkeys([number[axis] for axis in used if axis in number]))
         kind = _ascending_kind(n, split.kind, [mesh.sizes[axis] for axis in split.axes], [sizes[axis] for axis in used])
         if kind is None:
             return None
-        unchanged = kind == split.kind and used == split.axes
-        dims.append(split if unchanged else Split(used, kind))
-    if sizes == mesh.sizes:
-        return layout if all(map(is_, dims, layout.dims)) else Layout._of(mesh, tuple(dims))
-    return Layout._of(Mesh._of(sizes, mesh.ranks), tuple(dims))
+        if joins or kind is not split.kind:
+            changed = True
+            split = Split(used, kind) if used else None
+        dims.append(split)
+    if not changed:
+        return layout
+    return Layout.of_splits(Mesh.ascending(sizes, mesh.ranks) if joins else mesh, tuple(dims))
 
 
 def _joined(layout: Layout) -> tuple[tuple[int, ...], dict[int, int]]:

@@ -81,7 +81,7 @@ class Layout:
     mesh: Mesh
     dims: tuple[Split | None, ...]
     partial: tuple[tuple[int, ReduceOp], ...]
-    _hash: int = field(repr=False)
+    _hash: int = field(repr=False, compare=False)
 
     def __init__(self, mesh: Mesh, dims: Sequence[DimSpec], partial: Mapping[Axis, str] | None = None) -> None:
         splits = tuple(_as_split(mesh, spec) for spec in dims)
@@ -98,14 +98,18 @@ class Layout:
         vars(self).update(mesh=mesh, dims=splits, partial=ops, _hash=hash((mesh, splits, ops)))
 
     @classmethod
-    def _of(cls, mesh: Mesh, dims: tuple[Split | None, ...]) -> Layout:
-        """A layout of splits that are known to fit the mesh, without contributions."""
+    def of_splits(cls, mesh: Mesh, dims: tuple[Split | None, ...]) -> Layout:
+        """The layout of splits that fit the mesh, without contributions; nothing is checked."""
         made = cls.__new__(cls)
         vars(made).update(mesh=mesh, dims=dims, partial=(), _hash=hash((mesh, dims, ())))
         return made
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a hash does not travel to another process
+        return Layout, (self.mesh, self.dims, dict(self.partial))
 
     @property
     def num_dims(self) -> int:
@@ -205,7 +209,7 @@ class Layout:
 
     def __str__(self) -> str:
         names = self.mesh.axis_names
-        items = ["-" if split is None else split.kind.text([names[axis] for axis in split.axes]) for split in self.dims]
+        items = [split.kind.text([names[axis] for axis in split.axes]) if split else "-" for split in self.dims]
         ops: dict[str, list[str]] = {}
         for axis, op in self.partial:
             ops.setdefault(op, []).append(names[axis])

@@ -111,9 +111,9 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
     cuts = _cuts(problem, topology)
-    crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
     seconds = 0.0
     if topology is not None and lb:
+        crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
         seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
     live_src = max(problem.held_sizes.values()) if not problem.is_even else problem.held_by_all
     return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, live_src, seconds)
@@ -162,7 +162,7 @@ def _sends(problem: Problem) -> tuple[int, int]:
         return direct if needers == 1 else max(held.values()), direct
     least = direct = 0
     for (point, _), ranks in problem.holders.items():
-        demand = held[point] * needers - sum([kept.get(rank, 0) for rank in ranks])
+        demand = held[point] * needers - sum(kept.get(rank, 0) for rank in ranks)
         leaving = demand if needers == 1 else held[point]
         if 1 < needers <= len(ranks):
             targets = Counter(problem.dst_points[rank] for rank in ranks if rank in problem.dst_points)
@@ -202,7 +202,9 @@ def _cuts(problem: Problem, topology: Topology | None) -> tuple[Cut, ...]:
     if sources != targets and set(sources) != set(targets):
         groups.append(("source", tuple(sorted(sources)), None))
         groups.append(("target", tuple(sorted(targets)), None))
-    return tuple([Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks])
+    return tuple(
+        [Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks]
+    )
 
 
 def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:

@@ -125,7 +125,7 @@ class Step:
     rounds: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """What a planner is asked for.
 
@@ -146,17 +146,21 @@ class Request:
     aside: Mapping[int, int] = field(default_factory=dict)
     deterministic: bool = False
 
-    @cached_property
+    @property
     def has_borders(self) -> bool:
         """Whether the ranks lie in more than one group of the topology."""
-        return bool(self.model.topology.levels) and bool(self.model.topology.groups(self.problem.ranks))
+        return bool(self.model.topology.levels) and self._crosses_borders
+
+    @cached_property
+    def _crosses_borders(self) -> bool:
+        return bool(self.model.topology.groups(self.problem.ranks))
 
     def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
         """The same request for a part of the way."""
         return replace(self, problem=Problem(self.problem.shape, src, dst), aside=aside)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     """A complete plan before the choice.
 
@@ -164,17 +168,17 @@ class Candidate:
         planner: who offers it.
         stages, steps: what it does and what that costs.
         busiest: elements that the busiest rank sends or receives over all steps.
+        seconds, peak_bytes: of all steps together, and of the one that holds most.
     """
 
     planner: str
     stages: tuple[Stage, ...]
     steps: tuple[Step, ...]
     busiest: int
+    seconds: float = field(init=False, default=0.0)
+    peak_bytes: int = field(init=False, default=0)
 
-    @property
-    def seconds(self) -> float:
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max((step.peak for step in self.steps), default=0)
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            self.seconds += step.seconds
+            self.peak_bytes = max(self.peak_bytes, step.peak)

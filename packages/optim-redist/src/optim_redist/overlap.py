@@ -28,7 +28,11 @@ class Side:
 
     def __init__(self, n: int, division: Division) -> None:
         self._n, (self._kind, self._axis_sizes) = n, division
-        self.cuts: Sequence[int] | None = (0, n) if self._kind is None else self._kind.cut_points(n, self._axis_sizes)
+        self.cuts: Sequence[int] | None
+        if self._kind is None:
+            self.cuts, self.sizes, self.is_even = (0, n), [n], True
+            return
+        self.cuts = self._kind.cut_points(n, self._axis_sizes)
         if self.cuts is not None:
             self.sizes = [stop - start for start, stop in pairwise(self.cuts)]
         else:

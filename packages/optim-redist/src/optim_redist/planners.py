@@ -37,8 +37,6 @@ from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.problem import Problem
 
 _MAX_ROUNDS = 2**16
-# asked for by name: they take longer than all others together
-_SEARCHES = ("collectives", "notebook")
 Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
 
 
@@ -70,10 +68,9 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     hopeless: Losers = []
     refused: list[str] = []
     best = float("inf")
+    default = _WITH_COLLECTIVES if request.budget else _DEFAULT
     for name, planner in _PLANNERS.items():
-        wanted = name not in _SEARCHES or (name == "collectives" and request.budget > 0)
-        wanted = wanted if asked is None else name in asked
-        if not wanted or not planner.applies(request, limits):
+        if name not in (default if asked is None else asked) or not planner.applies(request, limits):
             continue
         if asked is None and found and request.memory_limit is None:
             least = planner.least_seconds(request, limits)
@@ -103,8 +100,10 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
 def _least_of_one_hop(request: Request, limits: Bounds) -> float:
     model, volume = request.model, limits.lb * request.itemsize
     seconds = model.seconds("all_to_all", volume) + model.pack_seconds(volume)
-    crossing = max((max(c.inbound, c.outbound) / c.bandwidth for c in limits.cuts if c.bandwidth), default=0.0)
-    return max(seconds, crossing * request.itemsize)
+    for c in limits.cuts:
+        if c.bandwidth:
+            seconds = max(seconds, max(c.inbound, c.outbound) * request.itemsize / c.bandwidth)
+    return seconds
 
 
 def _least_of_two_hops(request: Request, limits: Bounds) -> float:
@@ -129,7 +128,9 @@ def _local(request: Request, limits: Bounds) -> Candidate:
 
 def _direct(request: Request, limits: Bounds, op: str = "exchange") -> Candidate:
     problem, width = request.problem, request.itemsize
-    held = limits.memory + limits.direct_recv + limits.direct_send + max(request.aside.values(), default=0)
+    held = limits.memory + limits.direct_recv + limits.direct_send
+    if request.aside:
+        held += max(request.aside.values())
     peak = held * width + partial_bytes(request)
     if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
         return _from_phases("direct", request, op=op)
@@ -185,7 +186,8 @@ def _notebook(request: Request, limits: Bounds) -> Candidate:
 
 def _can_gather(request: Request, limits: Bounds) -> bool:
     src, dst = request.problem.src, request.problem.dst
-    return not (src.partial or dst.partial) and set(src.mesh.ranks) == set(dst.mesh.ranks)
+    here, there = src.mesh.ranks, dst.mesh.ranks
+    return not (src.partial or dst.partial) and (here == there or set(here) == set(there))
 
 
 class _Planner(NamedTuple):
@@ -215,6 +217,9 @@ _PLANNERS = {
     "notebook": _Planner(_notebook, _least_of_one_hop),
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),
 }
+# the two that search take longer than all others together
+_DEFAULT = [name for name in _PLANNERS if name not in ("collectives", "notebook")]
+_WITH_COLLECTIVES = [name for name in _PLANNERS if name != "notebook"]
 
 
 # -- candidates from layouts and phases
@@ -327,7 +332,6 @@ def _step(
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
     for (level, _), (inbound, outbound) in (borders or {}).items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, max(inbound, outbound) * width))
-    seconds += model.pack_seconds(send * width) + model.pack_seconds(recv * width)
     # adding a contribution to an fp32 partial result reads it, and reads and writes that
-    seconds += model.pack_seconds(combined * (width + 8) / 2)
+    seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -208,7 +208,7 @@ class _Cache(OrderedDict[tuple[Any, ...], _Found]):
 
 
 _plans: _Cache[Plan] = _Cache()  # for layouts as they are written
-_decisions: _Cache[dict[str, Any]] = _Cache()  # for their canonical forms
+_decisions: _Cache[Plan] = _Cache()  # for their canonical forms
 
 
 def clear_cache() -> None:
@@ -261,20 +261,26 @@ def plan(
     if known is None:
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        decided = _decided(tuple(shape), itemsize(name), src, dst, *options)
-        # the last steps lead to the target, which is printed as the caller writes it
-        steps, text = decided["steps"], str(dst)
-        last = steps[-1].layout
-        if last != text:
-            steps = tuple([step if step.layout != last else Step(**{**vars(step), "layout": text}) for step in steps])
-        known = Plan(**{**decided, "dtype": name, "src": src, "dst": dst, "steps": steps})
+        known = _as_written(_decided(tuple(shape), name, src, dst, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
 
+def _as_written(decided: Plan, dtype: str, src: Layout, dst: Layout) -> Plan:
+    """A plan between canonical forms as one between the layouts that the caller wrote."""
+    if decided.src is src and decided.dst is dst and decided.dtype == dtype:
+        return decided
+    # the last steps lead to the target
+    last, text = decided.steps[-1].layout, str(dst)
+    steps = decided.steps
+    if last != text:
+        steps = tuple([step if step.layout != last else replace(step, layout=text) for step in steps])
+    return replace(decided, dtype=dtype, src=src, dst=dst, steps=steps)
+
+
 def _decided(
     shape: tuple[int, ...],
-    width: int,
+    dtype: str,
     src: Layout,
     dst: Layout,
     model: CommModel,
@@ -283,53 +289,60 @@ def _decided(
     deterministic: bool,
     asked: tuple[str, ...] | None,
     budget: int,
-) -> dict[str, Any]:
-    """The plan between the canonical forms of two layouts, but for its ends: one for all that are equal and as wide.
+) -> Plan:
+    """The plan between the canonical forms of two layouts: one for all that are equal, and for all types as wide.
 
     Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes. So
     they do for the notebook, whose operations are named by the axes of one mesh.
     """
     if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)
+    width = itemsize(dtype)
     key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
     if known is None:
         request = Request(
             Problem(shape, src, dst), width, model, memory_limit, donate, budget, deterministic=deterministic
         )
-        known = {**_decide(request, asked), "donate": donate, "deterministic": deterministic}
+        known = _decide(request, dtype, asked)
         _decisions.put(key, known)
     return known
 
 
-def _decide(request: Request, asked: tuple[str, ...] | None) -> dict[str, Any]:
-    """The cheapest candidate, as the fields of the plan that depend on it."""
+def _decide(request: Request, dtype: str, asked: tuple[str, ...] | None) -> Plan:
+    """The cheapest candidate as a plan."""
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
     found, hopeless = candidates(request, limits, asked)
-    fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
-    if not fitting:
-        raise _infeasible(request, limits)
-    chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
+    chosen = found[0]
+    if len(found) > 1 or request.memory_limit is not None:
+        fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
+        if not fitting:
+            raise _infeasible(request, limits)
+        chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
+    lost = [Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen]
+    lost += [Alternative(*other) for other in hopeless]
     seconds = chosen.seconds
-    return {
-        "shape": problem.shape,
-        "model": model.id,
-        "topology": model.topology,
-        "planner": chosen.planner,
-        "stages": chosen.stages,
-        "steps": chosen.steps,
-        "bounds": limits,
-        "time": seconds,
-        "peak_bytes": chosen.peak_bytes,
-        "gap": seconds / limits.seconds - 1 if limits.seconds else 0.0,
-        "volume_ratio": chosen.busiest / limits.lb if limits.lb else 1.0,
-        "memory_limit": request.memory_limit,
-        "alternatives": (
-            *(Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen),
-            *(Alternative(*other) for other in hopeless),
-        ),
-    }
+    return Plan(
+        shape=problem.shape,
+        dtype=dtype,
+        src=problem.src,
+        dst=problem.dst,
+        model=model.id,
+        topology=model.topology,
+        planner=chosen.planner,
+        stages=chosen.stages,
+        steps=chosen.steps,
+        bounds=limits,
+        time=seconds,
+        peak_bytes=chosen.peak_bytes,
+        gap=seconds / limits.seconds - 1 if limits.seconds else 0.0,
+        volume_ratio=chosen.busiest / limits.lb if limits.lb else 1.0,
+        memory_limit=request.memory_limit,
+        donate=request.donate,
+        deterministic=request.deterministic,
+        alternatives=tuple(lost),
+    )
 
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:

@@ -39,6 +39,8 @@ class Problem:
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
         reduced: the operations of the reduced source axes, with the number of contributions of each.
         started: the partial axes of the target that start anew.
+        is_even: whether all ranks hold equally much, ``held_by_all``, and need equally much, ``needed_by_all``.
+        src_replicas, dst_replicas: the holders of every contribution to an element, and the needers of every element.
     """
 
     def __init__(self, shape: Sequence[int], src: Layout, dst: Layout) -> None:
@@ -58,14 +60,18 @@ class Problem:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
         self._src_columns = [_coordinates(src.mesh.sizes, axes) for axes in src_axes]
         self._dst_columns = [_coordinates(dst.mesh.sizes, axes) for axes in dst_axes]
-        num_src_points = prod([len(o.src.sizes) for o in self.overlaps])
-        num_dst_points = prod([len(o.dst.sizes) for o in self.overlaps])
-        # whether all ranks hold equally much and need equally much
-        self.is_even = src.mesh.ranks == dst.mesh.ranks and all([o.src.is_even and o.dst.is_even for o in self.overlaps])
-        self.held_by_all = prod([o.src.sizes[0] for o in self.overlaps])
-        self.needed_by_all = prod([o.dst.sizes[0] for o in self.overlaps])
-        self.src_replicas: int = src.mesh.num_ranks // (num_src_points * self.num_contributions)
-        self.dst_replicas: int = dst.mesh.num_ranks // (num_dst_points * num_started)
+        self.is_even = src.mesh.ranks == dst.mesh.ranks
+        self.held_by_all = self.needed_by_all = 1
+        num_src_points, num_dst_points = self.num_contributions, num_started
+        for o in self.overlaps:
+            held, needed = o.src.sizes, o.dst.sizes
+            self.is_even = self.is_even and o.src.is_even and o.dst.is_even
+            self.held_by_all *= held[0]
+            self.needed_by_all *= needed[0]
+            num_src_points *= len(held)
+            num_dst_points *= len(needed)
+        self.src_replicas: int = len(src.mesh.ranks) // num_src_points
+        self.dst_replicas: int = len(dst.mesh.ranks) // num_dst_points
 
     def _lay_out_contributions(self, src_axes: list[tuple[int, ...]], dst_axes: list[tuple[int, ...]]) -> int:
         """Contributions where either side is partial; the number of places that the started axes have together."""
@@ -109,7 +115,7 @@ class Problem:
     @cached_property
     def num_elements(self) -> int:
         """Elements of the tensor, kept contributions counted one by one."""
-        return prod(o.n for o in self.overlaps)
+        return prod([o.n for o in self.overlaps])
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
