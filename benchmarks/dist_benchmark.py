@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
                 job = Job(shapes, DTYPES[dtype], mode, device, gradients)
                 table(job, model, dtype, options, limits, report)
                 if dist.get_rank() == 0:
-                    print(f"done: {mode} {model} {dtype}", flush=True)
+                    print(report.table(), "\n", flush=True)  # so far: a run that is stopped leaves what it has
     if dist.get_rank() == 0:
         report.show()
         if options.json:

@@ -63,6 +63,7 @@ class History:
     """What a run leaves behind; plain numbers, so that it travels inside a checkpoint."""
 
     train_loss: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     validation: list[list[float]] = field(default_factory=list)  # [step, loss]
     seconds: float = 0.0
@@ -116,6 +117,7 @@ def train(
         history.train_loss.append(_mean_over_ranks(loss))
         took = time.perf_counter() - began
         history.seconds += took
+        history.step_ms.append(1e3 * took)
         history.optimizer_ms.append(optimizer_ms())
         history.optimizer_seconds += history.optimizer_ms[-1] / 1e3
         history.peak_bytes = max(history.peak_bytes, peak_memory_bytes(settings.device))
