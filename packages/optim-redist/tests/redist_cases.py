@@ -68,7 +68,6 @@ def random_case(seed: int, families: str = FAMILIES, meshes: Sequence[tuple[int,
         # no rank is without elements, as the notebook's layouts demand
         parts = zip(*([prod(layout.axis_sizes(k)) for k in range(num_dims)] for layout in (src, dst)))
         shape = tuple(_without_idle(n, pair) for n, pair in zip(shape, parts))
-        src, dst = (_shorter_blocks(layout, shape) for layout in (src, dst))
     if family == "P" or (family == "M" and rng.random() < 0.2):
         src, dst = _with_partial(rng, src, 0.5), _with_partial(rng, dst, 0.15)
     return Case(shape, src, dst)
@@ -92,18 +91,6 @@ def _without_idle(n: int, parts: tuple[int, ...]) -> int:
     while any((p - 1) * -(-n // p) >= n for p in parts):
         n += 1
     return n
-
-
-def _shorter_blocks(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """The layout with block-cyclic blocks cut down until no coordinate is empty."""
-    dims: list[Any] = []
-    for k, (n, split) in enumerate(zip(shape, layout.dims)):
-        if split is not None and isinstance(split.kind, Cyclic):
-            parts = prod(layout.axis_sizes(k))
-            longest = n if parts == 1 else max(1, (n - 1) // (parts - 1))
-            split = (split.axes, Cyclic(min(split.kind.block, longest)))
-        dims.append(split)
-    return Layout(layout.mesh, dims)
 
 
 def _other_mesh(rng: random.Random, meshes: Sequence[tuple[int, ...]], total: int) -> Mesh:
@@ -135,7 +122,8 @@ def _random_layout(rng: random.Random, family: str, mesh: Mesh, shape: tuple[int
 
 def _kind(rng: random.Random, family: str, n: int, parts: int) -> Any:
     if family == "B":
-        return Cyclic(rng.choice([1, 2, 4, max(1, n // parts)]))
+        # blocks that leave no coordinate empty
+        return Cyclic(rng.choice([b for b in (1, 2, 4, n // parts) if 0 < b * (parts - 1) < n] or [1]))
     if family == "M":
         family = rng.choice("CBRIK")
     if family == "B":

@@ -61,10 +61,8 @@ class _Planner:
     def run(self) -> list[Phase]:
         for dst, needers in self.problem.needers.items():
             self._fetch_groups(dst, needers)
-        first, second = relieved(self.inside, bounds_of(self.problem).lb, self.sending)
-        self.transfers[0] += first
-        if second:
-            self._in_phase(1).extend(second)
+        for hop, transfers in enumerate(relieved(self.inside, bounds_of(self.problem).lb, self.sending)):
+            self._in_phase(hop).extend(transfers)
         # fewest holders first: the others can make up for what these have to send anyway
         for (_, holders), demands in sorted(self.asked.items(), key=lambda item: len(item[0][1])):
             total = sum(volume(box) for _, box in demands)

@@ -34,7 +34,7 @@ def ways_to_reduce(
 
     The target has nothing pending.
     """
-    start = _cut_axes(src)
+    start = cut_axes(src)
     chosen: tuple[int, int, int, list[Layout]] | None = None
     for tensor_dim in range(len(shape)):
         inside = _inside(shape, start, tensor_dim, topology.levels)
@@ -56,7 +56,7 @@ def ways_to_reduce(
     outermost = topology.levels[-1]
     if all(len({outermost.group_of(rank) for rank in ranks}) == len(ranks) for ranks in needers):
         ways.append([*way, ("reduce across", "direct", dst)])
-    scattered = _split(shape, last, tensor_dim, [axis for axis, _ in last.partial])
+    scattered = split_further(shape, last, tensor_dim, [axis for axis, _ in last.partial])
     if scattered is not None and any(len(ranks) > 1 for ranks in needers):
         ways.append([*way, ("reduce across", "direct", scattered), ("hierarchical", "hierarchical", dst)])
     return (start, ways) if ways else None
@@ -71,7 +71,7 @@ def _inside(shape: tuple[int, ...], src: Layout, tensor_dim: int, levels: Sequen
         # replicas share what they send as long as something is left to reduce
         if not free or not layout.partial:
             continue
-        split = _split(shape, layout, tensor_dim, free)
+        split = split_further(shape, layout, tensor_dim, free)
         if split is None:
             return None
         layout = split
@@ -94,7 +94,7 @@ def _stays_inside(mesh: Mesh, mesh_axis: int, level: Level) -> bool:
     return True
 
 
-def _split(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: Sequence[int]) -> Layout | None:
+def split_further(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: Sequence[int]) -> Layout | None:
     """The layout with a dimension divided further, over axes that are then pending no more."""
     split, n = layout.dims[tensor_dim], shape[tensor_dim]
     axes = split.axes if split else ()
@@ -107,7 +107,7 @@ def _split(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: S
     return Layout(layout.mesh, dims, {axis: op for axis, op in layout.partial if axis not in mesh_axes})
 
 
-def _cut_axes(layout: Layout) -> Layout:
+def cut_axes(layout: Layout) -> Layout:
     """The same layout on a mesh whose axes that split nothing are cut into prime factors."""
     free = set(_free_axes(layout))
     sizes: list[int] = []

@@ -3,7 +3,8 @@
     local         nothing has to move
     direct        one exchange, every element straight from a holder
     forward       the exchange in two hops where one keeps a holder too busy
-    relay         a reduction that is combined at one rank and handed on
+    relay         a reduction that is combined at one needer and handed on
+    scatter       a reduction that is combined at those who contribute and moved on
     hierarchical  every group fetches what it lacks once, then shares it; reductions inside the groups first
     collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
                   searched if asked for by name or by a budget
@@ -29,6 +30,7 @@ from optim_redist._hierarchical import border_volumes, hierarchical_phases
 from optim_redist._notebook import notebook_layouts
 from optim_redist._reduce_inside import ways_to_reduce
 from optim_redist._relay import relay_phases
+from optim_redist._scatter import scattered
 from optim_redist.cost import Topology
 from optim_redist.errors import NotRepresentableError, RedistError
 from optim_redist.layout import Layout
@@ -156,6 +158,16 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     return _from_layouts("collectives", request, layouts)
 
 
+def _scatter(request: Request, limits: Bounds) -> Candidate | None:
+    """The better of two ways to scatter, in bytes: both take two exchanges."""
+    dst = request.problem.dst
+    found = [
+        _from_layouts("scatter", request, [("reduce", layout), ("exchange", dst)])
+        for layout in scattered(request.problem)
+    ]
+    return min(found, key=lambda c: c.busiest, default=None)
+
+
 def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
     problem, limit = request.problem, request.memory_limit
     if problem.num_contributions == 1:
@@ -207,6 +219,11 @@ _PLANNERS = {
         lambda request, limits: _from_phases("relay", request),
         _least_of_two_hops,
         lambda request, limits: request.problem.num_contributions > 1 and request.problem.dst_replicas > 1,
+    ),
+    "scatter": _Planner(
+        _scatter,
+        _least_of_two_hops,
+        lambda request, limits: request.problem.num_contributions > 1 and limits.direct_recv > limits.lb,
     ),
     "hierarchical": _Planner(
         _hierarchical,

@@ -37,7 +37,7 @@ class Problem:
     Attributes:
         overlaps: one per tensor dimension, then one per kept partial axis.
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
-        reduced: the operations of the reduced source axes, with the number of contributions of each.
+        reduced, reduced_axes: the source axes that are reduced, and their operations with the number of contributions.
         started: the partial axes of the target that start anew.
         is_even: whether all ranks hold equally much, ``held_by_all``, and need equally much, ``needed_by_all``.
         src_replicas, dst_replicas: the holders of every contribution to an element, and the needers of every element.
@@ -53,6 +53,7 @@ class Problem:
         dst_axes, dst_divisions = _divisions(dst)
         self.overlaps = list(map(overlap, self.shape, src_divisions, dst_divisions))
         self.reduced: tuple[tuple[str, int], ...] = ()
+        self.reduced_axes: tuple[int, ...] = ()
         self.started: tuple[tuple[int, str], ...] = ()
         self.num_contributions = num_started = 1
         self.contribution = dict.fromkeys(src.mesh.ranks, 0)
@@ -85,9 +86,9 @@ class Problem:
         kept_src, kept_dst = {a for a, _ in kept}, {b for _, b in kept}
         reduced = [(axis, op) for axis, op in src.partial if axis not in kept_src and src.mesh.sizes[axis] > 1]
         self.reduced = tuple((op, src.mesh.sizes[axis]) for axis, op in reduced)
+        self.reduced_axes = tuple(axis for axis, _ in reduced)
         self.num_contributions = prod(count for _, count in self.reduced)
-        axes = [axis for axis, _ in reduced]
-        self.contribution = {rank: src.linear(point, axes) for rank, point in src.mesh.coordinates.items()}
+        self.contribution = {rank: src.linear(at, self.reduced_axes) for rank, at in src.mesh.coordinates.items()}
         self.started = tuple((a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1)
         return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
 
