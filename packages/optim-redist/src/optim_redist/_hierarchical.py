@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from optim_redist._direct import Demand, deal, level_shares, share, stays
 from optim_redist._forward import Asked, relieved
@@ -138,12 +137,9 @@ def _deal_out(
 def border_volumes(phase: Phase, topology: Topology) -> dict[tuple[str, int], list[int]]:
     """[inbound, outbound] elements of every group of every level in one phase."""
     found: dict[tuple[str, int], list[int]] = {}
-    for transfer in phase.transfers:
-        if transfer.sender == transfer.receiver:
-            continue
-        count = prod(sum(run.length * run.repeats for run in indices) for indices in transfer.box)
+    for (sender, receiver), count in phase.traffic.items():
         for level in topology.levels:
-            a, b = level.group_of(transfer.sender), level.group_of(transfer.receiver)
+            a, b = level.group_of(sender), level.group_of(receiver)
             if a != b:
                 found.setdefault((level.name, b), [0, 0])[0] += count
                 found.setdefault((level.name, a), [0, 0])[1] += count

@@ -13,7 +13,7 @@ Box = tuple[IndexSet, ...]
 
 def volume(box: Box) -> int:
     """The number of elements."""
-    return prod(size(indices) for indices in box)
+    return prod(map(size, box))
 
 
 def intersect_boxes(a: Box, b: Box) -> Box | None:

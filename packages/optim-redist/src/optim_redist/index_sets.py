@@ -64,6 +64,8 @@ def from_intervals(pieces: Iterable[tuple[int, int]]) -> IndexSet:
 
 def size(indices: IndexSet) -> int:
     """The number of indices."""
+    if len(indices) == 1:
+        return indices[0].length * indices[0].repeats
     return sum(run.length * run.repeats for run in indices)
 
 

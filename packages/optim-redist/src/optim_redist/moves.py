@@ -64,9 +64,9 @@ class Phase:
         return self._totals[0]
 
     @cached_property
-    def _totals(self) -> tuple[dict[int, int], dict[int, int]]:
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Elements that go from one rank to another, for every pair of them that meets."""
+        found: dict[tuple[int, int], int] = {}
         # many transfers carry one and the same box
         volumes: dict[int, int] = {}
         for t in self.transfers:
@@ -74,8 +74,17 @@ class Phase:
                 count = volumes.get(id(t.box))
                 if count is None:
                     count = volumes[id(t.box)] = t.num_elements
-                sent[t.sender] = sent.get(t.sender, 0) + count
-                received[t.receiver] = received.get(t.receiver, 0) + count
+                pair = t.sender, t.receiver
+                found[pair] = found.get(pair, 0) + count
+        return found
+
+    @cached_property
+    def _totals(self) -> tuple[dict[int, int], dict[int, int]]:
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        for (sender, receiver), count in self.traffic.items():
+            sent[sender] = sent.get(sender, 0) + count
+            received[receiver] = received.get(receiver, 0) + count
         return sent, received
 
 

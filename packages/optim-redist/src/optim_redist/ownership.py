@@ -105,13 +105,14 @@ def _without_idle(owned: Ownership) -> tuple[object, ...]:
 def simplest_kind(table: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -> Kind:
     """The simplest kind that gives the coordinates these index sets: Block, Chunk, Cyclic, Ragged, else Intervals."""
     sets = [normal_form(held) for held in table]
-    candidates: list[Kind] = [Block(), Chunk()]
+    contiguous = all(len(held) <= 1 and (not held or held[0].repeats == 1) for held in sets)
+    candidates: list[Kind] = [Block(), Chunk()] if contiguous else []
     if sets[0]:
         candidates.append(Cyclic(sets[0][0].length))
     for kind in candidates:
         if [normal_form(held) for held in kind.index_sets(n, axis_sizes)] == sets:
             return kind
-    if all(len(held) <= 1 and (not held or held[0].repeats == 1) for held in sets):
+    if contiguous:
         cuts = [0]
         for held in sets:
             if held and held[0].start != cuts[-1]:

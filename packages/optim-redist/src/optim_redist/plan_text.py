@@ -54,10 +54,8 @@ def traffic(plan: Plan) -> Traffic:
     found: Traffic = {}
     for _, phases in plan.phases:
         for phase in phases:
-            for transfer in phase.transfers:
-                if transfer.sender != transfer.receiver:
-                    pair = (transfer.sender, transfer.receiver)
-                    found[pair] = found.get(pair, 0) + transfer.num_elements
+            for pair, count in phase.traffic.items():
+                found[pair] = found.get(pair, 0) + count
     return found
 
 
