@@ -14,7 +14,8 @@ from optim_redist._flow import Network, add_edge, saturate
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import hierarchical_phases
 from optim_redist._relay import busiest
-from optim_redist.lower_bounds import crossing
+from optim_redist.lower_bounds import crossing, least_inside_groups
+from optim_redist.planners import best_relay
 from optim_redist.problem import Problem
 
 NAMED = example_cases()
@@ -38,7 +39,7 @@ def test_volume_of_one_step_over_the_bound() -> None:
     assert max(_ratios([random_case(seed, "CO") for seed in range(200)])) == 1.0
 
 
-def test_two_hops_reach_the_bound_wherever_one_does_not() -> None:
+def test_forwarding_reaches_the_bound_wherever_one_step_does_not() -> None:
     found = 0
     for seed in range(700):
         case = random_case(seed, "BU")
@@ -47,6 +48,54 @@ def test_two_hops_reach_the_bound_wherever_one_does_not() -> None:
             assert busiest(forward_phases(Problem(*case), limits.lb)) == limits.lb, seed
             found += 1
     assert found > 30
+
+
+def test_relays_close_half_of_every_gap_or_say_why_none_can() -> None:
+    found = halved = 0
+    for seed in range(500):
+        case = random_case(seed)
+        limits = bounds(*case)
+        if limits.single_hop > limits.lb:
+            name, moved = best_relay(Problem(*case), limits)
+            text = plan(case.shape, "float32", case.src, case.dst).explain()
+            assert f"{name} would move {moved}" in text
+            if 2 * (limits.single_hop - moved) >= limits.single_hop - limits.lb:
+                halved += 1
+            else:
+                assert case.src.partial
+                assert "no closer, since" in text
+            found += 1
+    assert found > 60
+    assert halved > 0.98 * found
+
+
+def test_tiny_boxes_travel_along_trees() -> None:
+    # three elements, all needed by eight ranks: one holder each, which may send three transfers at most
+    case = random_case(729, "E")
+    limits = bounds(*case)
+    assert (limits.lb, limits.single_hop) == (3, 7)
+    made = plan(case.shape, "bf16", case.src, case.dst, planners=["forward"])
+    assert busiest([phase for _, phases in made.phases for phase in phases]) == 3
+    assert max(verify(made).sent.values()) == 3
+
+
+def test_forwarding_that_cannot_reach_the_bound_goes_as_low_as_it_can() -> None:
+    # the four ranks that hold nothing could forward just enough, were the two needers of every element among them
+    case = random_case(86, "P")
+    limits = bounds(*case)
+    assert (limits.lb, limits.single_hop) == (216, 288)
+    made = plan(case.shape, "bf16", case.src, case.dst, planners=["forward"])
+    assert 216 < max(verify(made).sent.values()) <= 234
+
+
+def test_reductions_are_scattered_over_their_contributors() -> None:
+    # four contributions to all of 1296 elements, of which the six needers have few themselves
+    mesh = Mesh((2, 4))
+    src, dst = Layout(mesh, [None, 0, None, None], {1: "sum"}), Layout(mesh, [None, None, (0, 1), None])
+    direct, made = (plan((6, 6, 6, 6), "float32", src, dst, planners=[name]) for name in ("direct", "scatter"))
+    assert (direct.volume_ratio * 648, made.bounds.lb) == (756, 648)
+    assert [(step.op, step.recv) for step in made.steps] == [("reduce", 486), ("exchange", 189)]
+    verify(made)
 
 
 def test_holders_of_one_part_share_what_only_they_have() -> None:
@@ -88,29 +137,13 @@ def test_the_largest_flow_is_the_least_cut() -> None:
         assert saturate(network, "s", "t") == expected
 
 
-def _least_busy(problem: Problem, nodes: Topology) -> int:
-    """What the busiest rank moves at least if nothing enters a node that has it: its holders there have to send it."""
-    group_of = nodes.levels[0].group_of
-    found = 0
-    for (point, _), holders in problem.holders.items():
-        for node in {group_of(rank) for rank in holders}:
-            here = [rank for rank in holders if group_of(rank) == node]
-            wanted = sum(
-                problem.num_common(point, target)
-                for target, needers in problem.needers.items()
-                if any(group_of(rank) == node and rank not in holders for rank in needers)
-            )
-            found = max(found, ceil(wanted / len(here)))
-    return found
-
-
 def test_what_a_node_has_is_shared_inside_without_a_rank_that_does_it_all() -> None:
     compared = above = 0
     for seed in range(250):
         case = random_case(seed, "COBU")
         if case.src.mesh.num_axes > 1:
             problem, nodes = Problem(*case), Topology.from_mesh_axis(case.src.mesh, 0)
-            least = max(bounds(*case).lb, _least_busy(problem, nodes))
+            least = max(bounds(*case).lb, least_inside_groups(problem, nodes.levels[0].group_of))
             above += busiest(hierarchical_phases(problem, nodes)) > 1.5 * least
             compared += least > 0
     assert above <= compared // 100

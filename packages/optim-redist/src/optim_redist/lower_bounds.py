@@ -24,7 +24,7 @@ share the same demand, so the least possible largest send is the largest of ceil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -232,6 +232,27 @@ def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:
     inbound = sum(map(problem.num_needed, needed_inside)) - _shared(problem, whole_inside, needed_inside)
     outbound = sum(map(problem.num_held, not_outside)) - _shared(problem, not_outside, only_inside)
     return inbound, outbound
+
+
+def least_inside_groups(problem: Problem, group_of: Callable[[int], int]) -> int:
+    """What the busiest rank moves at least if nothing enters a group that has it.
+
+    Who lacks something that a rank of his group holds gets it from there, so the holders of a part in one group send
+    at least once, together, what others in it need.
+    """
+    found = 0
+    for (point, _), holders in problem.holders.items():
+        inside: dict[int, list[int]] = {}
+        for rank in holders:
+            inside.setdefault(group_of(rank), []).append(rank)
+        for group, ranks in inside.items():
+            wanted = sum(
+                problem.num_common(point, target)
+                for target, needers in problem.needers.items()
+                if any(group_of(rank) == group and rank not in holders for rank in needers)
+            )
+            found = max(found, -(-wanted // len(ranks)))
+    return found
 
 
 def _shared(problem: Problem, sources: list[Point], targets: list[Point]) -> int:

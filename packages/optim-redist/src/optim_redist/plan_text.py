@@ -142,6 +142,7 @@ def _footer(plan: Plan) -> list[str]:
             f"into the {cut.level} of ranks {_span(cut.ranks)} go at least {format_bytes(cut.inbound * width)}; "
             f"this plan crosses its border {ratio:.2f} × as much as needed"
         )
+        lines += _busy_inside(plan)
     limit = "" if plan.memory_limit is None else f", limit {format_bytes(plan.memory_limit)}"
     lines.append(
         f"memory {format_bytes(plan.peak_bytes)} at peak; source and target alone take "
@@ -161,6 +162,24 @@ def _footer(plan: Plan) -> list[str]:
     return [*lines, _why(plan)]
 
 
+def _busy_inside(plan: Plan) -> list[str]:
+    """Why a plan that brings nothing into a group twice may keep a rank busier than the bound."""
+    if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1.25:
+        return []
+    from optim_redist.lower_bounds import least_inside_groups
+    from optim_redist.problem import Problem
+
+    problem = Problem(plan.shape, plan.src, plan.dst)
+    level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
+    least = least_inside_groups(problem, level.group_of)
+    if least <= plan.bounds.lb:
+        return []
+    return [
+        f"as nothing enters a {level.name} that has it, ranks that hold what others in theirs need send "
+        f"{least / plan.bounds.lb:.2f} × that bound at least"
+    ]
+
+
 def _why(plan: Plan) -> str:
     """One line: what the plan was chosen against."""
     if not plan.alternatives:
@@ -178,7 +197,7 @@ def _span(ranks: Sequence[int]) -> str:
 def explain(plan: Plan) -> str:
     """Why this plan: the table, what the bounds mean here, what binds, and what every alternative would cost."""
     lines = [str(plan), "", "What no plan can beat"]
-    lines += [f"  {line}" for line in bounds_lines(plan.bounds, plan.itemsize)]
+    lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize), *_relays(plan)]]
     lines += ["", "What decides the time", f"  {_binding(plan)}", "", "Why this one"]
     if not plan.alternatives:
         lines.append(f"  {plan.planner} was the only candidate")
@@ -202,8 +221,7 @@ def bounds_lines(limits: Bounds, width: int) -> list[str]:
     lines.append(f"together: {limits.lb} elements, {format_bytes(limits.lb * width)} ({limits.lb_kind})")
     if limits.single_hop > limits.lb:
         lines.append(
-            f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: replicas of the source "
-            "cannot share the sending evenly; relays could"
+            f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: {_above(limits)}"
         )
     for cut in limits.cuts:
         lines.append(
@@ -214,6 +232,32 @@ def bounds_lines(limits: Bounds, width: int) -> list[str]:
     if limits.seconds:
         lines.append(f"so it takes at least {format_seconds(limits.seconds)}")
     return lines
+
+
+def _above(limits: Bounds) -> str:
+    """Why one step is above the bound."""
+    if limits.direct_recv > limits.lb:
+        return "a needer receives every contribution; others could combine some first"
+    return "several ranks need what one has; they could pass it on among themselves"
+
+
+def _relays(plan: Plan) -> list[str]:
+    """How far relays close the gap between one step and the bound."""
+    limits = plan.bounds
+    if limits.single_hop <= limits.lb:
+        return []
+    from optim_redist.planners import best_relay
+    from optim_redist.problem import Problem
+
+    name, moved = best_relay(Problem(plan.shape, plan.src, plan.dst), limits)
+    closed = (limits.single_hop - moved) / (limits.single_hop - limits.lb)
+    line = f"relayed, {name} would move {moved}, which closes {closed:.0%} of the gap"
+    if closed >= 0.5:
+        return [line]
+    why = "only ranks that need an element can pass it on without receiving more, and these have no room left"
+    if plan.src.partial:
+        why = "contributions have to meet at some rank, which then receives them; the bound counts holders and needers"
+    return [f"{line}; no closer, since {why}"]
 
 
 def _binding(plan: Plan) -> str:

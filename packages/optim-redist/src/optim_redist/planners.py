@@ -31,7 +31,7 @@ from optim_redist._notebook import notebook_layouts
 from optim_redist._reduce_inside import ways_to_reduce
 from optim_redist._relay import relay_phases
 from optim_redist._scatter import scattered
-from optim_redist.cost import Topology
+from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import NotRepresentableError, RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
@@ -94,6 +94,16 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
             + "".join(refused)
         )
     return found, hopeless
+
+
+def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
+    """The planner that relays best where one step is above the bound, and what its busiest rank moves."""
+    request = Request(problem, 1, CommModel.preset("flat"))
+    names = ("relay", "scatter") if problem.num_contributions > 1 else ("forward",)
+    made = [_PLANNERS[name].make(request, limits) for name in names if _PLANNERS[name].applies(request, limits)]
+    found = [(candidate.busiest, candidate.planner) for candidate in made if candidate is not None]
+    moved, name = min([*found, (limits.single_hop, "direct")])
+    return name, moved
 
 
 # -- what any candidate of a planner takes at least: its number of exchanges, and the bound on volume

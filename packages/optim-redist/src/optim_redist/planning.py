@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._mesh import grid_points
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
@@ -22,8 +23,9 @@ from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, Cut, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
+from optim_redist.overlap import overlap
 from optim_redist.planners import candidates, partial_bytes, phases_of
-from optim_redist.problem import Problem
+from optim_redist.problem import Problem, coordinates
 
 if TYPE_CHECKING:
     from optim_redist.pictures import PictureFormat
@@ -212,9 +214,11 @@ _decisions: _Cache[Plan] = _Cache()  # for their canonical forms
 
 
 def clear_cache() -> None:
-    """Forget all plans."""
+    """Forget all plans, and what they share."""
     _plans.clear()
     _decisions.clear()
+    for shared in (overlap, coordinates, grid_points):
+        shared.cache_clear()
 
 
 def plan(

@@ -59,8 +59,8 @@ class Problem:
         self.contribution = dict.fromkeys(src.mesh.ranks, 0)
         if src.partial or dst.partial:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
-        self._src_columns = [_coordinates(src.mesh.sizes, axes) for axes in src_axes]
-        self._dst_columns = [_coordinates(dst.mesh.sizes, axes) for axes in dst_axes]
+        self._src_columns = [coordinates(src.mesh.sizes, axes) for axes in src_axes]
+        self._dst_columns = [coordinates(dst.mesh.sizes, axes) for axes in dst_axes]
         self.is_even = src.mesh.ranks == dst.mesh.ranks
         self.held_by_all = self.needed_by_all = 1
         num_src_points, num_dst_points = self.num_contributions, num_started
@@ -235,7 +235,7 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
     total = prod(sizes)
     found = [0] * total
