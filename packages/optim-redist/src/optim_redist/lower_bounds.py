@@ -24,7 +24,7 @@ share the same demand, so the least possible largest send is the largest of ceil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -174,11 +174,13 @@ def _sends(problem: Problem) -> tuple[int, int]:
 
 def _kept_by_holders(problem: Problem) -> Collection[int]:
     """For the holders of every part, the elements that they keep together."""
-    found: dict[tuple[Point, int], int] = {}
-    points, contribution = problem.src_points, problem.contribution
+    found: dict[object, int] = {}
+    holders: Mapping[int, object] = problem.src_points
+    if problem.num_contributions > 1:
+        holders = {rank: (point, problem.contribution[rank]) for rank, point in problem.src_points.items()}
     for rank, n in problem.num_kept.items():
-        holders = points[rank], contribution[rank]
-        found[holders] = found.get(holders, 0) + n
+        part = holders[rank]
+        found[part] = found.get(part, 0) + n
     return found.values()
 
 

@@ -78,7 +78,7 @@ class Overlap:
         if src is dst:
             return [{i: n} if n else {} for i, n in enumerate(src.sizes)]
         if src.cuts is not None and dst.cuts is not None:
-            return list(_sweep(src.cuts, dst.cuts))
+            return _sweep(src.cuts, dst.cuts)
         if src.cuts is not None:
             return _counted(src.cuts, dst.sets)
         if dst.cuts is not None:
@@ -112,20 +112,18 @@ class Overlap:
 
 def _sweep(src: Sequence[int], dst: Sequence[int]) -> list[dict[int, int]]:
     """What intervals between ascending cut points share with those between others, row by row."""
-    found = []
-    first = 0
-    for start, stop in pairwise(src):
-        row = {}
-        if start < stop:
-            while dst[first + 1] <= start:
-                first += 1
-            j = first
-            while j + 1 < len(dst) and dst[j] < stop:
-                n = min(stop, dst[j + 1]) - max(start, dst[j])
-                if n > 0:
-                    row[j] = n
-                j += 1
-        found.append(row)
+    found: list[dict[int, int]] = [{} for _ in range(len(src) - 1)]
+    i = j = at = 0
+    while i + 1 < len(src) and j + 1 < len(dst):
+        end, other = src[i + 1], dst[j + 1]
+        stop = end if end < other else other
+        if stop > at:
+            found[i][j] = stop - at
+            at = stop
+        if end == stop:
+            i += 1
+        if other == stop:
+            j += 1
     return found
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -191,6 +191,7 @@ class Plan:
         )
 
 
+_Decision = dict[str, Any]  # what a plan says besides its dtype, source and target
 _Found = TypeVar("_Found")
 
 
@@ -210,7 +211,7 @@ class _Cache(OrderedDict[tuple[Any, ...], _Found]):
 
 
 _plans: _Cache[Plan] = _Cache()  # for layouts as they are written
-_decisions: _Cache[Plan] = _Cache()  # for their canonical forms
+_decisions: _Cache[_Decision] = _Cache()  # for their canonical forms
 
 
 def clear_cache() -> None:
@@ -265,26 +266,24 @@ def plan(
     if known is None:
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        known = _as_written(_decided(tuple(shape), name, src, dst, *options), name, src, dst)
+        known = _as_written(_decided(tuple(shape), itemsize(name), src, dst, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
 
-def _as_written(decided: Plan, dtype: str, src: Layout, dst: Layout) -> Plan:
-    """A plan between canonical forms as one between the layouts that the caller wrote."""
-    if decided.src is src and decided.dst is dst and decided.dtype == dtype:
-        return decided
+def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Plan:
+    """The plan between two layouts as the caller wrote them, from the decision for their canonical forms."""
     # the last steps lead to the target
-    last, text = decided.steps[-1].layout, str(dst)
-    steps = decided.steps
+    steps, text = decision["steps"], str(dst)
+    last = steps[-1].layout
     if last != text:
-        steps = tuple([step if step.layout != last else replace(step, layout=text) for step in steps])
-    return replace(decided, dtype=dtype, src=src, dst=dst, steps=steps)
+        steps = tuple([step if step.layout != last else Step(**{**vars(step), "layout": text}) for step in steps])
+    return Plan(**{**decision, "dtype": dtype, "src": src, "dst": dst, "steps": steps})
 
 
 def _decided(
     shape: tuple[int, ...],
-    dtype: str,
+    width: int,
     src: Layout,
     dst: Layout,
     model: CommModel,
@@ -293,7 +292,7 @@ def _decided(
     deterministic: bool,
     asked: tuple[str, ...] | None,
     budget: int,
-) -> Plan:
+) -> _Decision:
     """The plan between the canonical forms of two layouts: one for all that are equal, and for all types as wide.
 
     Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes. So
@@ -301,20 +300,19 @@ def _decided(
     """
     if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)
-    width = itemsize(dtype)
     key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
     if known is None:
         request = Request(
             Problem(shape, src, dst), width, model, memory_limit, donate, budget, deterministic=deterministic
         )
-        known = _decide(request, dtype, asked)
+        known = _decide(request, asked)
         _decisions.put(key, known)
     return known
 
 
-def _decide(request: Request, dtype: str, asked: tuple[str, ...] | None) -> Plan:
-    """The cheapest candidate as a plan."""
+def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
+    """The cheapest candidate, as the fields of its plan."""
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
     found, hopeless = candidates(request, limits, asked)
@@ -327,26 +325,23 @@ def _decide(request: Request, dtype: str, asked: tuple[str, ...] | None) -> Plan
     lost = [Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen]
     lost += [Alternative(*other) for other in hopeless]
     seconds = chosen.seconds
-    return Plan(
-        shape=problem.shape,
-        dtype=dtype,
-        src=problem.src,
-        dst=problem.dst,
-        model=model.id,
-        topology=model.topology,
-        planner=chosen.planner,
-        stages=chosen.stages,
-        steps=chosen.steps,
-        bounds=limits,
-        time=seconds,
-        peak_bytes=chosen.peak_bytes,
-        gap=seconds / limits.seconds - 1 if limits.seconds else 0.0,
-        volume_ratio=chosen.busiest / limits.lb if limits.lb else 1.0,
-        memory_limit=request.memory_limit,
-        donate=request.donate,
-        deterministic=request.deterministic,
-        alternatives=tuple(lost),
-    )
+    return {
+        "shape": problem.shape,
+        "model": model.id,
+        "topology": model.topology,
+        "planner": chosen.planner,
+        "stages": chosen.stages,
+        "steps": chosen.steps,
+        "bounds": limits,
+        "time": seconds,
+        "peak_bytes": chosen.peak_bytes,
+        "gap": seconds / limits.seconds - 1 if limits.seconds else 0.0,
+        "volume_ratio": chosen.busiest / limits.lb if limits.lb else 1.0,
+        "memory_limit": request.memory_limit,
+        "donate": request.donate,
+        "deterministic": request.deterministic,
+        "alternatives": tuple(lost),
+    }
 
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:

@@ -59,8 +59,7 @@ class Problem:
         self.contribution = dict.fromkeys(src.mesh.ranks, 0)
         if src.partial or dst.partial:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
-        self._src_columns = [coordinates(src.mesh.sizes, axes) for axes in src_axes]
-        self._dst_columns = [coordinates(dst.mesh.sizes, axes) for axes in dst_axes]
+        self._src_axes, self._dst_axes = src_axes, dst_axes
         self.is_even = src.mesh.ranks == dst.mesh.ranks
         self.held_by_all = self.needed_by_all = 1
         num_src_points, num_dst_points = self.num_contributions, num_started
@@ -95,11 +94,11 @@ class Problem:
     @cached_property
     def src_points(self) -> dict[int, Point]:
         """Each source rank's coordinates on the dimensions."""
-        return _by_rank(self.src, self._src_columns)
+        return _by_rank(self.src, self._src_axes)
 
     @cached_property
     def _all_dst_points(self) -> dict[int, Point]:
-        return _by_rank(self.dst, self._dst_columns)
+        return _by_rank(self.dst, self._dst_axes)
 
     @cached_property
     def dst_points(self) -> dict[int, Point]:
@@ -179,24 +178,23 @@ class Problem:
     @cached_property
     def num_kept(self) -> dict[int, int]:
         """Elements each rank both holds and needs, for ranks on both sides."""
-        ranks, here, there = self._both_sides()
-        found = [1] * len(ranks)
-        for o, i, j in zip(self.overlaps, here, there):
+        here, there = self.src.mesh, self.dst.mesh
+        if here.ranks != there.ranks or self.started:
+            src, dst = self.src_points, self.dst_points
+            return {rank: self.num_common(src[rank], dst[rank]) for rank in dst if rank in src}
+        alike = 1
+        found: list[int] | None = None
+        for o, src_axes, dst_axes in zip(self.overlaps, self._src_axes, self._dst_axes):
             if o.alike is not None:
-                found = [n * o.alike for n in found]
-            else:
-                rows = o.common
-                found = [n * rows[a].get(b, 0) for n, a, b in zip(found, i, j)]
-        return dict(zip(ranks, found))
-
-    def _both_sides(self) -> tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]:
-        """The ranks on both sides, and for each dimension their coordinates there, of the source and of the target."""
-        if self.src.mesh.ranks == self.dst.mesh.ranks and not self.started:
-            return self.src.mesh.ranks, self._src_columns, self._dst_columns
-        ranks = [rank for rank in self.dst_points if rank in self.src_points]
-        here = list(zip(*[self.src_points[rank] for rank in ranks]))
-        there = list(zip(*[self.dst_points[rank] for rank in ranks]))
-        return ranks, here, there
+                alike *= o.alike
+                continue
+            rows = o.common
+            places = zip(coordinates(here.sizes, src_axes), coordinates(there.sizes, dst_axes))
+            common = [rows[i].get(j, 0) for i, j in places]
+            found = common if found is None else [n * more for n, more in zip(found, common)]
+        if found is None:
+            return dict.fromkeys(here.ranks, alike)
+        return dict(zip(here.ranks, found if alike == 1 else [n * alike for n in found]))
 
     def common(self, src: Point, dst: Point) -> Box | None:
         """The atom B(src, dst), None if it is empty."""
@@ -262,10 +260,11 @@ def _divisions(layout: Layout) -> tuple[list[tuple[int, ...]], list[Division]]:
     return axes, divisions
 
 
-def _by_rank(layout: Layout, columns: Sequence[Sequence[int]]) -> dict[int, Point]:
-    """The coordinates on every dimension, rank by rank."""
-    points = zip(*columns) if columns else [()] * layout.mesh.num_ranks
-    return dict(zip(layout.mesh.ranks, points))
+def _by_rank(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point]:
+    """The coordinates on every dimension's axes, rank by rank."""
+    mesh = layout.mesh
+    points = zip(*[coordinates(mesh.sizes, used) for used in axes]) if axes else [()] * mesh.num_ranks
+    return dict(zip(mesh.ranks, points))
 
 
 def _kept_axes(src: Layout, dst: Layout) -> list[tuple[int, int]]:
