@@ -274,10 +274,10 @@ def test_ascii_pictures():
 
 
 def test_every_cell_of_a_picture_names_its_owners():
-    from optim_redist.pictures import _grids
+    from optim_redist._grids import grids_of
 
     layout, shape = Layout(Mesh((2, 3)), [((1, 0), Cyclic(1)), None, None]), (7, 3, 2)
-    for grid in _grids(layout, shape):
+    for grid in grids_of(layout, shape):
         for cell in grid.cells:
             owners = [r for r in range(6) if cell.rows[0] in _indices(layout, shape, r)]
             assert list(cell.ranks) == owners
@@ -310,11 +310,31 @@ def test_ascii_picture_of_a_plan_has_the_traffic():
     assert "nothing" in str(local) or "no rank lacks anything" in str(local)
 
 
+def test_pictures_show_every_layout_on_the_way():
+    made = plan((8, 8, 2), "bf16", parse_layout("[0,-,-]", "4"), parse_layout("[-,0,-]", "4"), planners=["naive"])
+    for picture in (made.picture(), made.picture("svg")):
+        places = [picture.index(title) for title in ("source [0, -, -]", "after all_gather", "target [-, 0, -]")]
+        assert places == sorted(places)
+    ElementTree.fromstring(made.picture("svg"))
+
+
+def test_pictures_in_files(capsys, tmp_path):
+    task = ["plan", "--shape", "8,8", "--mesh", "4", "--src", "[0,-]", "--dst", "[-,0]", "--picture"]
+    assert main([*task, str(tmp_path / "plan.svg")]) == 0
+    assert "plan.svg" in capsys.readouterr().out
+    ElementTree.parse(tmp_path / "plan.svg")
+    assert main([*task, "crayon"]) == 2
+    assert "ascii, svg, or a file" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert main([*task, str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_matplotlib_figures():
     pytest.importorskip("matplotlib")
     made = plan((8, 8), "bf16", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
     figure = made.picture("matplotlib")
-    assert [ax.get_title() for ax in figure.axes[:3]] == ["source", "target", "bytes"]
+    assert [ax.get_title() for ax in figure.axes[:3]] == ["source [0, -]", "target [-, 0]", "bytes"]
     assert Layout(Mesh(4), [0, None]).picture((8, 8), fmt="matplotlib").axes
 
 

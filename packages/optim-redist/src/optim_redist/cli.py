@@ -108,7 +108,12 @@ def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], 
             "--memory-limit", type=_read(parse_bytes), help="bytes that no rank may exceed, such as 40GiB"
         )
         command.add_argument("--donate", action="store_true", help="the source may be given up once read")
-        command.add_argument("--picture", choices=["ascii", "svg"], help="draw source, target and traffic as well")
+        command.add_argument(
+            "--picture",
+            metavar="HOW",
+            help="draw every layout and the traffic as well: ascii, svg (printed alone), or a file such as plan.svg or "
+            "plan.png (matplotlib)",
+        )
 
 
 # -- reading options
@@ -205,9 +210,21 @@ def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
         print(made.picture("svg"), end="")
     else:
         print(text(made))
-        if options.picture:
+        if options.picture == "ascii":
             print("\n" + made.picture())
+        elif options.picture:
+            _save_picture(made, options.picture)
     return 0
+
+
+def _save_picture(made: Any, name: str) -> None:
+    from optim_redist.pictures import save_picture
+
+    path = Path(name)
+    if not path.suffix:
+        raise RedistError(f"--picture is ascii, svg, or a file such as plan.svg or plan.png, got {name!r}")
+    save_picture(made, path)
+    print(f"\npicture written to {path}")
 
 
 def _bound(options: argparse.Namespace) -> int:
