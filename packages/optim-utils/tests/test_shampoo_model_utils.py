@@ -12,7 +12,15 @@ from torch import nn
 from optim_utils import CombinedLinear, combine_linears, join_weight_bias, split_weight_bias, uncombine_linears
 
 BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-ALIGN = pytest.mark.parametrize("align_rows", [False, True], ids=["dense", "aligned"])
+LAYOUT = pytest.mark.parametrize(
+    "layout", [{}, {"align_rows": True}, {"column_major": True}], ids=["dense", "aligned", "columns"]
+)
+# of a matrix of 7 rows: (row, column) for a number of columns and an element's bytes
+STRIDES = {
+    "dense": lambda columns, size: (columns, 1),
+    "align_rows": lambda columns, size: (-(-columns * size // 16) * 16 // size, 1),
+    "column_major": lambda columns, size: (1, 7),
+}
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 
 
@@ -24,10 +32,10 @@ def pair(bias: bool = True, dtype: torch.dtype = torch.float32, **options: objec
 
 
 @BIAS
-@ALIGN
+@LAYOUT
 @DTYPE
-def test_same_values_as_linear_under_the_same_seed(bias, align_rows, dtype):
-    linear, layer = pair(bias, dtype, align_rows=align_rows)
+def test_same_values_as_linear_under_the_same_seed(bias, layout, dtype):
+    linear, layer = pair(bias, dtype, **layout)
     assert layer.combined_weight.shape == (7, 11 if bias else 10)
     assert torch.equal(layer.weight, linear.weight)
     assert layer.bias is bias
@@ -47,10 +55,10 @@ def test_same_values_as_linear_under_the_same_seed(bias, align_rows, dtype):
 
 
 @BIAS
-@ALIGN
+@LAYOUT
 @pytest.mark.parametrize("shape", [(10,), (4, 10), (2, 0, 10), (2, 3, 4, 10)], ids=str)
-def test_outputs_and_gradients_of_any_leading_dimensions(bias, align_rows, shape):
-    linear, layer = pair(bias, torch.float64, align_rows=align_rows)
+def test_outputs_and_gradients_of_any_leading_dimensions(bias, layout, shape):
+    linear, layer = pair(bias, torch.float64, **layout)
     x = torch.randn(shape, dtype=torch.float64)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     torch.testing.assert_close(layer(ours), linear(theirs), rtol=1e-14, atol=1e-14)
@@ -63,15 +71,17 @@ def test_outputs_and_gradients_of_any_leading_dimensions(bias, align_rows, shape
         torch.testing.assert_close(bias_gradient, linear.bias.grad, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("column_major", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("shape", [(10,), (4, 10), (2, 0, 10), (2, 3, 10)], ids=str)
-def test_derivatives_of_every_kind(shape):
+def test_derivatives_of_every_kind(shape, column_major):
     _, layer = pair(dtype=torch.float64)
 
     def output(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, {"combined_weight": weight}, (x,))
 
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn((11, 7) if column_major else (7, 11), dtype=torch.float64)
+    weight = (weight.mT if column_major else weight).requires_grad_()
     assert torch.autograd.gradcheck(output, (x, weight), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(output, (x, weight))
 
@@ -108,11 +118,11 @@ def test_empty_layers(in_features, out_features):
 
 
 @BIAS
-@ALIGN
-def test_the_row_stride_survives_copies_and_moves(bias, align_rows):
-    _, layer = pair(bias, align_rows=align_rows)
+@LAYOUT
+def test_the_layout_survives_copies_and_moves(bias, layout):
+    _, layer = pair(bias, **layout)
     stride = layer.combined_weight.stride()
-    assert stride == (12 if align_rows else 10 + bias, 1)
+    assert stride == STRIDES[next(iter(layout), "dense")](10 + bias, 4)
     saved = io.BytesIO()
     torch.save(layer, saved)
     saved.seek(0)
@@ -127,12 +137,24 @@ def test_the_row_stride_survives_copies_and_moves(bias, align_rows):
         assert torch.equal(twin.combined_weight, layer.combined_weight)
         assert twin.combined_weight.requires_grad
     half = copy.deepcopy(layer).bfloat16().combined_weight
-    assert half.stride() == (16 if align_rows else 10 + bias, 1)
+    assert half.stride() == STRIDES[next(iter(layout), "dense")](10 + bias, 2)
 
 
-@ALIGN
-def test_an_optimizer_trains_it_as_it_trains_a_linear(align_rows):
-    linear, layer = pair(align_rows=align_rows)
+def test_gradients_lie_in_memory_as_the_columns_do():
+    """Else autograd would copy them."""
+    _, layer = pair(column_major=True)
+    layer(torch.randn(4, 10)).sum().backward()
+    assert layer.combined_weight.grad.stride() == layer.combined_weight.stride() == (1, 7)
+
+
+def test_two_layouts_at_once_are_refused():
+    with pytest.raises(ValueError, match="give one of them"):
+        CombinedLinear(2, 2, align_rows=True, column_major=True)
+
+
+@LAYOUT
+def test_an_optimizer_trains_it_as_it_trains_a_linear(layout):
+    linear, layer = pair(**layout)
     x = torch.randn(5, 10)
     for model in (linear, layer):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -144,11 +166,11 @@ def test_an_optimizer_trains_it_as_it_trains_a_linear(align_rows):
 
 
 @BIAS
-@ALIGN
-def test_meta_script_and_fullgraph_compile(bias, align_rows):
-    _, layer = pair(bias, align_rows=align_rows)
+@LAYOUT
+def test_meta_script_and_fullgraph_compile(bias, layout):
+    _, layer = pair(bias, **layout)
     x = torch.randn(3, 10)
-    assert CombinedLinear(10, 7, bias, device="meta", align_rows=align_rows)(x.to("meta")).shape == (3, 7)
+    assert CombinedLinear(10, 7, bias, device="meta", **layout)(x.to("meta")).shape == (3, 7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         assert torch.equal(torch.jit.script(layer)(x), layer(x))
@@ -276,6 +298,15 @@ def test_combine_and_uncombine_a_model():
     torch.testing.assert_close(model(x), expected, rtol=1e-14, atol=1e-14)
     assert uncombine_linears(model) == names
     assert torch.equal(model(x), expected)
+
+
+def test_the_layout_of_combined_layers():
+    model = nn.Sequential(nn.Linear(4, 2))
+    combine_linears(model, column_major=True)
+    assert model[0].combined_weight.stride() == (1, 2)
+    uncombine_linears(model)
+    combine_linears(model, align_rows=True)
+    assert model[0].combined_weight.stride() == (8, 1)
 
 
 def test_one_layer_at_two_places_stays_one_layer():

@@ -33,7 +33,8 @@ def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]
 class _Product(torch.autograd.Function):
     """``F.linear`` with the two parts of a joined matrix (out, in + 1), whose gradient is joined in one pass.
 
-    Of two slices, each would make a matrix of zeros and fill its part, and the two would be added.
+    Of two slices, each would make a matrix of zeros and fill its part, and the two would be added. The gradient lies in
+    memory as the matrix does, or densely: then autograd keeps it as it is.
     """
 
     generate_vmap_rule = True
@@ -56,6 +57,8 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return of_input, None
         rows, inputs = (torch.atleast_2d(x).flatten(0, -2) for x in (grad, input))
+        if _is_column_major(combined):
+            return of_input, torch.cat((inputs.mT @ rows, rows.sum(0)[None])).mT
         return of_input, join_weight_bias(rows.mT @ inputs, rows.sum(0))
 
     @staticmethod
@@ -67,6 +70,10 @@ class _Product(torch.autograd.Function):
         if of_combined is not None:
             output = output + F.linear(input, of_combined[:, :-1], of_combined[:, -1])
         return output
+
+
+def _is_column_major(matrix: Tensor) -> bool:
+    return matrix.stride(0) == 1 and matrix.stride(1) > 1
 
 
 def _is_autocast(device_type: str) -> bool:
@@ -86,8 +93,10 @@ class CombinedLinear(nn.Module):
         dtype: of the parameter.
         checkpoint_format: what ``state_dict`` has: ``combined_weight``, or ``weight`` and ``bias`` as a Linear does.
             Both are loaded.
-        align_rows: pad the memory of each row to 16 bytes. Rows of in + 1 elements are rarely aligned, which can slow
-            the matrix product down; the shape does not change.
+        align_rows: pad the memory of each row to 16 bytes. Rows of in + 1 elements are rarely aligned, which slows the
+            matrix products down several times; the shape does not change.
+        column_major: keep the columns in memory one after another, the bias as the last of them. Then all products are
+            aligned and the parameter stays dense: the fastest layout, whose strides are those of a transposed matrix.
     """
 
     __constants__ = ("in_features", "out_features", "in_features_with_bias", "bias", "has_bias")
@@ -104,9 +113,12 @@ class CombinedLinear(nn.Module):
         *,
         checkpoint_format: Literal["combined", "linear"] = "combined",
         align_rows: bool = False,
+        column_major: bool = False,
     ) -> None:
         if checkpoint_format not in _FORMATS:
             raise ValueError(f"{checkpoint_format=} has to be one of {_FORMATS}")
+        if align_rows and column_major:
+            raise ValueError("align_rows and column_major are two layouts of the same memory: give one of them")
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -115,6 +127,7 @@ class CombinedLinear(nn.Module):
         self.has_bias = bool(bias)
         self.checkpoint_format = checkpoint_format
         self.align_rows = align_rows
+        self.column_major = column_major
         shape = (out_features, self.in_features_with_bias)
         self.combined_weight = nn.Parameter(self._laid_out(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
@@ -163,6 +176,7 @@ class CombinedLinear(nn.Module):
         *,
         checkpoint_format: Literal["combined", "linear"] = "combined",
         align_rows: bool = False,
+        column_major: bool = False,
     ) -> CombinedLinear:
         """A layer with the values, device, dtype, ``requires_grad`` and mode of ``linear``.
 
@@ -184,6 +198,7 @@ class CombinedLinear(nn.Module):
             dtype=weight.dtype,
             checkpoint_format=checkpoint_format,
             align_rows=align_rows,
+            column_major=column_major,
         )
         with torch.no_grad():
             joined = layer._laid_out(join_weight_bias(weight, bias).clone())
@@ -200,7 +215,9 @@ class CombinedLinear(nn.Module):
         return linear.train(self.training)
 
     def _laid_out(self, matrix: Tensor) -> Tensor:
-        """``matrix`` in the memory layout that this layer wants: itself, or a copy with padded rows."""
+        """``matrix`` in the memory layout that this layer wants: itself, or a copy."""
+        if self.column_major:
+            return matrix.mT.contiguous().mT
         columns = matrix.shape[1]
         multiple = max(1, _ROW_ALIGNMENT // matrix.element_size())
         padded = -(-columns // multiple) * multiple
@@ -209,7 +226,7 @@ class CombinedLinear(nn.Module):
         return matrix.new_empty(matrix.shape[0], padded)[:, :columns].copy_(matrix)
 
     def _restore_layout(self) -> None:
-        """Pad the rows again after torch has copied the parameter into dense memory."""
+        """Pad the rows again after torch has copied the parameter into dense memory; columns stay columns."""
         if self.align_rows:
             with torch.no_grad():
                 self.combined_weight.data = self._laid_out(self.combined_weight.data)

@@ -1,12 +1,14 @@
 """The two maps of 4 bits that are no integers: NF4 and sixteen steps over six decades.
 
 **NF4** (Dettmers et al., QLoRA, arXiv 2305.14314, appendix E): quantiles of the normal distribution, scaled to [-1, 1].
-The nearest to y is found by counting the middles of neighbours, p_k above zero or -q_k below, that |y| has reached; a
-number by choosing along the code's bits. A sum on one unit of a GPU replaces a choice on another, half as fast one:
+The nearest to y is found by counting the middles of neighbours that y has reached: the eighth of 15 first, then the
+seven below or above it; a number is found by choosing along the code's bits. A sum on one unit of a GPU replaces a
+choice on another, half as fast one:
 
-    middle k = p_k + [y < 0] (q_k - p_k)          number = even number + [code is odd] (odd number - even number)
+    middle = lower one + [y has reached the eighth] (upper one - lower one)
+    number = even number + [code is odd] (odd number - even number)
 
-(the differences of the table are such that these sums are exact in fp32).
+These sums are exact in fp32: middles are rounded to multiples of 2**-24, and the table's own differences happen to fit.
 
 **Log**: 0 and q**-j for j = 14 ... 0, q = 10**(6/14); the code of q**-j is 15 - j. The middle between q**-j and its
 lower neighbour is c q**-j with c = (1 + 1/q) / 2, so j is found as a number of factors q, digit by digit:
@@ -46,18 +48,15 @@ _NF4 = [
     1.0,
 ]
 _ZERO = 7  # codes count from here, modulo 16
-_BEYOND = 2.0  # a middle that is never reached: there is one number less below zero
-
-
-def _middles(numbers: list[float]) -> list[float]:
-    return [fp32(abs(a + b) / 2) for a, b in itertools.pairwise(numbers)]
 
 
 def _with_differences(firsts: list[float], seconds: list[float]) -> list[tuple[float, float]]:
     return [(fp32(a), fp32(fp32(b) - fp32(a))) for a, b in zip(firsts, seconds)]
 
 
-_MIDDLES = _with_differences(_middles(_NF4[_ZERO:]), [*_middles(_NF4[_ZERO::-1]), _BEYOND])  # p_k, q_k - p_k
+_MIDDLES = [round((a + b) / 2 * 2**24) / 2**24 for a, b in itertools.pairwise(_NF4)]
+_EIGHTH = _MIDDLES[7]
+_OTHERS = _with_differences(_MIDDLES[:7], _MIDDLES[8:])  # lower one, upper one - lower one
 _BY_CODE = _NF4[_ZERO:] + _NF4[:_ZERO]
 _PAIRS = _with_differences(_BY_CODE[::2], _BY_CODE[1::2])  # even number, odd number - even number
 
@@ -68,12 +67,11 @@ _MIDDLE = (1 + 1 / _RATIO) / 2  # c
 
 def encode_nf4(y: Tensor) -> Tensor:
     """The code of the nearest NF4 number (int32)."""
-    magnitude, negative = y.abs(), (y < 0).to(torch.float32)
-    count = torch.zeros_like(y)
-    for above, difference in _MIDDLES:
-        count = torch.where(magnitude >= above + negative * difference, count + 1, count)
-    rank = count.to(torch.int32)
-    return torch.where(y < 0, -rank, rank) & 0xF
+    reached = (y >= _EIGHTH).to(torch.float32)
+    rank = reached * 8 - _ZERO
+    for lower, difference in _OTHERS:
+        rank = torch.where(y >= lower + reached * difference, rank + 1, rank)
+    return rank.to(torch.int32) & 0xF
 
 
 def decode_nf4(code: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ from optim_utils._combined_linear import CombinedLinear
 L = TypeVar("L", bound=nn.Module)
 
 
-def combine_linears(model: nn.Module, predicate: Callable[[str, nn.Linear], bool] | None = None) -> list[str]:
+def combine_linears(
+    model: nn.Module,
+    predicate: Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    align_rows: bool = False,
+    column_major: bool = False,
+) -> list[str]:
     """Replace layers of ``model`` by `CombinedLinear`, in place; return their names.
 
     Only layers that are exactly ``torch.nn.Linear`` are replaced, as subclasses may do more. Outputs and gradients stay
@@ -21,6 +27,8 @@ def combine_linears(model: nn.Module, predicate: Callable[[str, nn.Linear], bool
     Args:
         model: the model, which itself is not replaced.
         predicate: called with each layer's name and the layer; those that it refuses stay.
+        align_rows: the layout of the new parameters, see `CombinedLinear`.
+        column_major: likewise.
 
     Raises:
         ValueError: before anything is replaced, for a layer whose parameters are tied to another module's (joined into
@@ -46,7 +54,7 @@ def combine_linears(model: nn.Module, predicate: Callable[[str, nn.Linear], bool
     new = {}
     for name, layer in chosen.items():
         try:
-            new[layer] = CombinedLinear.from_linear(layer)
+            new[layer] = CombinedLinear.from_linear(layer, align_rows=align_rows, column_major=column_major)
         except ValueError as error:
             error.add_note(f"the layer is {name!r}")
             raise

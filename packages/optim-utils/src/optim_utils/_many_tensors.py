@@ -33,14 +33,14 @@ class Stacks(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     stacks: list[tuple[tuple[int, ...], torch.device, list[int]]]  # (shape, device, positions)
-    others: list[int]  # positions of what is no plain contiguous tensor
+    others: list[int]  # positions of numbers and of what is no plain contiguous tensor
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Stacks:
         positions: dict[tuple[tuple[int, ...], torch.device], list[int]] = {}
         others = []
         for position, tensor in enumerate(tensors):
-            if _is_plain(tensor):
+            if _is_plain(tensor) and tensor.dim() > 0:
                 positions.setdefault((tuple(tensor.shape), tensor.device), []).append(position)
             else:
                 others.append(position)
@@ -50,8 +50,9 @@ class Stacks(NamedTuple):
         """Tensors like these, in ``dtype``, not filled yet."""
         made: dict[int, Tensor] = {}
         for shape, device, members in self.stacks:
-            stack = torch.empty((len(members), *shape), dtype=dtype, device=device)
-            made.update(zip(members, stack.unbind(0)))
+            stack = torch.empty((len(members) * shape[0], *shape[1:]), dtype=dtype, device=device)
+            # "unsafe": autograd is not told that the parts share memory, which saves a third of the time
+            made.update(zip(members, stack.unsafe_split_with_sizes([shape[0]] * len(members))))
         for position in self.others:
             made[position] = torch.empty_like(self.tensors[position], dtype=dtype)
         return tuple(map(made.__getitem__, range(len(self.tensors))))

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Literal, get_type_hints, overload
@@ -254,14 +255,18 @@ class QuantizedTensorList(OptimizerModule):
                     "Existing stored dequantized values.\n"
                     "Writing quantized values with input tensor_list without using these stored dequantized values..."
                 )
-        # with equal dtypes the values are the storage: nothing to write
-        changed = [(mine, given) for mine, given in zip(self.quantized_value_list, tensor_list) if mine is not given]
-        if not changed:
+        targets, numbers = self.quantized_value_list, tuple(tensor_list)
+        if any(map(operator.is_, targets, numbers)):
+            # with equal dtypes the values are the storage: nothing to write
+            changed = [(mine, given) for mine, given in zip(targets, numbers) if mine is not given]
+            targets, numbers = zip(*changed) if changed else ((), ())
+        if not targets:
             return
-        targets, numbers = zip(*changed)
         stochastic = self.rounding == "stochastic"
         if isinstance(self.quantized_dtype, LowBitFormat):
-            encode_many(targets, numbers, stochastic=stochastic, generator=self.generator)
+            encode_many(
+                [_low_bit(value) for value in targets], numbers, stochastic=stochastic, generator=self.generator
+            )
         elif stochastic and self.quantized_dtype.itemsize == 2:
             round_many(targets, numbers, generator=self.generator)
         else:
