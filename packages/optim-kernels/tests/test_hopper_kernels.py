@@ -25,22 +25,28 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from optim_kernels._hopper_kernels import product_kernel
 from optim_kernels._hopper_update_kernel import update_product_kernel
+from optim_kernels._hopper_wide_kernel import wide_product_kernel
 
 def block(rows, columns):
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)
     return f"tensordesc<fp16[1, {rows}, {columns}],{layout!r}>"
 
-symmetric, update = sys.argv[1] == "symmetric", sys.argv[1] == "update"
+symmetric, update, wide = "symmetric" in sys.argv[1], sys.argv[1] == "update", "wide" in sys.argv[1]
 types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128)) | {"a_desc": block(128, 64), "scale": "*fp32"}
 types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
 types |= dict.fromkeys(("total", "tiles", "T", "columns", "K"), "i32")
 types |= dict.fromkeys(("alpha", "beta", "omega"), "fp32")
 types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
 types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
-kernel = update_product_kernel if update else product_kernel
+if wide:
+    types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
+    types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
+kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
 constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
 if update:
     constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
+elif wide:
+    constants |= dict(SYMMETRIC=symmetric, STAGES=3)
 else:
     constants |= dict(SYMMETRIC=symmetric, SAME=False, HAS_Q=symmetric)
 names = [parameter.name for parameter in kernel.params]
@@ -60,7 +66,7 @@ print(compiled.metadata.shared, compiled.metadata.num_warps, products)
     or importlib.util.find_spec("triton.experimental.gluon") is None,
     reason="needs Gluon of Triton 3.6",
 )
-@pytest.mark.parametrize("kind", ["symmetric", "general", "update"])
+@pytest.mark.parametrize("kind", ["symmetric", "general", "update", "symmetric wide", "general wide"])
 def test_the_ping_pong_kernels_compile_for_hopper(kind: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -71,4 +77,5 @@ def test_the_ping_pong_kernels_compile_for_hopper(kind: str) -> None:
     shared, warps, products = map(int, result.stdout.split()[-3:])
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert warps == 12  # two consumers of four, and the producer's group
-    assert products == 2 * 2 * 4  # consumers, halves of 64 rows, steps of 16 along a depth of 64
+    # consumers, halves of 64 rows or parts of the sum between which a wide tile stores, steps of 16 along a depth of 64
+    assert products == 2 * (3 if kind == "symmetric wide" else 2) * 4

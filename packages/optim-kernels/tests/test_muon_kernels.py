@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from optim_kernels import NSConfig, TritonMuon
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._tiles import INTERPRETED, PING_PONG, Tile, general_tile, symmetric_tile, symmetric_tiles
+from optim_kernels._tiles import INTERPRETED, PING_PONG, WIDE, Tile, general_tile, symmetric_tile, symmetric_tiles
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -146,7 +146,14 @@ def test_tile_choice() -> None:
     assert symmetric_tile(8192, 8192, 1, 132, False)[:2] == (128, 128)
     assert general_tile(4096, 4096, 4096, 1, 132)[:2] == (128, 256)
     assert symmetric_tile(1280, 1280, 80, 132, False, True).ping_pong
-    assert general_tile(4096, 4096, 4096, 1, 132, True).ping_pong
+    assert general_tile(1280, 1280, 1280, 80, 132, True) == PING_PONG
+    assert general_tile(4096, 4096, 4096, 1, 132, True) == PING_PONG
+    assert general_tile(4096, 14336, 4096, 1, 132, True) == WIDE
+    assert general_tile(1600, 6400, 1600, 96, 132, True) == WIDE
+    assert symmetric_tile(8192, 8192, 1, 132, True, True) == WIDE
+    # three rounds of wide tiles would take the time of six of square ones, of which there are four
+    assert symmetric_tile(4096, 4096, 1, 132, True, True) == PING_PONG
+    assert symmetric_tile(8192, 8192, 1, 132, False, True) == PING_PONG
     assert not symmetric_tile(2048, 2048, 1, 132, True, True).ping_pong
     assert not general_tile(1280, 1280, 1280, 80, 132).ping_pong
     for m in range(1, 600, 13):
@@ -233,6 +240,33 @@ def test_ping_pong_products(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     y = mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0, tile=PING_PONG, out=empty(x))
     near(y, 0.25 * z.double() @ x.double() - x.double())
     assert torch.equal(y, mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0, tile=PING_PONG))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 768, 640), (3, 640, 1000), (1, 1608, 584), (12, 1600, 1600)], ids=str)
+def test_wide_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """On Hopper: the bits of the ping-pong kernel, whose sums have the same order, and a NaN stays in its matrix."""
+    if not mk.has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+    x = (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(dtype)
+    scale = torch.rand(len(x), device="cuda") + 0.5
+    results = []
+    for tile in (WIDE, PING_PONG):
+        a, z = (mk.empty_matrices(*shape[:2], shape[1], like=x).fill_(float("nan")) for _ in range(2))
+        mk.symmetric_product(x, x, tile=tile, out=a)
+        mk.symmetric_product(a, a, c=a, alpha=0.5, beta=2.0, scale=scale, tile=tile, out=z)
+        y, w = (mk.empty_matrices(*shape, like=x).fill_(float("nan")) for _ in range(2))
+        mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0, scale=scale, tile=tile, out=y)
+        mk.general_product(z, x, tile=tile, out=w)
+        results.append((a, z, y, w))
+    for wide, square in zip(*results, strict=True):
+        assert torch.equal(wide, square)
+    assert torch.equal(results[0][1], results[0][1].mT)
+    x[0, 0, 0] = float("nan")
+    a = mk.symmetric_product(x, x, tile=WIDE)
+    assert a[0].isnan().any()
+    assert torch.equal(a[1:], results[0][0][1:])
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ predicted time
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
 they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile: that wins
 where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on the ping-pong schedule of
-`_hopper_kernels`, all others on that of `_product_kernels`.
+`_hopper_kernels`, the largest in the tiles of `_hopper_wide_kernel` unless these waste more than they save; all others
+run in `_product_kernels`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,17 @@ class Tile(NamedTuple):
     depth: int
     num_warps: int
     num_stages: int
-    # persistent, with a producer and two alternating consumers (`_hopper_kernels`)
+    # persistent, with a producer and two consumers that take turns (`_hopper_kernels`)
     ping_pong: bool = False
+    # the same with both consumers on one tile (`_hopper_wide_kernel`)
+    cooperative: bool = False
     # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one
     quartered: bool = False
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether it takes a kernel that exists for Hopper only."""
+        return self.ping_pong or self.cooperative
 
     @property
     def side(self) -> int:
@@ -69,6 +77,10 @@ GENERAL: Sequence[tuple[Tile, Cost]] = (
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
 # Tiles a multiprocessor from which it wins: of fewer, the start of the first and the end of the last weigh too much.
 PING_PONG_ROUNDS = 3.5
+WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
+# What it takes of the time of two ping-pong tiles where its ends, which nothing hides, weigh little: from this length of
+# the sums and this many tiles a multiprocessor on.
+WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 8
 
 
 def cdiv(a: int, b: int) -> int:
@@ -85,8 +97,10 @@ def symmetric_tiles(m: int, tile: Tile) -> int:
 @lru_cache(maxsize=4096)
 def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False) -> Tile:
     """The tile of a symmetric m×m product over k; ``same``: of a matrix with its own transpose."""
-    if hopper and batch * symmetric_tiles(m, PING_PONG) >= PING_PONG_ROUNDS * num_sms:
-        return PING_PONG
+    tiles = batch * symmetric_tiles(m, PING_PONG)
+    if hopper and tiles >= PING_PONG_ROUNDS * num_sms:
+        wide = batch * symmetric_tiles(m, WIDE)
+        return WIDE if same and _is_wide_faster(wide, tiles, k, num_sms) else PING_PONG
 
     def time(each: tuple[Tile, Cost]) -> float:
         tile, cost = each
@@ -103,15 +117,21 @@ def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper:
 @lru_cache(maxsize=4096)
 def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool = False) -> Tile:
     """The tile of a general m×n product over k."""
-    side = PING_PONG.rows
-    if hopper and batch * cdiv(m, side) * cdiv(n, side) >= PING_PONG_ROUNDS * num_sms:
-        return PING_PONG
+    rows, side = batch * cdiv(m, PING_PONG.rows), PING_PONG.columns
+    if hopper and rows * cdiv(n, side) >= PING_PONG_ROUNDS * num_sms:
+        return WIDE if _is_wide_faster(rows * cdiv(n, WIDE.columns), rows * cdiv(n, side), k, num_sms) else PING_PONG
 
     def time(each: tuple[Tile, Cost]) -> float:
         tile, cost = each
         return _time(cost, batch * cdiv(m, tile.rows) * cdiv(n, tile.columns), k, num_sms)
 
     return min(GENERAL, key=time)[0]
+
+
+def _is_wide_faster(wide: int, square: int, k: int, num_sms: int) -> bool:
+    """Whether a product over k is faster by so many wide tiles than by so many square ones."""
+    is_large = k >= WIDE_LENGTH and wide >= WIDE_ROUNDS * num_sms
+    return is_large and 2 * WIDE_SHARE * cdiv(wide, num_sms) <= cdiv(square, num_sms)
 
 
 def _time(cost: Cost, tiles: int, k: int, num_sms: int) -> float:

@@ -55,11 +55,15 @@ def symmetric_product(
     if out.numel() == 0:
         return out
     same = a is b
-    tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper))
+    tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same and shifted is None, hopper))
     q, omega = (out, 0.0) if shifted is None else shifted
     added = out if c is None else c
     blocks, numbers = cdiv(m, tile.side), (alpha, beta, omega)
     flags = {"HAS_C": c is not None, "HAS_Q": shifted is not None, "HAS_SCALE": scale is not None, "SAME": same}
+    if tile.cooperative:
+        if not same or shifted is not None:
+            raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
+        return _wide_product(a, None, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
     if tile.ping_pong:
         grid = (symmetric_tiles(m, tile), blocks, 0)
         _ping_pong(a, b, added, out, q, scale, tile, grid, numbers, {**flags, "SYMMETRIC": True})
@@ -121,6 +125,8 @@ def general_product(
     if out.numel() == 0:
         return out
     tile = tile or _tile_for(a, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
+    if tile.cooperative:
+        return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.ping_pong:
         flags = {"HAS_C": c is not None, "HAS_Q": False, "HAS_SCALE": scale is not None, "SAME": False}
@@ -162,6 +168,13 @@ def general_product(
     return out
 
 
+def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+    """Either product in tiles of both consumers."""
+    from optim_kernels._hopper_wide_kernel import wide_product
+
+    return wide_product(a, b, **options, panel=PANEL, programs=num_multiprocessors(a.device.index))
+
+
 def _ping_pong(
     a: Tensor,
     b: Tensor,
@@ -177,7 +190,7 @@ def _ping_pong(
     """Either product on the ping-pong schedule; ``grid``: tiles of a matrix, their rows and columns."""
     hopper = _hopper_kernels()
     total, side, depth = len(a) * grid[0], tile.rows, tile.depth
-    hopper.product_kernel[(min(total, _num_sms(a.device.index)),)](
+    hopper.product_kernel[(min(total, num_multiprocessors(a.device.index)),)](
         hopper.descriptor(a, side, depth),
         hopper.descriptor(b, *((side, depth) if flags["SYMMETRIC"] else (depth, side))),
         *(hopper.descriptor(x, side, side) for x in (c, d, q)),
@@ -225,7 +238,7 @@ def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
     if is_interpreted():
         return INTERPRETED
     device = x.device.index
-    return FULL_PRECISION if x.dtype == torch.float32 else choose(_num_sms(device), has_gluon(device))
+    return FULL_PRECISION if x.dtype == torch.float32 else choose(num_multiprocessors(device), has_gluon(device))
 
 
 @cache
@@ -243,7 +256,8 @@ def _hopper_kernels() -> Any:
 
 
 @cache
-def _num_sms(device: int | None) -> int:
+def num_multiprocessors(device: int | None) -> int:
+    """Of the device with this number."""
     return torch.cuda.get_device_properties(device or 0).multi_processor_count
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optim_kernels import _muon_table as fields
 from optim_kernels._impl import is_interpreted
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 from optim_kernels.muon_kernels import has_gluon
 from optim_kernels.orthogonalization import NSConfig
@@ -92,7 +92,7 @@ def takes_ping_pong(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
         return False
     count, m, n = x.shape
-    return general_tile(m, n, m, count, num_multiprocessors(x.device), True) == PING_PONG
+    return general_tile(m, n, m, count, num_multiprocessors(x.device), True).on_hopper
 
 
 @cache
