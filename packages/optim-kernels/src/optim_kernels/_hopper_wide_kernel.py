@@ -239,7 +239,7 @@ def wide_product(
     panel: int,
     programs: int,
 ) -> Tensor:
-    """``scale (alpha a b + beta c)`` for ``a [batch, M, K]`` and ``b [batch, K, N]``; where b is ``None``, it is ``aᵀ``.
+    """``scale (alpha a b + beta c)`` for ``a [batch, M, K]`` and ``b [batch, K, N]``; b ``None`` is ``aᵀ``.
 
     ``panel``: rows of tiles (of blocks, where symmetric) that share a column's operand in L2; ``programs``: at most.
     """
