@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, elements_of, indices_of, random_case
 
 from optim_redist import Chunk, Cyclic, Intervals, Layout, Mesh, NotRepresentableError, same_ownership
-from optim_redist.index_sets import intervals
 from optim_redist.ownership import from_slices, ownership
 
 
@@ -103,8 +102,7 @@ def test_same_ownership_across_meshes() -> None:
 @given(st.integers(0, 10**6))
 def test_slices_round_trip(seed: int) -> None:
     shape, layout, _ = random_case(seed, "COBURIK")
-    slices = {r: [list(intervals(held)) for held in layout.indices(shape, r)] for r in layout.mesh.ranks}
-    assert same_ownership(from_slices(layout.mesh, shape, slices), layout, shape)
+    assert same_ownership(Layout.from_slices(layout.mesh, shape, layout.slices(shape)), layout, shape)
 
 
 def test_slices_that_no_layout_has() -> None:

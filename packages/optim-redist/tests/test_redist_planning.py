@@ -32,6 +32,7 @@ from optim_redist._hierarchical import border_volumes, hierarchical_phases
 from optim_redist._relabel import _assign
 from optim_redist._relay import busiest
 from optim_redist.moves import Phase, Transfer
+from optim_redist.planners import best_relay
 from optim_redist.problem import Problem
 from optim_redist.verification import _verify_stage
 
@@ -66,7 +67,7 @@ def test_relays_beat_the_single_hop_bound() -> None:
     )
     chosen = plan(large, "bf16", Layout(src.mesh, dims[0]), Layout(dst.mesh, dims[1]))
     assert chosen.planner in ("direct", "forward")
-    assert {other.planner for other in chosen.alternatives} >= {"naive"}
+    assert {other.planner for other in chosen.alternatives} >= {"naive", "collectives"}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "P"])
@@ -80,13 +81,17 @@ def test_random_plans_are_right(family: str) -> None:
 def test_a_hundred_thousand_plans_are_right(first: int) -> None:
     for seed in range(first, first + 5_000):
         shape, src, dst = random_case(seed, FAMILIES + "P")
-        verify(plan(shape, "bf16", src, dst))
+        made = plan(shape, "bf16", src, dst)
+        verify(made)
+        if made.bounds.single_hop > made.bounds.lb:
+            relay, _ = best_relay(Problem(shape, src, dst), made.bounds)
+            verify(plan(shape, "bf16", src, dst, planners=[relay]))
 
 
 def _prove(seed: int, family: str) -> None:
     shape, src, dst = random_case(seed, family)
     verify(plan(shape, "bf16", src, dst))
-    for planner in ("direct", "forward", "relay", "naive"):
+    for planner in ("direct", "forward", "relay", "scatter", "naive"):
         try:
             made = plan(shape, "bf16", src, dst, planners=[planner])
         except PlanInfeasibleError:

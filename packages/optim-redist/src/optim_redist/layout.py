@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
 from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import LayoutError
-from optim_redist.index_sets import EMPTY, IndexSet, interval
+from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -157,6 +157,10 @@ class Layout:
         """The shape of the rank's local tensor."""
         return tuple(sum(run.length * run.repeats for run in held) for held in self.indices(shape, rank))
 
+    def slices(self, shape: Sequence[int]) -> dict[int, list[list[tuple[int, int]]]]:
+        """For every rank the half-open intervals that it holds, one list a dimension; ``from_slices`` reads them."""
+        return {rank: [list(intervals(held)) for held in self.indices(shape, rank)] for rank in self.mesh.ranks}
+
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
             raise LayoutError(f"layout {self} is for {len(self.dims)} dimensions, the shape is {tuple(shape)}")
@@ -166,6 +170,15 @@ class Layout:
         from optim_redist.canonical import canonical
 
         return canonical(self, shape)
+
+    @classmethod
+    def from_slices(
+        cls, mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[Iterable[tuple[int, int]]]]
+    ) -> Layout:
+        """The layout in which every rank holds the given half-open intervals, one list a dimension."""
+        from optim_redist.ownership import from_slices
+
+        return from_slices(mesh, shape, slices)
 
     @classmethod
     def from_placements(

@@ -182,9 +182,12 @@ def _busy_inside(plan: Plan) -> list[str]:
 
 def _why(plan: Plan) -> str:
     """One line: what the plan was chosen against."""
-    if not plan.alternatives:
+    from optim_redist.planners import UNSEARCHED
+
+    others = [other for other in plan.alternatives if other.reason != UNSEARCHED]
+    if not others:
         return f"chosen: {plan.planner} is the only candidate"
-    nearest = min(plan.alternatives, key=lambda other: other.seconds)
+    nearest = min(others, key=lambda other: other.seconds)
     return f"chosen: {plan.planner} is the fastest that fits; next is {nearest.planner}: {nearest.reason}"
 
 
@@ -197,19 +200,19 @@ def _span(ranks: Sequence[int]) -> str:
 def explain(plan: Plan) -> str:
     """Why this plan: the table, what the bounds mean here, what binds, and what every alternative would cost."""
     lines = [str(plan), "", "What no plan can beat"]
-    lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize), *_relays(plan)]]
+    lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize, plan), *_relays(plan)]]
     lines += ["", "What decides the time", f"  {_binding(plan)}", "", "Why this one"]
     if not plan.alternatives:
         lines.append(f"  {plan.planner} was the only candidate")
     else:
         lines.append(f"  {plan.planner} takes {format_seconds(plan.time)} by the model {plan.model}")
         for other in plan.alternatives:
-            lines.append(f"  {other.planner} lost: {other.reason}")
+            lines.append(f"  {other.planner}: {other.reason}")
     return "\n".join(lines)
 
 
-def bounds_lines(limits: Bounds, width: int) -> list[str]:
-    """The bounds in words, one a line."""
+def bounds_lines(limits: Bounds, width: int, plan: Plan | None = None) -> list[str]:
+    """The bounds in words, one a line; with a plan, beside what it brings into and out of every group."""
     lines = [
         f"a rank must receive {limits.recv} elements, {format_bytes(limits.recv * width)}: {_BOUND_MEANING['receive']}",
         f"a rank must send {limits.send} elements, {format_bytes(limits.send * width)}: {_BOUND_MEANING['send']}",
@@ -223,11 +226,13 @@ def bounds_lines(limits: Bounds, width: int) -> list[str]:
         lines.append(
             f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: {_above(limits)}"
         )
-    for cut in limits.cuts:
-        lines.append(
-            f"the {cut.level} of ranks {_span(cut.ranks)}: {format_bytes(cut.inbound * width)} must enter, "
-            f"{format_bytes(cut.outbound * width)} must leave"
-        )
+    used = [(cut, 0, 0) for cut in limits.cuts] if plan is None else crossings(plan, limits.cuts)
+    for cut, inbound, outbound in used:
+        text = f"the {cut.level} of ranks {_span(cut.ranks)}: {format_bytes(cut.inbound * width)} must enter, "
+        text += f"{format_bytes(cut.outbound * width)} must leave"
+        if plan is not None:
+            text += f"; with this plan {format_bytes(inbound * width)} and {format_bytes(outbound * width)} do"
+        lines.append(text)
     lines.append(f"source and target together take {format_bytes(limits.memory * width)} on the fullest rank")
     if limits.seconds:
         lines.append(f"so it takes at least {format_seconds(limits.seconds)}")

@@ -38,6 +38,7 @@ from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.problem import Problem
 
+UNSEARCHED = "takes a search, which is made with a budget or if asked for by name"
 _MAX_ROUNDS = 2**16
 Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
 
@@ -70,15 +71,17 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     hopeless: Losers = []
     refused: list[str] = []
     best = float("inf")
-    default = _WITH_COLLECTIVES if request.budget else _DEFAULT
     for name, planner in _PLANNERS.items():
-        if name not in (default if asked is None else asked) or not planner.applies(request, limits):
+        if name not in (_DEFAULT if asked is None else asked) or not planner.applies(request, limits):
             continue
-        if asked is None and found and request.memory_limit is None:
+        if asked is None and found:
             least = planner.least_seconds(request, limits)
-            if least >= best:
+            if least >= best and request.memory_limit is None:
                 reason = f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"
                 hopeless.append((name, least, reason))
+                continue
+            if name == "collectives" and not request.budget:
+                hopeless.append((name, least, UNSEARCHED))
                 continue
         try:
             candidate = planner.make(request, limits)
@@ -207,9 +210,12 @@ def _notebook(request: Request, limits: Bounds) -> Candidate:
 
 
 def _can_gather(request: Request, limits: Bounds) -> bool:
-    src, dst = request.problem.src, request.problem.dst
-    here, there = src.mesh.ranks, dst.mesh.ranks
-    return not (src.partial or dst.partial) and (here == there or set(here) == set(there))
+    return not (request.problem.src.partial or request.problem.dst.partial) and _on_one_set_of_ranks(request, limits)
+
+
+def _on_one_set_of_ranks(request: Request, limits: Bounds) -> bool:
+    here, there = request.problem.src.mesh.ranks, request.problem.dst.mesh.ranks
+    return here == there or set(here) == set(there)
 
 
 class _Planner(NamedTuple):
@@ -240,13 +246,11 @@ _PLANNERS = {
         _least_of_one_hop,
         _can_be_hierarchical,
     ),
-    "collectives": _Planner(_collectives, _least_of_one_hop),
+    "collectives": _Planner(_collectives, _least_of_one_hop, _on_one_set_of_ranks),
     "notebook": _Planner(_notebook, _least_of_one_hop),
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),
 }
-# the two that search take longer than all others together
-_DEFAULT = [name for name in _PLANNERS if name not in ("collectives", "notebook")]
-_WITH_COLLECTIVES = [name for name in _PLANNERS if name != "notebook"]
+_DEFAULT = [name for name in _PLANNERS if name != "notebook"]
 
 
 # -- candidates from layouts and phases
