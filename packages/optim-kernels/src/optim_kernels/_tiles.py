@@ -78,8 +78,8 @@ PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
 # Tiles a multiprocessor from which it wins: of fewer, the start of the first and the end of the last weigh too much.
 PING_PONG_ROUNDS = 3.5
 WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
-# What it takes of the time of two ping-pong tiles where its ends, which nothing hides, weigh little: from this length of
-# the sums and this many tiles a multiprocessor on.
+# What it takes of the time of two ping-pong tiles where its ends, which nothing hides, weigh little: from sums of this
+# length and this many tiles a multiprocessor on.
 WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 8
 
 
