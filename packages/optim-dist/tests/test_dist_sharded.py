@@ -2,8 +2,8 @@
 
 The oracle on every rank is the same optimizer over a group of one, on whole parameters, fed with the DTensors' whole
 gradients: what differs is only where elements lie. All scenarios of a number of ranks run in one launch. Matrices go by
-``impl="torch"`` here, which is what a CPU has anyway: the kernels fuse multiplications with additions, and where a 16-bit
-rounding falls otherwise Newton-Schulz makes more of it; one scenario says how much.
+``impl="torch"`` here, which is what a CPU has anyway: the kernels fuse multiplications with additions, and where a
+16-bit rounding falls otherwise Newton-Schulz makes more of it; one scenario says how much.
 """
 
 from functools import cache, partial

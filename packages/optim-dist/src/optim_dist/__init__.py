@@ -1,6 +1,6 @@
 """ZeRO-2 AdamW and Muon on ``torch.distributed``: any shape, any world size, at the wire's floor."""
 
-from optim_dist import checkpoint
+from optim_dist import checkpoint, elastic
 from optim_dist._options import CommonOptions, Options
 from optim_dist.adamw import TritonDistAdamW
 from optim_dist.clip import clip_grad_norm_
@@ -17,5 +17,6 @@ __all__ = [
     "TritonDistMuonAdamW",
     "checkpoint",
     "clip_grad_norm_",
+    "elastic",
     "make_plan",
 ]

@@ -1,0 +1,158 @@
+"""Training that outlives its ranks: every start goes on from the newest checkpoint, at the number of ranks it finds.
+
+    start   join the process group that torchrun describes; load the newest complete checkpoint if there is one
+    train   the steps that are left; save after every ``every``-th and after the last
+    stop    on SIGTERM: save at the next poll, leave
+
+A rank that dies takes its group with it: the other ranks fail in their next collective, torchrun starts all that are
+left again, and nothing is lost but the steps since the last save. A checkpoint does not know how many ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
+
+from optim_dist import checkpoint
+from optim_dist._fresh_store import fresh_store
+from optim_dist._optimizer import DistOptimizer
+
+__all__ = ["Run", "run"]
+
+
+class Run:
+    """One start of a training that may have begun in another process.
+
+    Attributes:
+        directory: where checkpoints lie, one folder a save.
+        resumed_from: the checkpoint that ``steps`` went on from; None for a fresh start.
+        extra: plain values and tensors that are saved with every checkpoint, and loaded by ``steps``: a position in
+            the data, say. Those of the first rank count.
+        stopped: whether ``steps`` ended before the last step because a SIGTERM arrived.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int = 3, poll: int = 10) -> None:
+        for name, value in {"every": every, "keep": keep, "poll": poll}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.directory = Path(directory)
+        self.every, self.keep, self.poll = every, keep, poll
+        self.resumed_from: Path | None = None
+        self.extra: dict[str, Any] = {}
+        self.stopped = False
+        self._sigterm = False
+
+    def steps(self, model: nn.Module | None, optimizer: DistOptimizer, total: int) -> Iterator[int]:
+        """The numbers of the steps that are left of ``total``, after model, optimizer and ``extra`` have been loaded.
+
+        A step is over when the next number is asked for, and saved then if it is its turn. Collective: every rank goes
+        through all numbers.
+
+        Raises:
+            CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
+        """
+        done = self._resume(model, optimizer)
+        while done < total and not self.stopped:
+            yield done
+            done += 1
+            self.stopped = done < total and done % self.poll == 0 and self._is_anyone_stopped(optimizer)
+            if done % self.every == 0 or done == total or self.stopped:
+                self._save(model, optimizer, done)
+
+    @contextmanager
+    def watching_for_sigterm(self) -> Iterator[None]:
+        """SIGTERM asks for a stop instead of ending the process."""
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            self._sigterm = True
+
+        before = signal.signal(signal.SIGTERM, remember)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _resume(self, model: nn.Module | None, optimizer: DistOptimizer) -> int:
+        communicator = optimizer.communicator
+        if communicator.rank == 0:
+            for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
+                shutil.rmtree(unfinished)
+        # the first rank decides: a shared folder may show itself later to others
+        newest = checkpoint.latest(self.directory) if communicator.rank == 0 else None
+        name = communicator.gather_json(newest.name if newest else None)[0]
+        if name is None:
+            return 0
+        self.resumed_from = self.directory / name
+        saved = checkpoint.load(self.resumed_from, model, optimizer)
+        self.extra = saved["extra"]
+        return int(saved["step"])
+
+    def _save(self, model: nn.Module | None, optimizer: DistOptimizer, done: int) -> None:
+        folder, communicator = self.directory / f"step-{done:09d}", optimizer.communicator
+        if communicator.rank == 0 and folder.exists():
+            shutil.rmtree(folder)  # of a run that was killed before it could make this its newest checkpoint
+        communicator.barrier()
+        checkpoint.save(folder, model, optimizer, extra={"step": done, "extra": self.extra})
+        if communicator.rank == 0:
+            for old in sorted(self.directory.glob("step-*"))[: -self.keep]:
+                shutil.rmtree(old)
+
+    def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
+        return any(optimizer.communicator.gather_json(self._sigterm))
+
+
+def run(
+    train: Callable[[Run], Any],
+    directory: str | os.PathLike[str],
+    *,
+    every: int,
+    keep: int = 3,
+    poll: int = 10,
+    timeout: float = 300.0,
+) -> Any:
+    """Call ``train(run)`` within the process group that torchrun describes, and return what it returns.
+
+    Args:
+        train: builds model and optimizer, and loops over ``run.steps(model, optimizer, total)``.
+        directory: of the checkpoints, the same for all ranks.
+        every: steps between two saves.
+        keep: how many of the newest checkpoints stay.
+        poll: steps between two looks at whether any rank has received SIGTERM; a look waits for the device.
+        timeout: seconds after which a collective, the first one included, is given up.
+
+    A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.
+    """
+    job = Run(directory, every=every, keep=keep, poll=poll)
+    with _process_group(timeout), job.watching_for_sigterm():
+        return train(job)
+
+
+@contextmanager
+def _process_group(timeout: float) -> Iterator[None]:
+    """A group by torchrun's variables, with this rank's device: NCCL beside gloo where there are GPUs."""
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    backend, device = "gloo", None
+    if torch.cuda.is_available():
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout)
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    store = fresh_store(store, rank, world_size, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
+    yield
+    # not after an error: that might wait for a rank that is gone, and the process ends anyway
+    dist.destroy_process_group()

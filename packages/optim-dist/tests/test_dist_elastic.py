@@ -1,0 +1,279 @@
+"""Training that goes on from its newest checkpoint: after an error, a lost rank, a stop, at another number of ranks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from dist_cases import normal
+from torch import nn
+from torch.distributed import HashStore
+
+from optim_dist import TritonDistAdamW, checkpoint, elastic
+from optim_dist._fresh_store import fresh_store
+from optim_utils.testing import RankFailure, run_ranks
+
+TOTAL = 10
+
+
+def build():
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(tuple(parameter.shape), 3, number))
+    return model, TritonDistAdamW(model.named_parameters(), lr=0.1, average=False)
+
+
+def train(run, rank=0, before_step=lambda step: None, total=TOTAL):
+    """Steps on a global batch that the ranks share out: the sum of their gradients does not depend on their number."""
+    model, optimizer = build()
+    numbers = []
+    for step in run.steps(model, optimizer, total):
+        before_step(step)
+        for number, parameter in enumerate(model.parameters()):
+            whole = normal(tuple(parameter.shape), 5, number, step)
+            parameter.grad = whole if rank == 0 else torch.zeros_like(whole)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append(step)
+        run.extra["seen"] = [*run.extra.get("seen", []), step]
+    return numbers, [p.detach().clone() for p in model.parameters()], run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    numbers, parameters, run = elastic.run(train, tmp_path_factory.mktemp("whole"), every=100)
+    assert numbers == list(range(TOTAL))
+    assert run.resumed_from is None
+    return parameters
+
+
+def fail_at(number):
+    def check(step):
+        if step == number:
+            raise RuntimeError("lost")
+
+    return check
+
+
+def test_goes_on_where_it_was_saved(tmp_path, uninterrupted):
+    with pytest.raises(RuntimeError, match="lost"):
+        elastic.run(lambda run: train(run, before_step=fail_at(8)), tmp_path, every=3)
+    numbers, parameters, run = elastic.run(train, tmp_path, every=3)
+    assert run.resumed_from == tmp_path / "step-000000006"
+    assert numbers == [6, 7, 8, 9]
+    assert run.extra["seen"] == list(range(TOTAL))
+    for actual, expected in zip(parameters, uninterrupted, strict=True):
+        assert torch.equal(actual, expected)
+    assert elastic.run(train, tmp_path, every=3)[0] == []
+    assert len(elastic.run(lambda run: train(run, total=12), tmp_path, every=3)[0]) == 2
+
+
+def test_keeps_the_newest(tmp_path):
+    elastic.run(train, tmp_path, every=2, keep=2)
+    assert sorted(folder.name for folder in tmp_path.glob("step-*")) == ["step-000000008", "step-000000010"]
+    assert checkpoint.latest(tmp_path).name == "step-000000010"
+
+
+def test_leftovers_of_a_killed_save_are_in_nobodys_way(tmp_path):
+    elastic.run(lambda run: train(run, total=4), tmp_path, every=2)
+    (tmp_path / ".step-000000006.abc.tmp").mkdir()
+    # complete, but the pointer still names the one before
+    elastic.run(lambda run: train(run, total=6), tmp_path, every=2)
+    (tmp_path / checkpoint.LATEST).write_text("step-000000004")
+    numbers, _, _ = elastic.run(train, tmp_path, every=2)
+    assert numbers[0] == 4
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_sigterm_saves_and_leaves(tmp_path, uninterrupted):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    numbers, _, run = elastic.run(lambda run: train(run, before_step=stop), tmp_path, every=100, poll=3)
+    assert numbers == list(range(6))
+    assert run.stopped
+    assert signal.getsignal(signal.SIGTERM) is before
+    numbers, parameters, run = elastic.run(train, tmp_path, every=100)
+    assert numbers == [6, 7, 8, 9]
+    assert not run.stopped
+    for actual, expected in zip(parameters, uninterrupted, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["every", "keep", "poll"])
+def test_numbers_below_one_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        elastic.run(train, tmp_path, **{"every": 1, name: 0})
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    elastic.run(train, tmp_path, every=100)
+
+    def other(run):
+        model = nn.Linear(4, 4)
+        return list(run.steps(model, TritonDistAdamW(model.named_parameters()), TOTAL))
+
+    with pytest.raises(checkpoint.CheckpointError, match="weight"):
+        elastic.run(other, tmp_path, every=100)
+
+
+def on_ranks(rank, world_size, folder, lost):
+    def lose(step):
+        if (rank, step) == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    numbers, parameters, _ = elastic.run(lambda run: train(run, rank, lose), folder, every=2)
+    return numbers, parameters
+
+
+def test_a_rank_is_killed_and_fewer_or_more_go_on(tmp_path, uninterrupted):
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(on_ranks, 3, str(tmp_path), (1, 5))
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(on_ranks, 2, str(tmp_path), (0, 7))
+    for numbers, parameters in run_ranks(on_ranks, 4, str(tmp_path), None):
+        assert numbers == [6, 7, 8, 9]
+        for actual, expected in zip(parameters, uninterrupted, strict=True):
+            # the others add zeros, so that not even the order of sums can differ
+            assert torch.equal(actual, expected)
+
+
+def stop_one(rank, world_size, folder):
+    def stop(step):
+        if rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return elastic.run(lambda run: train(run, rank, stop), folder, every=100, poll=4)[0]
+
+
+def test_sigterm_on_one_rank_stops_all_at_the_same_step(tmp_path):
+    assert run_ranks(stop_one, 2, str(tmp_path)) == [list(range(4))] * 2
+    assert checkpoint.latest(tmp_path).name == "step-000000004"
+
+
+def agree(store, rank, world_size, seconds=20):
+    return fresh_store(store, rank, world_size, timedelta(seconds=seconds))
+
+
+def test_nothing_of_an_earlier_start_is_in_the_store():
+    store = HashStore()
+    stale = []
+    for attempt in range(3):
+        with ThreadPoolExecutor(3) as threads:
+            # the first rank is the last to come: it finds greetings of this start and of those before
+            found = [threads.submit(agree, store, rank, 3) for rank in (2, 1)]
+            time.sleep(0.05)
+            found = [threads.submit(agree, store, 0, 3), *found]
+            first, second, third = (each.result() for each in found)
+        first.set("address", str(attempt))
+        assert [each.get("address") for each in (second, third)] == [str(attempt).encode()] * 2
+        assert not any(each.get("address") == first.get("address") for each in stale)
+        stale.append(first)
+
+
+def test_a_rank_that_never_starts_is_named():
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not start"):
+        agree(HashStore(), 0, 2, seconds=0.1)
+
+
+SCRIPT = """
+    import json, os, signal, sys, time
+    import torch
+    from torch import nn
+    from optim_dist import TritonDistAdamW, elastic
+
+    with open(f"{sys.argv[1]}/worker-of-{os.getppid()}", "w") as file:
+        file.write(str(os.getpid()))
+
+    def train(run):
+        model = nn.Linear(5, 3)
+        optimizer = TritonDistAdamW(model.named_parameters(), timeout=20)
+        numbers = []
+        for step in run.steps(model, optimizer, 12):
+            if step == 5 and sys.argv[2] == "rank" and run.resumed_from is None and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(float(sys.argv[3]))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(step)
+        return numbers, optimizer.communicator.world_size
+
+    numbers, world_size = elastic.run(train, sys.argv[1] + "/runs", every=2)
+    with open(sys.argv[1] + "/rank-" + os.environ["RANK"] + ".json", "w") as file:
+        json.dump([numbers, world_size], file)
+"""
+
+
+def torchrun(tmp_path, *arguments, options, log="log"):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path), *arguments]
+    with (tmp_path / log).open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_again(tmp_path):
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    job = torchrun(tmp_path, "rank", "0", options=options)
+    assert job.wait(180) == 0, (tmp_path / "log").read_text()
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == [list(range(4, 12)), 2]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.nightly
+def test_a_lost_node_leaves_the_others_training(tmp_path):
+    """Three agents of one rank each, and a store in a process of its own; one agent is killed with its rank."""
+    port = free_port()
+    store = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import time\nfrom torch.distributed import TCPStore\n"
+            f"store = TCPStore('localhost', {port}, is_master=True, wait_for_workers=False)\ntime.sleep(600)",
+        ]
+    )
+    options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    options += [f"--rdzv-endpoint=localhost:{port}"]
+    timeouts = "last_call_timeout=3,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options += [f"--rdzv-conf=is_host=0,{timeouts}"]
+    agents = [torchrun(tmp_path, "agent", "1", options=options, log=f"log-{number}") for number in range(3)]
+    try:
+        deadline = time.monotonic() + 120
+        while checkpoint.latest(tmp_path / "runs") is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        lost = agents[1].pid
+        for process in (lost, int((tmp_path / f"worker-of-{lost}").read_text())):
+            os.kill(process, signal.SIGKILL)
+        for number in (0, 2):
+            assert agents[number].wait(240) == 0, (tmp_path / f"log-{number}").read_text()
+    finally:
+        for process in (*agents, store):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0][0][-1] == 11
+    assert found[0][0][0] > 0
+    assert found[0][1] == 2
