@@ -264,6 +264,14 @@ def num_multiprocessors(device: int | None) -> int:
 class TritonProducts:
     """The three products of `orthogonalization`'s iterations, on ``[batch, M, K]``."""
 
+    def orthogonalize(self, x: Tensor, config: NSConfig, /) -> Tensor | None:
+        from optim_kernels import _hopper_chain as chain
+
+        *batch, m, n = x.shape
+        if not chain.takes_chain(prod(batch), m, n, config, config.compute_dtype(x), x.device):
+            return None
+        return chain.orthogonalize_batch(x, config)
+
     def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
         g = x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
         out = empty_matrices(*g.shape, like=x.new_empty(0, dtype=config.compute_dtype(x)))

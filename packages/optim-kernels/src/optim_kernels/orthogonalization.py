@@ -153,6 +153,9 @@ class Products(Protocol):
     def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
         """``x / N`` in the compute dtype, as the other methods take it."""
 
+    def orthogonalize(self, x: Tensor, config: NSConfig, /) -> Tensor | None:
+        """The result for ``x [..., M, N]``, M ≤ N, as a batch; ``None`` where it takes the single products."""
+
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         """``x xᵀ`` of every x of the family, as one batch."""
 
@@ -178,6 +181,9 @@ class TorchProducts:
 
     def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
         return normalize(x, config)[0]
+
+    def orthogonalize(self, x: Tensor, config: NSConfig, /) -> Tensor | None:
+        return None
 
     def gram(self, xs: Sequence[Tensor], /) -> Tensor:
         grams = [self.matmul_add(x, x.mT) for x in xs]
@@ -359,6 +365,9 @@ def _forward(x: Tensor, config: NSConfig, products: Products) -> Tensor:
         return _forward(x.mT, config, products).mT
     if x.numel() == 0:
         return x.clone()
+    at_once = products.orthogonalize(x, config)
+    if at_once is not None:
+        return at_once.reshape(x.shape).to(x.dtype)
     return iterate([products.normalize(x, config)], config, products)[0].reshape(x.shape).to(x.dtype)
 
 

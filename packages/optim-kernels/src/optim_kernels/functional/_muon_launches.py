@@ -16,6 +16,7 @@ from optim_kernels import _muon_update_kernels as back
 from optim_kernels._impl import is_interpreted
 from optim_kernels._tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES
+from optim_kernels.functional._muon_chains import chains_of, is_chained
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
 from optim_kernels.functional._muon_tables import Family, MuonTables, num_multiprocessors, takes_ping_pong
@@ -94,12 +95,16 @@ class Launches:
         *,
         state_is_aligned: bool,
     ) -> None:
-        self._tables, self._families, self._options = tables, families, options
+        self._tables, self._options = tables, options
         self._hyper, self._control = hyper, control
         self._state_is_aligned = state_is_aligned
         self._x_dtype = TRITON_DTYPES[families[0][0].x.dtype]
-        leave_last = self._updates_in_last_product or options.has_factors
-        self._products = [StepProducts(family, options.ns, tables, leave_last=leave_last) for family in families]
+        ns, leave_last = options.ns, self._updates_in_last_product or options.has_factors
+        chained = [batch for family in families for batch in family if is_chained(batch, ns)]
+        self._chains, self._chain_state = chains_of(chained, ns, tables, leave_last=leave_last)
+        singles = [[batch for batch in family if not is_chained(batch, ns)] for family in families]
+        self._families = [family for family in singles if family]
+        self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in self._families]
 
     def launch(self, *, recorded: bool = False) -> None:
         """The whole step; recorded in a graph, small families are on branches of their own."""
@@ -107,6 +112,7 @@ class Launches:
             self._equilibrated_momentum()
         else:
             self._momentum()
+        self._run_chains()
         if recorded and self._gains_by_branches:
             self._orthogonalize_in_parallel()
         else:
@@ -125,7 +131,8 @@ class Launches:
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
         around += options.has_factors + options.draws_bits + (not self._updates_in_last_product)
-        return around + sum(_iteration_launches(family, options.ns) for family in self._families)
+        chains = len(self._chains) * (2 if self._updates_in_last_product or options.has_factors else 1)
+        return around + chains + sum(_iteration_launches(family, options.ns) for family in self._families)
 
     @property
     def _gains_by_branches(self) -> bool:
@@ -187,6 +194,14 @@ class Launches:
         front.equilibrate_kernel[(len(t.matrices),)](
             t.matrices, t.row_squares, t.scales, t.squared_scales, **self._of_norm
         )
+
+    def _run_chains(self) -> None:
+        if self._chains:
+            self._chain_state.zero_()
+        for chain in self._chains:
+            last = chain.run()
+            if last is not None:
+                self._last_product(last)
 
     def _orthogonalize_in_parallel(self) -> None:
         main = torch.cuda.current_stream()

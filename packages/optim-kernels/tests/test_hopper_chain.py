@@ -1,0 +1,187 @@
+"""Newton–Schulz in one launch on a GPU: against fp64, alone and inside a step, captured, with NaN."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
+
+pytest.importorskip("triton")
+from optim_kernels import _hopper_chain as chain
+from optim_kernels import muon_kernels
+from optim_kernels._normalize_kernels import divisors_of
+from optim_kernels._triton import triton
+from optim_kernels.functional import _muon_chains as step_chains
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# In a process of its own, for the interpreter of the other tests replaces what would be compiled.
+COMPILE = """
+import subprocess
+import sys
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from optim_kernels._hopper_chain_kernel import chain_kernel
+
+def block(rows, columns):
+    layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)
+    return f"tensordesc<fp16[1, {rows}, {columns}],{layout!r}>"
+
+def kind(name):
+    if name.startswith("right_load"):
+        return block(64, 128)
+    if "_load" in name or "_tile" in name:
+        return block(128, 64 if "_load" in name else 128)
+    return {"entries": "*i32", "state": "*i32", "total": "i32", "m": "i32", "n": "i32"}.get(name, "*fp32")
+
+constants = dict(DEPTH=64, STAGES=5)
+names = [parameter.name for parameter in chain_kernel.params]
+signature = {name: "constexpr" if name in constants else kind(name) for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+source = GluonASTSource(chain_kernel, signature, values)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+path = Path(sys.argv[1])
+path.write_text(compiled.asm["ptx"])
+command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
+print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+print(compiled.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) or sys.platform != "linux", reason="needs Triton 3.6"
+)
+def test_the_chain_compiles_for_hopper(tmp_path: object) -> None:
+    """Within its shared memory, without spills, and without products that wait for one another."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", COMPILE, f"{tmp_path}/chain.ptx"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    *messages, shared = result.stdout.strip().splitlines()
+    assert int(shared) <= 232_448  # bytes that a program on Hopper may have
+    assert "serialized" not in " ".join(messages)
+    assert " 0 bytes spill stores" in " ".join(messages)
+
+
+def needs_hopper() -> None:
+    if not muon_kernels.has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+
+
+@pytest.mark.parametrize("eps_mode", ["clamp", "add"])
+def test_divisors(eps_mode: str) -> None:
+    """1/N and 1/N² of every matrix: tiny ones, a zero one (1 and 1), one with a NaN; and the state is cleared."""
+    g = torch.randn(4, 37, 300, device=DEVICE)
+    g[1] *= 1e-3
+    g[2] = 0
+    g[3, 5, 5] = float("nan")
+    g = g.half()
+    state = torch.full((5,), 7, dtype=torch.int32, device=DEVICE)
+    found = divisors_of(g, norm_scale=1.02, eps=0.5, add_eps=eps_mode == "add", state=state)
+    scaled = 1.02 * g.double().square().sum((1, 2)).sqrt()
+    divisor = scaled + 0.5 if eps_mode == "add" else scaled.clamp(min=0.5)
+    expected = torch.stack([1 / divisor, 1 / divisor**2])
+    expected[:, 2] = 1.0
+    torch.testing.assert_close(found.double()[:, :3], expected[:, :3], rtol=1e-6, atol=0)
+    assert found[:, 3].isnan().all()
+    assert state.tolist() == [0] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300)], ids=str)
+def test_one_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Right against fp64, the same bits twice and in a graph, both iterations, inputs left alone."""
+    needs_hopper()
+    x = torch.randn(shape, device="cuda").to(dtype)
+    m, n = sorted(shape[-2:])
+    before = x.clone()
+    assert chain.takes_chain(shape[0], m, n, NSConfig(), torch.float16, x.device)
+    for name, method in (("keller", "standard"), ("you", "gram"), ("cubic5", "standard")):
+        result = newton_schulz(x, coefficients=name, method=method)
+        expected = reference.newton_schulz(x.double(), NSConfig(coefficients=name).triples)
+        limit = (5e-3 if m == n and method == "gram" else 2.2e-3) + (2e-3 if dtype == torch.bfloat16 else 0)
+        errors = (result.double() - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))
+        assert errors.max() <= limit
+        assert torch.equal(result, newton_schulz(x, coefficients=name, method=method))
+    assert torch.equal(x, before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = newton_schulz(x, coefficients="cubic5", method="standard")
+    for _ in range(2):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, result)
+
+
+@pytest.mark.gpu
+def test_one_launch_keeps_matrices_apart() -> None:
+    """NaN and zero stay where they are, scale does not matter, and neither does who else is in the batch."""
+    needs_hopper()
+    x = torch.randn(16, 768, 768, device="cuda").half()
+    alone = newton_schulz(x)
+    x[3, 5, 5] = float("nan")
+    x[5] = 0
+    x[6] *= 2.0**-9
+    x[7] *= 2.0**9
+    result = newton_schulz(x)
+    assert result[3].isnan().all()
+    assert (result[5] == 0).all()
+    others = [i for i in range(16) if i not in (3, 5, 6, 7)]
+    assert torch.equal(result[others], alone[others])
+    torch.testing.assert_close(result[6:8], alone[6:8], rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_two_at_the_same_time() -> None:
+    """On two streams, where neither may have all of the chip: both end, both are right."""
+    needs_hopper()
+    xs = [torch.randn(16, 512, 1536, device="cuda").half() for _ in range(2)]
+    expected = [newton_schulz(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(newton_schulz(x))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        assert torch.equal(result, expected[i % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("master", [None, "split16"])
+@pytest.mark.parametrize("variant", ["torch", "nanochat-2026-07"])
+def test_step(variant: str, master: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with one launch for each shape equal those with one for each product, to rounding; few launches."""
+    needs_hopper()
+    shapes = [(512, 512)] * 24 + [(1024, 512)] * 20 + [(512, 2048)] * 20
+    runs = []
+    for chained in (True, False):
+        monkeypatch.setattr(step_chains, "takes_chain", chain.takes_chain if chained else lambda *_: False)
+        torch.manual_seed(0)
+        params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
+        optimizer = TritonMuon([{"params": params, "variant": variant}], lr=0.02, master_weights=master)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        runs.append((params, sum(plan.launches for plan in optimizer.plans())))
+    (params, launches), (plain, more_launches) = runs
+    assert launches <= 20 < more_launches
+    for p, q in zip(params, plain, strict=True):
+        assert (p.float() - q.float()).norm() <= 1e-3 * q.float().norm()
