@@ -21,7 +21,7 @@ from optim_redist import (
     redistribute_local,
     simulate,
 )
-from optim_redist.program import stage_programs
+from optim_redist._stage_program import stage_programs
 from optim_utils.testing import run_ranks
 
 FOUR_RANKS = [(4,), (2, 2), (3,), (2,), (1, 4)]

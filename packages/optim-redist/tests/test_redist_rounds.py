@@ -8,9 +8,20 @@ import pytest
 import torch
 from redist_cases import FAMILIES, combined, contributions_of, part_of, random_case
 
-from optim_redist import Layout, LayoutError, Mesh, PlanInfeasibleError, plan, redistribute_local, simulate, verify
+from optim_redist import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Plan,
+    PlanInfeasibleError,
+    plan,
+    redistribute_local,
+    simulate,
+    verify,
+)
 from optim_redist._chunked import in_rounds
 from optim_redist._direct import direct_phases
+from optim_redist.execute import program_for
 from optim_redist.problem import Problem
 from optim_utils.testing import run_ranks
 
@@ -103,3 +114,58 @@ def _give(rank: int, world_size: int) -> list[str]:
 
 def test_a_donated_source_is_freed() -> None:
     assert run_ranks(_give, 2) == [[], []]
+
+
+HYBRID = Layout(Mesh((2, 4)), [1, None]), Layout(Mesh((2, 4)), [None, 1])
+
+
+def test_a_donated_source_is_packed_first_where_the_limit_leaves_no_room_for_both() -> None:
+    src, dst = HYBRID
+    shape = (1024, 1024)  # 2^18 elements of source and of target, three quarters of which move
+    quarter = 2**16
+    free = plan(shape, "float32", src, dst, donate=True)
+    assert (free.planner, free.peak_bytes) == ("direct", 4 * 14 * quarter)
+    limited = plan(shape, "float32", src, dst, donate=True, memory_limit=4 * 11 * quarter)
+    # three quarters packed, one kept, the target and what arrives
+    assert (limited.planner, limited.peak_bytes) == ("packed", 4 * (3 + 1 + 4 + 3) * quarter)
+    assert verify(limited).peak * 4 == limited.peak_bytes
+    assert limited.to_json() == Plan.from_json(limited.to_json()).to_json()
+    below, kept = (
+        plan(shape, "float32", src, dst, donate=donate, memory_limit=4 * (11 * quarter - donate))
+        for donate in (True, False)
+    )
+    assert (below.planner, kept.planner) == ("direct", "direct")
+    assert min(below.stages[0].rounds, kept.stages[0].rounds) > 1
+
+
+def test_packed_plans_are_right() -> None:
+    for seed in range(150):
+        shape, src, dst = random_case(seed)
+        if not src.partial and not dst.partial:
+            made = plan(shape, "float32", src, dst, donate=True, memory_limit=2**40, planners=["direct", "packed"])
+            if made.bounds.lb:
+                verify(plan(shape, "float32", src, dst, donate=True, memory_limit=2**40, planners=["packed"]))
+
+
+def _give_packed(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    full = torch.arange(1024.0 * 1024).reshape(1024, 1024)
+    src, dst = HYBRID
+    for out in (None, torch.empty(256, 1024).t()):
+        mine = part_of(full, src, rank)
+        moved = redistribute_local(mine, full.shape, src, dst, donate=True, memory_limit=44 << 16, out=out)
+        if not torch.equal(moved, part_of(full, dst, rank)) or (out is not None and moved is not out):
+            wrong.append("values")
+        if mine.untyped_storage().nbytes():
+            wrong.append("the source still has its memory")
+    # source and target on different ranks
+    here, there = Layout(Mesh((2, 2)), [0, None]), Layout(Mesh((2, 2), ranks=[4, 5, 6, 7]), [None, 1])
+    made = plan(full.shape, "float32", here, there, donate=True, memory_limit=2**40, planners=["packed"])
+    moved, expected = program_for(made)(part_of(full, here, rank)), part_of(full, there, rank)
+    if (moved is None) != (expected is None) or (expected is not None and not torch.equal(moved, expected)):
+        wrong.append("other ranks")
+    return wrong
+
+
+def test_packed_sources_arrive_on_ranks() -> None:
+    assert run_ranks(_give_packed, 8) == [[]] * 8

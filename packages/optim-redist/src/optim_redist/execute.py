@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
+from optim_redist._stage_program import StageProgram, slots, stage_programs
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Program, StageProgram, compile, slots, stage_programs
+from optim_redist.program import Program, compile
 
 _programs: OrderedDict[tuple[Any, ...], tuple[object, Program]] = OrderedDict()
 _CACHE_SIZE = 1024

@@ -18,11 +18,12 @@ from torch.distributed import ProcessGroup
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._rank_program import Message
+from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Handle, StageProgram, stage_programs
+from optim_redist.program import Handle
 
 _ALIGNMENT = 16  # bytes: the widest element
 _CACHE_SIZE = 64

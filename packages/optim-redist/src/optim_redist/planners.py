@@ -11,6 +11,7 @@
     notebook      the operations that the notebook's ``OptimalRedist`` finds where ``MultiAxisDist`` expresses both
                   sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
                   seconds on four or five
+    packed        the direct exchange of a source that is given up before the target is made, under a memory limit
     naive         gather everything everywhere, then slice: what a plan is measured against
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
@@ -20,6 +21,7 @@ what is already there is not asked; the plan then says so among its alternatives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from optim_redist._chunked import in_rounds
@@ -28,6 +30,7 @@ from optim_redist._direct import direct_phases
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import border_volumes, hierarchical_phases
 from optim_redist._notebook import notebook_layouts
+from optim_redist._packed import packed_peak
 from optim_redist._reduce_inside import ways_to_reduce
 from optim_redist._relay import relay_phases
 from optim_redist._scatter import scattered
@@ -50,7 +53,7 @@ def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]
 
 
 def _whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
-    if method == "direct":
+    if method in ("direct", "packed"):
         return direct_phases(problem, topology)
     if method == "forward":
         return forward_phases(problem, bounds_of(problem).lb)
@@ -171,6 +174,24 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     return _from_layouts("collectives", request, layouts)
 
 
+def _packed(request: Request, limits: Bounds) -> Candidate:
+    problem, width, model = request.problem, request.itemsize, request.model
+    (phase,) = _whole_phases(problem, "packed", model.topology)
+    borders = border_volumes(phase, model.topology) if request.has_borders else {}
+    peak = packed_peak(problem, phase) * width
+    step = _step(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
+    # what stays is copied twice
+    kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
+    step = replace(step, seconds=step.seconds + kept)
+    return Candidate("packed", (Stage(step.op, "packed", problem.src, problem.dst),), (step,), limits.single_hop)
+
+
+def _can_be_packed(request: Request, limits: Bounds) -> bool:
+    problem = request.problem
+    limited = request.memory_limit is not None and request.donate
+    return limited and problem.num_contributions == 1 and not problem.started and limits.lb > 0
+
+
 def _scatter(request: Request, limits: Bounds) -> Candidate | None:
     """The better of two ways to scatter, in bytes: both take two exchanges."""
     dst = request.problem.dst
@@ -246,6 +267,7 @@ _PLANNERS = {
         _least_of_one_hop,
         _can_be_hierarchical,
     ),
+    "packed": _Planner(_packed, _least_of_one_hop, _can_be_packed),
     "collectives": _Planner(_collectives, _least_of_one_hop, _on_one_set_of_ranks),
     "notebook": _Planner(_notebook, _least_of_one_hop),
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),

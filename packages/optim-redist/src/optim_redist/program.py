@@ -8,10 +8,9 @@ compares the plans of all ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import suppress
-from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,188 +19,13 @@ from torch.distributed import ProcessGroup
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._native import NativeReduction
-from optim_redist._rank_program import Bound, Message, RankPhase, Which, as_bits, bits_type, rank_phases, view_of
-from optim_redist._reduction import Reduction, fill_identity
+from optim_redist._rank_program import RankPhase
+from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
-    from optim_redist.layout import Layout
-    from optim_redist.moves import Phase
     from optim_redist.planning import Plan
-
-
-class StageProgram:
-    """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        phases: Sequence[Phase],
-        rank: int,
-        dtype: torch.dtype,
-        *,
-        src: Layout | None = None,
-        dst: Layout | None = None,
-    ) -> None:
-        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ."""
-        self.rank = rank
-        self.dtype = dtype
-        self.bits = bits_type(dtype)
-        self.phases = rank_phases(problem, phases, rank)
-        # the phases that bring contributions; on ranks that take no part in one, too
-        self._reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
-        self.src_shape = _local_shape(src or problem.src, problem.shape, rank)
-        self.dst_shape = _local_shape(dst or problem.dst, problem.shape, rank)
-        self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
-        self.identity_op = None
-        self.start_scale = 1
-        if problem.started and self.dst_shape is not None:
-            self.start_scale = prod(problem.dst.mesh.sizes[axis] for axis, op in problem.started if op == "avg")
-            if rank not in problem.dst_points:
-                self.identity_op = problem.started[0][1]
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the rank's tensor stays exactly what it is."""
-        return self.src_shape == self.dst_shape
-
-    def only_view(self) -> tuple[slice, ...] | None:
-        """The slices of the source that are the target, if one piece of it is all of the target."""
-        pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
-        if self.reduction is not None or self.identity_op is not None or self.start_scale != 1 or len(pieces) != 1:
-            return None
-        if any(run.repeats > 1 and run.length > 1 for run in pieces[0]):
-            return None
-        return tuple(
-            slice(run.start, run.stop) if run.repeats == 1 else slice(run.start, run.stop, run.stride)
-            for run in pieces[0]
-        )
-
-    def allocate(self, device: torch.device) -> Tensor | None:
-        """An uninitialised target."""
-        return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
-
-    def begin(
-        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, separate: bool = False
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Pack phase k: the buffers to send, those to receive into, and the phase's own buffer behind the latter."""
-        bound = self._bind(k, src, dst, separate)
-        tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
-        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
-        bound.packs.run(tensors, packed)
-        unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
-        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.sends]
-        receives = [
-            view_of(unpacked if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.receives
-        ]
-        return sends, receives, unpacked
-
-    def local(self, k: int, src: Tensor | None, dst: Tensor | None, *, separate: bool = False) -> None:
-        """What phase k copies within the rank; reductions do this when they finish."""
-        if self.phases[k].stays_from.pieces and not self._reduces(k):
-            here: dict[Which, Tensor | None] = {"src": _bits(src)}
-            self._bind(k, src, dst, separate).stays.run(here, _bits(dst))
-
-    def finish(
-        self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None, *, separate: bool = False
-    ) -> None:
-        """Unpack what phase k brought into the buffer of ``begin``."""
-        if self._reduces(k):
-            if dst is not None:
-                self.combine(k, slots(self.phases[k].receives, unpacked), src, dst)
-        else:
-            # the buffer takes the place of the source
-            self._bind(k, src, dst, separate).unpacks.run({"src": unpacked}, _bits(dst))
-        self.end(k, dst)
-
-    def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
-        """Reduce what came in phase k and this rank's own contributions into the target."""
-        assert self.reduction is not None, "only reductions combine"
-        self.reduction.combine(self.phases[k], arrived, src, dst)
-
-    def end(self, k: int, dst: Tensor | None) -> None:
-        """After the last phase, start the pending reduction that the target asks for."""
-        if k == len(self.phases) - 1 and dst is not None:
-            if self.identity_op is not None:
-                fill_identity(dst, self.identity_op)
-            elif self.start_scale != 1:
-                dst.mul_(self.start_scale)
-
-    # -- the same for buffers that several tensors share
-
-    def pack_message(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
-        """Copy one message into its part of a buffer."""
-        tensors = {"src": _bits(src), "dst": _bits(dst)}
-        place = 0
-        for k, read in enumerate(message.read):
-            tensor = cast(Tensor, tensors[read])
-            view = message.views(tensor.stride())[k]
-            size = prod(view[0])
-            slot[place : place + size].view(view[0]).copy_(view_of(tensor, view))
-            place += size
-
-    def finish_messages(
-        self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
-    ) -> None:
-        """Unpack messages that came in any buffers: every message with its flat bits."""
-        if self._reduces(k):
-            if dst is not None:
-                self.combine(k, arrived, src, dst)
-        elif arrived:
-            target = as_bits(cast(Tensor, dst))
-            for message, slot in arrived:
-                place = 0
-                for view in message.views(target.stride()):
-                    size = prod(view[0])
-                    view_of(target, view).copy_(slot[place : place + size].view(view[0]))
-                    place += size
-        self.end(k, dst)
-
-    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None, separate: bool) -> Bound:
-        return self.phases[k].bind(
-            _rows(src), _rows(dst), self.dtype.itemsize, separate=separate, in_place=not self._reduces(k)
-        )
-
-    def _reduces(self, k: int) -> bool:
-        return self._reducing[k]
-
-
-def stage_programs(plan: Plan, rank: int) -> list[StageProgram]:
-    """A rank's part of every stage of a plan."""
-    dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
-    return [
-        StageProgram(
-            problem,
-            phases,
-            rank,
-            dtype,
-            src=None if number else plan.src,
-            dst=plan.dst if number == last else None,
-        )
-        for number, (problem, phases) in enumerate(plan.phases)
-    ]
-
-
-def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
-    """Every message with its part of a flat buffer."""
-    found, place = [], 0
-    for message in messages:
-        found.append((message, buffer[place : place + message.num_elements]))
-        place += message.num_elements
-    return found
-
-
-def _rows(tensor: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
-
-
-def _bits(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else as_bits(tensor)
-
-
-def _local_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
-    return layout.local_shape(shape, rank) if rank in layout.mesh.coordinates else None
 
 
 class Handle:
@@ -298,6 +122,9 @@ class Program:
         given = x if self.plan.donate else None
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
+            if self.plan.stages[number].method == "packed":
+                x = yield from self._run_packed(stage, x, out if last else None, device)
+                continue
             target = out if last and out is not None else stage.allocate(device)
             native = self._native[number]
             if native is not None:
@@ -314,6 +141,20 @@ class Program:
             x = target
             _give_up(given)
         return x
+
+    def _run_packed(
+        self, stage: StageProgram, x: Tensor | None, out: Tensor | None, device: torch.device
+    ) -> Generator[Waitable | None, None, Tensor | None]:
+        """A donated source is packed as a whole and given up before the target takes memory."""
+        sends, kept = stage.pack_all(x, device, separate=self._separate)
+        _give_up(x)
+        target = stage.allocate(device) if out is None else out
+        receives, unpacked = stage.receive_buffers(0, x, target, device, separate=self._separate)
+        work = self._exchange(stage.phases[0], sends, receives)
+        stage.unpack_kept(kept, target)
+        yield work
+        stage.finish(0, unpacked, x, target, separate=self._separate)
+        return target
 
     def _run_native(
         self, native: NativeReduction, x: Tensor | None, target: Tensor | None

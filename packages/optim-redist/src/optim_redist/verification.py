@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from optim_redist._packed import packed_peak
 from optim_redist.boxes import Box, intersect_boxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size
@@ -78,23 +79,34 @@ def verify(plan: Plan) -> Verification:
         for k in range(0, len(phases), rounds):
             whole = Phase(phases[k].name, tuple(t for phase in phases[k : k + rounds] for t in phase.transfers))
             _verify_step(plan, steps.pop(0), whole)
-        # the caller's source stays while later stages run, unless it was given up
-        aside = {} if plan.donate or not number else plan.phases[0][0].num_stored
         for phase in phases:
-            came, went = phase.received(), phase.sent()
-            for totals, counts in ((received, came), (sent, went)):
+            for totals, counts in ((received, phase.received()), (sent, phase.sent())):
                 for rank, count in counts.items():
                     totals[rank] = totals.get(rank, 0) + count
-            held = problem.num_stored
-            for r in problem.ranks:
-                kept = aside[r][0] if r in aside else 0
-                peak = max(peak, sum(held[r]) + came.get(r, 0) + went.get(r, 0) + kept)
+        peak = max(peak, _peak(plan, number, problem, phases))
     if steps:
         raise RedistError(f"the plan lists {len(steps)} more steps than its stages have")
     if peak * plan.itemsize > plan.peak_bytes:
         raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its steps reach {peak * plan.itemsize}")
     _verify_bounds(plan, received, sent)
     return Verification(received, sent, peak)
+
+
+def _peak(plan: Plan, number: int, problem: Problem, phases: Sequence[Phase]) -> int:
+    """Elements that the fullest rank holds during a stage."""
+    if plan.stages[number].method == "packed":
+        if not plan.donate:
+            raise RedistError("only a donated source is packed and given up before the target is there")
+        return packed_peak(problem, phases[0])
+    # the caller's source stays while later stages run, unless it was given up
+    aside = {} if plan.donate or not number else plan.phases[0][0].num_stored
+    most = 0
+    for phase in phases:
+        came, went = phase.received(), phase.sent()
+        for rank, held in problem.num_stored.items():
+            kept = aside[rank][0] if rank in aside else 0
+            most = max(most, sum(held) + came.get(rank, 0) + went.get(rank, 0) + kept)
+    return most
 
 
 def _verify_stage(problem: Problem, phases: Sequence[Phase]) -> None:
