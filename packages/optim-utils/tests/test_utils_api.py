@@ -56,6 +56,10 @@ def test_all_is_complete_and_has_no_name_twice():
         assert hasattr(optim_utils, name)
 
 
+def test_the_name_that_users_of_the_original_know_is_the_public_one():
+    assert optim_utils.shampoo_quantization._FLOAT_DTYPES is optim_utils.FLOAT_DTYPES
+
+
 def test_importing_the_package_loads_no_slow_part_of_torch():
     code = """
 import sys, torch

@@ -3,22 +3,11 @@
 A code has three parts: ``peak``, the number that a block's largest magnitude is scaled to; ``encode(y)``, the code
 (int32 in [0, 2**bits)) of the nearest number of its map; ``decode(code)``, that number (fp32). Signed codes are two's
 complement, so that code 0 is zero in every map. All arithmetic is elementwise IEEE fp32 in the order written here, and
-no sum takes a rounded product, so a kernel gets the same bits whether or not its compiler fuses multiply-adds.
+no result depends on whether a sum rounded a product, so a kernel gets the same bits whether or not its compiler fuses
+multiply-adds.
 
-**Dynamic**: `optim_utils._dynamic_map`; **cubic** and **quintic**: `optim_utils._power_map`; **NF4** and **log**:
-`optim_utils._four_bit_maps`.
-
-**Octal**: the idea of the dynamic map in powers of 8 and with the ends of the intervals instead of their midpoints,
-which takes fewer instructions at the same error: all constants but 1/7 are powers of two, segments are found by an
-integer operation on the exponent, and neither end needs a special case. It is the cube root, linear between powers of
-8:
-
-    decode:  (7 m - 6 P) P**2 / 8**D                                exact in fp32; 0 gives 0; D = 7 signed, 8 unsigned
-    encode:  y in [8**(i-D), 8**(i-D+1)), i >= 0:  m = (2**(i+1) + floor((y - 8**(i-D)) (2 8**D / (7 4**i))) + 1) >> 1,
-             which is 2**i plus the number of intervals rounded half up; y below half the first number gives 0
-
-Its largest number is below 1 (0.986 signed, 0.993 unsigned); ``peak`` is that number, so a block's largest magnitude is
-stored exactly and both signs are alike.
+The maps: integers and fp8 below; dynamic in `optim_utils._dynamic_map`, octal in `optim_utils._octal_map`, cubic and
+quintic in `optim_utils._power_map`, NF4 and log in `optim_utils._four_bit_maps`.
 """
 
 from __future__ import annotations
@@ -30,9 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32, power_of_two_below
+from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32
 from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
 from optim_utils._low_bit_formats import LowBitFormat
+from optim_utils._octal_map import decode_octal, encode_octal
 from optim_utils._power_map import cube, decode_power, encode_power, fifth_power
 
 __all__ = ["Code", "code_of"]
@@ -109,31 +99,6 @@ def code_of(fmt: LowBitFormat) -> Code:
     return _CODES[fmt.code, fmt.bits]
 
 
-# --- octal -----------------------------------------------------------------------------------------------------------
-
-
-_PATTERN_OF_ONE_SEVENTH = 0x3E124925
-
-
-def _octal_encode(y: Tensor, digits: int) -> Tensor:
-    """The magnitude m nearest to each y in [0, peak] (int32)."""
-    # (exponent of y + 3 digits) // 3 by a multiplication: 43 / 128 is close enough to 1 / 3 below 64.
-    exponent = (y.view(torch.int32) >> 23) - (127 - 3 * digits)
-    i = (exponent.clamp(min=0) * 43) >> 7
-    start = ((i * 3 + (127 - 3 * digits)) << 23).view(torch.float32)
-    # 2**(3 digits + 1 - 2 i) / 7: the mantissa of 1/7 under another exponent.
-    to_half_interval = (((3 * digits + 1 - 2 * i) << 23) + _PATTERN_OF_ONE_SEVENTH).view(torch.float32)
-    m = ((2 << i) + ((y - start) * to_half_interval).to(torch.int32) + 1) >> 1
-    return torch.where(y < 0.5 * 8.0**-digits, 0, m)
-
-
-def _octal_decode(m: Tensor, digits: int) -> Tensor:
-    """The number of magnitude m."""
-    m = m.to(torch.float32)
-    power = power_of_two_below(m)
-    return (7 * 8.0**-digits * m - 6 * 8.0**-digits * power) * power * power
-
-
 # --- signs -----------------------------------------------------------------------------------------------------------
 
 
@@ -175,17 +140,17 @@ def _dynamic_unsigned() -> Code:
 
 def _octal_signed() -> Code:
     digits, largest = 7, 127
-    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
-    encode = _with_sign(functools.partial(_octal_encode, digits=digits), largest)
-    decode = _from_sign(functools.partial(_octal_decode, digits=digits), largest)
+    peak = decode_octal(torch.tensor([largest], device="cpu"), digits).item()
+    encode = _with_sign(functools.partial(encode_octal, digits=digits), largest)
+    decode = _from_sign(functools.partial(decode_octal, digits=digits), largest)
     return Code(peak, encode, decode, lowest=-largest, highest=largest)
 
 
 def _octal_unsigned() -> Code:
     digits, largest = 8, 255
-    peak = _octal_decode(torch.tensor([largest], device="cpu"), digits).item()
-    encode = functools.partial(_octal_encode, digits=digits)
-    return Code(peak, encode, functools.partial(_octal_decode, digits=digits), lowest=0, highest=largest)
+    peak = decode_octal(torch.tensor([largest], device="cpu"), digits).item()
+    encode = functools.partial(encode_octal, digits=digits)
+    return Code(peak, encode, functools.partial(decode_octal, digits=digits), lowest=0, highest=largest)
 
 
 def _cubic() -> Code:

@@ -10,7 +10,9 @@ Any estimate of 2**D y**(1/q) that is low by less than one settles m by one comp
 same everywhere: a kernel may take the approximate logarithm and power that a GPU has instructions for, and still gives
 these codes. Here the logarithm is read off the pattern of y = 2**e (1 + u), which is 2**23 (e + 127 + u) as an integer:
 
-    log2 y ~ e + u + u (1 - u) / 3          off by -0.006 to 0.010, which is half a code or less
+    log2 y ~ e + u + u (1 - u) / 3          too large by 0.006 at most, too small by 0.010
+
+which, less 0.006, is low by 0.6 of a code at most.
 
 The largest numbers are (127 / 128)**3 and (255 / 256)**5; a block's largest magnitude is scaled to that, so it is
 stored exactly and both signs are alike.
@@ -47,8 +49,8 @@ def encode_power(y: Tensor, power: Power, digits: int) -> Tensor:
     q = _EXPONENTS[power]
     pattern = y.view(torch.int32)
     t = ((pattern & 0x7FFFFF) | 0x3F800000).view(torch.float32)  # 1 + u, and u (1 - u) = 3 t - t t - 2
-    low = 127 + 2 / 3 + 0.011  # what the pattern and t count too much, and a little more, to stay below y
-    exponent = pattern.to(torch.float32) * (2.0**-23 / q) + (t * (3 - t) * (1 / (3 * q)) + (digits - low / q))
+    excess = 127 + 2 / 3 + 0.006
+    exponent = pattern.to(torch.float32) * (2.0**-23 / q) + (t * (3 - t) * (1 / (3 * q)) + (digits - excess / q))
     m = (exponent.exp2() + _TO_INTEGER) - _TO_INTEGER
     return m.to(torch.int32) + (y >= power((m + 0.5) * 2.0**-digits)).to(torch.int32)
 
