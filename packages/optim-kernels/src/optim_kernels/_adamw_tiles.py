@@ -6,24 +6,34 @@
     moments      fp32, fp16, bf16, or 8-bit codes with a scale a block of 256 (``_moment_codes``); amsgrad's maximum is
                  stored like the second moment, beside codes in fp32
 
-A full tile of an aligned tensor is read and written 16 bytes a thread; other tiles are masked.
+A full tile of an aligned tensor is read and written 16 bytes a thread; other tiles are masked. Where nothing is wider
+than 16 bits a full tile is read as 32-bit words: they go from one turn of a loop to the next as they are, where single
+16-bit numbers and codes would be taken apart and put together again.
 """
 
 from __future__ import annotations
 
-from optim_kernels._moment_codes import BLOCK, decode_first, decode_second, encode_first, encode_second
+from optim_kernels._moment_codes import (
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    read_scales,
+    scale_of,
+    with_scale,
+    write_scales,
+)
 from optim_kernels._rounding_kernels import bits_of_blocks, bits_of_elements, join_master, round_with_bits, split_master
-from optim_kernels._triton import narrow, tl, triton
+from optim_kernels._triton import INTERPRETED, narrow, tl, triton
 from optim_kernels.reference.adamw import STREAM_EXP_AVG, STREAM_EXP_AVG_SQ, STREAM_PARAM
 
-_BLOCK = tl.constexpr(BLOCK)
 _STREAM_PARAM = tl.constexpr(STREAM_PARAM)
 _STREAM_EXP_AVG = tl.constexpr(STREAM_EXP_AVG)
 _STREAM_EXP_AVG_SQ = tl.constexpr(STREAM_EXP_AVG_SQ)
 
 # How a parameter's full precision is kept.
 NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
-_FP32_MASTER, _SPLIT16 = tl.constexpr(FP32_MASTER), tl.constexpr(SPLIT16)
+_NO_MASTER, _FP32_MASTER, _SPLIT16 = map(tl.constexpr, (NO_MASTER, FP32_MASTER, SPLIT16))
 
 
 @triton.jit
@@ -37,20 +47,28 @@ def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, offsets, mask, MASKED: tl.constexpr, STREAMED: tl.constexpr = False):
-    """``STREAMED`` values are not wanted again, so they leave the cache first."""
+def _load(pointer, mask, TILE: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr, STREAMED: tl.constexpr = False):
+    """A tile of elements, or of 32-bit words of them; ``STREAMED`` ones, not wanted again, leave caches first."""
     policy: tl.constexpr = "evict_first" if STREAMED else ""
-    if MASKED:
-        x = tl.load(pointer + offsets, mask=mask, other=0, eviction_policy=policy)
+    if WORDS:
+        IN_WORD: tl.constexpr = 32 // pointer.dtype.element_ty.primitive_bitwidth
+        words = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint32), bitcast=True), 32 // IN_WORD)
+        x = tl.load(words + tl.arange(0, TILE // IN_WORD), eviction_policy=policy)
+    elif MASKED:
+        x = tl.load(pointer + tl.arange(0, TILE), mask=mask, other=0, eviction_policy=policy)
     else:
-        x = tl.load(pointer + offsets, eviction_policy=policy)
+        x = tl.load(pointer + tl.arange(0, TILE), eviction_policy=policy)
     return x
 
 
 @triton.jit
-def _scale_pointer(address, offset):
-    """Where the scale of the block at ``offset`` is."""
-    return address.to(tl.pointer_type(tl.float32)) + offset // _BLOCK
+def _widened(x, dtype: tl.constexpr):
+    """Numbers of ``dtype``, one by one or in words, in fp32."""
+    if x.dtype == tl.uint32:
+        low = x.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        x = tl.reshape(tl.join(low, high), [2 * x.shape[0]])
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -69,59 +87,75 @@ def read_tile(
     MASKED: tl.constexpr,
 ):
     """The elements from ``offset`` on as they are stored, for ``widened``: nothing here waits for memory."""
-    p_address, g_address, slice_stride, m_address, v_address, w_address, master_address, m_scales, v_scales = places
+    p_address, g_address, slice_stride, m_address, v_address, w_address, master_address = places
     ALIGNED: tl.constexpr = not MASKED
     W: tl.constexpr = tl.float32 if tl.uint8 == V else V
-    lanes = tl.arange(0, TILE)
+    COMPILED: tl.constexpr = ALIGNED and not INTERPRETED
+    NARROW: tl.constexpr = (
+        max(P.primitive_bitwidth, G.primitive_bitwidth, M.primitive_bitwidth, V.primitive_bitwidth) <= 16
+        and NUM_SLICES == 1
+        and not AMSGRAD
+        and MASTER == _NO_MASTER
+    )
+    WORDS: tl.constexpr = COMPILED and NARROW
+    M_WORDS: tl.constexpr = WORDS or (COMPILED and tl.uint8 == M)
+    V_WORDS: tl.constexpr = WORDS or (COMPILED and tl.uint8 == V)
     g_pointer = _pointer(g_address, G, ALIGNED) + offset
-    g = _load(g_pointer, lanes, mask, MASKED, True)
+    g = _load(g_pointer, mask, TILE, MASKED, WORDS, True)
     if NUM_SLICES > 1:
         g = g.to(tl.float32)
         for _ in range(1, NUM_SLICES):
             g_pointer += slice_stride
             if ALIGNED:
                 g_pointer = tl.multiple_of(g_pointer, 16)
-            g += _load(g_pointer, lanes, mask, MASKED, True).to(tl.float32)
-    m = _load(_pointer(m_address, M, ALIGNED) + offset, lanes, mask, MASKED)
-    v = _load(_pointer(v_address, V, ALIGNED) + offset, lanes, mask, MASKED)
+            g += _load(g_pointer, mask, TILE, MASKED, False, True).to(tl.float32)
+    m = _load(_pointer(m_address, M, ALIGNED) + offset, mask, TILE, MASKED, M_WORDS)
+    v = _load(_pointer(v_address, V, ALIGNED) + offset, mask, TILE, MASKED, V_WORDS)
     # what there is not is not read: any value stands for it
-    w, low, m_scale, v_scale = v, v, 0.0, 0.0
+    w, low = v, v
     if AMSGRAD:
-        w = _load(_pointer(w_address, W, ALIGNED) + offset, lanes, mask, MASKED)
+        w = _load(_pointer(w_address, W, ALIGNED) + offset, mask, TILE, MASKED, False)
     if MASTER == _FP32_MASTER:
-        p = _load(_pointer(master_address, tl.float32, ALIGNED) + offset, lanes, mask, MASKED)
+        p = _load(_pointer(master_address, tl.float32, ALIGNED) + offset, mask, TILE, MASKED, False)
     else:
-        p = _load(_pointer(p_address, P, ALIGNED) + offset, lanes, mask, MASKED)
+        p = _load(_pointer(p_address, P, ALIGNED) + offset, mask, TILE, MASKED, WORDS)
     if MASTER == _SPLIT16:
-        low = _load(_pointer(master_address, tl.int16, ALIGNED) + offset, lanes, mask, MASKED)
-    if tl.uint8 == M:
-        m_scale = tl.load(_scale_pointer(m_scales, offset))
-    if tl.uint8 == V:
-        v_scale = tl.load(_scale_pointer(v_scales, offset))
-    return p, low, g, m, v, w, m_scale, v_scale
+        low = _load(_pointer(master_address, tl.int16, ALIGNED) + offset, mask, TILE, MASKED, False)
+    return p, low, g, m, v, w
 
 
 @triton.jit
-def widened(tile, M: tl.constexpr, V: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr):
-    """``(p, g, m, v, w)`` of a tile in fp32."""
-    p, low, g, m, v, w, m_scale, v_scale = tile
+def widened(
+    tile,
+    scales,
+    block,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+):
+    """``(p, g, m, v, w)`` of a tile in fp32; of codes it is a chunk's ``block``."""
+    p, low, g, m, v, w = tile
+    m_scales, v_scales = scales
     if MASTER == _SPLIT16:
         p = join_master(p, low)
     else:
-        p = p.to(tl.float32)
+        p = _widened(p, P)
     if tl.uint8 == M:
-        m = decode_first(m, m_scale)
+        m = decode_first(m, scale_of(m_scales, block))
     else:
-        m = m.to(tl.float32)
+        m = _widened(m, M)
     if tl.uint8 == V:
-        v = decode_second(v, v_scale)
+        v = decode_second(v, scale_of(v_scales, block))
     else:
-        v = v.to(tl.float32)
+        v = _widened(v, V)
     if AMSGRAD:
         w = w.to(tl.float32)
     else:
         w = v
-    return p, g.to(tl.float32), m, v, w
+    return p, _widened(g, G), m, v, w
 
 
 @triton.jit
@@ -129,7 +163,8 @@ def store_tile(
     places,
     offset,
     mask,
-    keep,
+    scales,
+    block,
     p,
     m,
     v,
@@ -143,8 +178,9 @@ def store_tile(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Round the new values once and write those that ``mask`` says; scales, if the step is to be kept."""
-    p_address, _, _, m_address, v_address, w_address, master_address, m_scales, v_scales = places
+    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of ``block``."""
+    p_address, _, _, m_address, v_address, w_address, master_address = places
+    m_scales, v_scales = scales
     ALIGNED: tl.constexpr = not MASKED
     lanes = tl.arange(0, p.shape[0])
     p_pointer = _pointer(p_address, P, ALIGNED) + offset
@@ -159,19 +195,40 @@ def store_tile(
         tl.store(p_pointer + lanes, _rounded(p, P, random, offset, _STREAM_PARAM, STOCHASTIC, MASKED), mask=mask)
     if tl.uint8 == M:
         m, scale = encode_first(m)
-        tl.store(_scale_pointer(m_scales, offset), scale, mask=keep)
+        m_scales = with_scale(m_scales, block, scale)
     else:
         m = _rounded(m, M, random, offset, _STREAM_EXP_AVG, STOCHASTIC, MASKED)
     tl.store(_pointer(m_address, M, ALIGNED) + offset + lanes, m, mask=mask)
     if tl.uint8 == V:
         v, scale = encode_second(v)
-        tl.store(_scale_pointer(v_scales, offset), scale, mask=keep)
+        v_scales = with_scale(v_scales, block, scale)
     else:
         v = _rounded(v, V, random, offset, _STREAM_EXP_AVG_SQ, STOCHASTIC, MASKED)
     tl.store(_pointer(v_address, V, ALIGNED) + offset + lanes, v, mask=mask)
     if AMSGRAD:
         W: tl.constexpr = tl.float32 if tl.uint8 == V else V
         tl.store(_pointer(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask)
+    return m_scales, v_scales
+
+
+@triton.jit
+def scales_of_chunk(scale_addresses, first, end, M: tl.constexpr, V: tl.constexpr):
+    """The scales of a chunk's codes, first moments' and second ones'."""
+    m_scales, v_scales = 0.0, 0.0
+    if tl.uint8 == M:
+        m_scales = read_scales(scale_addresses[0], first, end)
+    if tl.uint8 == V:
+        v_scales = read_scales(scale_addresses[1], first, end)
+    return m_scales, v_scales
+
+
+@triton.jit
+def store_scales(scale_addresses, first, end, scales, M: tl.constexpr, V: tl.constexpr):
+    """Write the chunk's new scales."""
+    if tl.uint8 == M:
+        write_scales(scale_addresses[0], first, end, scales[0])
+    if tl.uint8 == V:
+        write_scales(scale_addresses[1], first, end, scales[1])
 
 
 @triton.jit

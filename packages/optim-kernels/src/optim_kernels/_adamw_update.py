@@ -2,7 +2,7 @@
 
     g <- s · g,  s = ±clip_factor / grad_scale
     m <- β1 m + (1 − β1) g
-    v <- β2 v + (1 − β2) g²;  w <- max(w, v) with amsgrad, else w = v
+    v <- β2 v + (sqrt(1 − β2) g)²;  w <- max(w, v) with amsgrad, else w = v
     p <- p − (lr λ p + lr/(1 − β1^t) · m / (sqrt(w)/sqrt(1 − β2^t) + eps))
 
 Root and quotient are one approximate instruction each, together good to 5e-7 of the step; everything else is rounded
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optim_kernels._approximations import rcp_approx, sqrt_approx
-from optim_kernels._triton import div_rn, tl, triton
+from optim_kernels._triton import div_rn, sqrt_rn, tl, triton
 
 
 class Hyperparameters(NamedTuple):
@@ -68,7 +68,10 @@ def read_group(row, memo, MEMO: tl.constexpr):
 
 @triton.jit
 def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
-    """What the update of a tensor needs at step t: formed in fp64, rounded to fp32 once."""
+    """What the update of a tensor needs at step t: what is small beside 1 is formed in fp64 and rounded to fp32 once.
+
+    The factors ``(1 − β1) s`` and ``sqrt(1 − β2) s`` take a gradient to its part of m and to the root of its part of v.
+    """
     numbers, even_memo, odd_memo = group
     lr, lr_address, beta1, beta2, eps, weight_decay, sign = numbers
     if lr_address != 0:
@@ -82,12 +85,12 @@ def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
             bias1, correction = _corrections(row, t)
     else:
         bias1, correction = _corrections(row, t)
+    scale = scale * sign.to(tl.float32)
     return (
-        scale * sign.to(tl.float32),
         beta1.to(tl.float32),
-        (1.0 - beta1).to(tl.float32),
+        scale * (1.0 - beta1).to(tl.float32),
         beta2.to(tl.float32),
-        (1.0 - beta2).to(tl.float32),
+        scale * sqrt_rn((1.0 - beta2).to(tl.float32)),
         eps.to(tl.float32),
         (lr * weight_decay).to(tl.float32),
         div_rn(lr.to(tl.float32), bias1.to(tl.float32)),
@@ -116,17 +119,23 @@ def _corrections(row, t):
 
 
 @triton.jit
-def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr):
-    """The new ``(p, m, v, w)``. Explicit multiply-adds: all variants round alike."""
-    scale, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, correction = scalars
-    g = g * scale
-    m = tl.fma(m, beta1, g * one_minus_beta1)
-    v = tl.fma(v, beta2, g * one_minus_beta2 * g)
+def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
+    """The new ``(p, m, v, w)``. Explicit multiply-adds, so all variants round alike, but for a p to be ``ROUNDED``.
+
+    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms.
+    """
+    beta1, g_to_m, beta2, g_to_root_v, eps, decay, step_size, correction = scalars
+    m = tl.fma(m, beta1, g * g_to_m)
+    root = g * g_to_root_v
+    v = tl.fma(v, beta2, root * root)
     if AMSGRAD:
         w = tl.maximum(w, v, propagate_nan=tl.PropagateNan.ALL)
     else:
         w = v
     # an infinite w leaves nothing of m, as its reciprocal is zero
     ratio = m * rcp_approx(tl.fma(sqrt_approx(w), correction, eps))
-    p = p - tl.fma(p, decay, step_size * ratio)
+    if ROUNDED:
+        p = tl.fma(-step_size, ratio, tl.fma(-decay, p, p))
+    else:
+        p = p - tl.fma(p, decay, step_size * ratio)
     return p, m, v, w

@@ -40,3 +40,17 @@ def power_approx(x, exponent: tl.constexpr, log2_factor: tl.constexpr):
         log2 = _approximation("lg2.approx.ftz.f32 $0, $1;", x)
         y = _approximation("ex2.approx.ftz.f32 $0, $1;", tl.fma(log2, exponent, log2_factor))
     return y
+
+
+@triton.jit
+def fma_down(x, y, z):
+    """``x y + z`` rounded down: where it is zero its sign is set, where it is above it is not."""
+    if INTERPRETED:
+        # numpy has no rounding down; a product of few bits is exact
+        difference = x * y + z
+        d = tl.where(difference == 0.0, -0.0, difference)
+    else:
+        d = tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return d

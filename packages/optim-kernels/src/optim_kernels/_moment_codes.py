@@ -11,10 +11,12 @@ is worth ``2**-D``: code and ``m + 1/2`` are then an addition away, and the low 
 
 from __future__ import annotations
 
-from optim_kernels._approximations import power_approx, rcp_approx
-from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
+from optim_kernels._approximations import fma_down, power_approx, rcp_approx
+from optim_kernels._triton import div_rn, tl, triton
 
-BLOCK = 256  # elements that share a scale
+BLOCK = tl.constexpr(256)  # elements that share a scale
+_LOG2_BLOCK = tl.constexpr(8)
+MOST_BLOCKS = tl.constexpr(32)  # of a chunk
 _FIRST_PEAK = tl.constexpr(127.0**3 / 2.0**21)
 _SECOND_PEAK = tl.constexpr(0.9806207418441772)  # (255 / 256)**5, multiplied in fp32
 
@@ -28,59 +30,87 @@ _LOG2_MARGIN = tl.constexpr(-2.2e-5)
 
 @triton.jit
 def _fractions(codes, SIGNED: tl.constexpr):
-    """``m / 2**D`` of codes (uint8): the byte becomes the last bits of a large number, which is then subtracted."""
-    if INTERPRETED:
+    """``m / 2**D`` of codes, one by one (uint8) or four in a word (uint32)."""
+    if codes.dtype == tl.uint32:
+        # each byte becomes the last bits of a large number, which is then subtracted; with the sign bit flipped, two's
+        # complement ascends: 65536 + (code + 128) / 128, and without signs 32768 + code / 256
         if SIGNED:
-            f = codes.to(tl.int8, bitcast=True).to(tl.float32) * 0.0078125
+            f0, f1, f2, f3 = _fractions_of_word(codes ^ 0x80808080, "0x47800000", "0f47800080")
         else:
-            f = codes.to(tl.float32) * 0.00390625
+            f0, f1, f2, f3 = _fractions_of_word(codes, "0x47000000", "0f47000000")
+        f = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), [4 * codes.shape[0]])
     elif SIGNED:
-        # the sign bit flipped makes two's complement ascending: 65536 + (code + 128) / 128
-        f = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 code<5>;
-            xor.b32 code4, $4, 0x80808080;
-            prmt.b32 code0, code4, 0x47800000, 0x7650;
-            prmt.b32 code1, code4, 0x47800000, 0x7651;
-            prmt.b32 code2, code4, 0x47800000, 0x7652;
-            prmt.b32 code3, code4, 0x47800000, 0x7653;
-            sub.f32 $0, code0, 0f47800080;
-            sub.f32 $1, code1, 0f47800080;
-            sub.f32 $2, code2, 0f47800080;
-            sub.f32 $3, code3, 0f47800080;
-            }""",
-            "=f,=f,=f,=f,r",
-            [codes],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
+        f = codes.to(tl.int8, bitcast=True).to(tl.float32) * 0.0078125
     else:
-        # 32768 + code / 256
-        f = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 code<4>;
-            prmt.b32 code0, $4, 0x47000000, 0x7650;
-            prmt.b32 code1, $4, 0x47000000, 0x7651;
-            prmt.b32 code2, $4, 0x47000000, 0x7652;
-            prmt.b32 code3, $4, 0x47000000, 0x7653;
-            sub.f32 $0, code0, 0f47000000;
-            sub.f32 $1, code1, 0f47000000;
-            sub.f32 $2, code2, 0f47000000;
-            sub.f32 $3, code3, 0f47000000;
-            }""",
-            "=f,=f,=f,=f,r",
-            [codes],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
+        f = codes.to(tl.float32) * 0.00390625
     return f
 
 
 @triton.jit
+def _fractions_of_word(word, upper: tl.constexpr, origin: tl.constexpr):
+    """The four bytes of each word below the upper bits of a number, less ``origin``, both written in hexadecimal."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 x;"
+        + "prmt.b32 x, $4, "
+        + upper
+        + ", 0x7650; sub.f32 $0, x, "
+        + origin
+        + ";"
+        + "prmt.b32 x, $4, "
+        + upper
+        + ", 0x7651; sub.f32 $1, x, "
+        + origin
+        + ";"
+        + "prmt.b32 x, $4, "
+        + upper
+        + ", 0x7652; sub.f32 $2, x, "
+        + origin
+        + ";"
+        + "prmt.b32 x, $4, "
+        + upper
+        + ", 0x7653; sub.f32 $3, x, "
+        + origin
+        + ";}",
+        "=f,=f,=f,=f,r",
+        [word],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def read_scales(address, first, end):
+    """The scales of the blocks from element ``first`` up to ``end``, at most 32 of them: a thread of a warp has one."""
+    blocks = tl.arange(0, MOST_BLOCKS)
+    pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
+    return tl.load(pointer + blocks, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK, other=0.0)
+
+
+@triton.jit
+def write_scales(address, first, end, scales):
+    """Store what ``read_scales`` read."""
+    blocks = tl.arange(0, MOST_BLOCKS)
+    pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
+    tl.store(pointer + blocks, scales, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK)
+
+
+@triton.jit
+def scale_of(scales, block):
+    """The scale of one block, as a number."""
+    own = tl.where(tl.arange(0, MOST_BLOCKS) == block, scales.to(tl.int32, bitcast=True), 0)
+    return tl.sum(own, axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_scale(scales, block, scale):
+    """``scales`` with that of one block replaced."""
+    return tl.where(tl.arange(0, MOST_BLOCKS) == block, scale, scales)
+
+
+@triton.jit
 def decode_first(codes, scale):
-    """First moments from signed codes (uint8)."""
+    """First moments from signed codes."""
     f = _fractions(codes, True)
     return f * f * f * scale
 
@@ -93,7 +123,7 @@ def decode_second(codes, scale):
     x = square * square * f * scale
     # below this scale the product may underflow
     if scale < _LEAST_SCALE:
-        least = tl.where(codes != 0, 1, 0).to(tl.float32, bitcast=True)
+        least = tl.where(f != 0.0, 1, 0).to(tl.float32, bitcast=True)
         x = tl.where(x == 0.0, least, x)
     return x
 
@@ -105,9 +135,11 @@ def encode_first(x):
     magnitude = tl.abs(y)
     rounded = power_approx(magnitude, 1 / 3, _LOG2_MARGIN) + 65536.0
     h = rounded - 65535.99609375
-    m = tl.where(magnitude >= h * h * h, rounded + 0.0078125, rounded) - 65536.0
+    # h³ has at most 24 bits, so the sign of this difference is exact, and set where y is not less
+    difference = fma_down(h * h, h, -magnitude)
+    m = rounded.to(tl.int32, bitcast=True) + (difference.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
     sign = y.to(tl.int32, bitcast=True) & -0x80000000
-    signed = (m.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    signed = ((m.to(tl.float32, bitcast=True) - 65536.0).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return (signed + 98304.0).to(tl.int32, bitcast=True).to(tl.uint8), scale
 
 

@@ -1,11 +1,11 @@
 """One AdamW step over a list of tensors in one launch.
 
-The formula is in ``_adamw_update``, the storage formats in ``_adamw_tiles``; here is which program does what. Tensors
-are cut into chunks of ``CHUNK`` elements, one program each (``multi_tensor.ChunkMap``), which goes through its chunk
-tile by tile. Full chunks of aligned tensors are read and written 16 bytes a thread; what is left over, tails and
-unaligned views, comes last in the chunk list and is masked. A program finds its tensor in ``owners``, and in the
-tensor's record the addresses and everything that stays between steps; gradients and hyperparameters change, so they
-have tables of their own. A list of one tensor needs no table: ``adamw_kernel_of_one`` takes the record as arguments.
+The formula is in ``_adamw_update``, the storage formats in ``_adamw_tiles``, a program's work in ``_adamw_chunk``; here
+is which program does what. Tensors are cut into chunks of ``CHUNK`` elements, one program each
+(``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then what is left over, tails and unaligned views. A
+program finds its tensor in ``owners``, and in the tensor's record addresses and everything that stays between steps;
+gradients and hyperparameters change, so they have tables of their own. A list of one tensor needs no table:
+``adamw_kernel_of_one`` takes the record as arguments.
 
 Step counts live on the device. A program announces that it has read its count (``counters``); the last one to do so
 stores the next count and clears the counter. So the whole step, counts included, is one launch.
@@ -18,18 +18,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, read_tile, store_tile, widened
-from optim_kernels._adamw_update import (
-    HYPERPARAMETERS_SIZE,
-    MEMO_SIZE,
-    Hyperparameters,
-    adamw,
-    leave_memo,
-    read_group,
-    scalars_of_step,
-)
-from optim_kernels._step_counts import advance, arrive
-from optim_kernels._triton import after_previous, div_rn, tl, triton
+from optim_kernels._adamw_chunk import update_chunk
+from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16
+from optim_kernels._adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
+from optim_kernels._triton import after_previous, tl, triton
 
 __all__ = [
     "FP32_MASTER",
@@ -140,8 +132,6 @@ def adamw_kernel(
         tl.load(record + _EXP_AVG_SQ),
         tl.load(record + _MAX_EXP_AVG_SQ),
         tl.load(record + _MASTER),
-        tl.load(record + _EXP_AVG_SCALE),
-        tl.load(record + _EXP_AVG_SQ_SCALE),
     )
     is_full = chunk < num_full
     first = (chunk - tl.load(record + (_FIRST_MASKED - is_full.to(tl.int32)))) * CHUNK
@@ -150,8 +140,9 @@ def adamw_kernel(
     flags = (found_inf, found_inf)
     if PRESENCE:
         flags = (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32)))
-    _update_chunk(
+    update_chunk(
         places,
+        (tl.load(record + _EXP_AVG_SCALE), tl.load(record + _EXP_AVG_SQ_SCALE)),
         first,
         numel,
         is_full,
@@ -245,8 +236,9 @@ def adamw_kernel_of_one(
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
-    _update_chunk(
-        (param, grad, slice_stride, exp_avg, exp_avg_sq, max_exp_avg_sq, master, exp_avg_scale, exp_avg_sq_scale),
+    update_chunk(
+        (param, grad, slice_stride, exp_avg, exp_avg_sq, max_exp_avg_sq, master),
+        (exp_avg_scale, exp_avg_sq_scale),
         first,
         numel,
         chunk < num_full,
@@ -272,98 +264,3 @@ def adamw_kernel_of_one(
         False,
         True,
     )
-
-
-@triton.jit
-def _update_chunk(
-    places,
-    first,
-    numel,
-    is_full,
-    flags,
-    factors,
-    row,
-    step_pointer,
-    stream,
-    memo,
-    counter,
-    last,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    TAIL_TILE: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    PRESENCE: tl.constexpr,
-    MEMO: tl.constexpr,
-):
-    """Update a chunk, from ``first`` on, unless told to skip it; the ``last`` program to come here stores the count.
-
-    The elements are asked for before anything that has to be waited for. So a step that is to be skipped computes too,
-    and writes nothing.
-    """
-    end = tl.minimum(first + CHUNK, numel)
-    # the tensor's last chunk is its first in the launch, so nobody waits for what it leaves
-    is_last = (end == numel) & MEMO
-    if is_full:
-        offset = first
-        tile = read_tile(places, offset, 0, TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, False)
-        keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, stream, memo, counter, PRESENCE, MEMO
-        )
-        # all lanes alike, so that stores stay wide
-        mask = tl.zeros([TILE], tl.int32) + keep.to(tl.int32) != 0
-        if CHUNK > TILE:
-            # the next tile is on its way while this one is worked on
-            for _ in range(CHUNK // TILE - 1):
-                following = read_tile(places, offset + TILE, 0, TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, False)
-                p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
-                p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
-                store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, False)
-                tile = following
-                offset += TILE
-        p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
-        p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
-        store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, False)
-        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last)
-    else:
-        keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, stream, memo, counter, PRESENCE, MEMO
-        )
-        for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
-            mask = offset + tl.arange(0, TAIL_TILE) < end
-            tile = read_tile(places, offset, mask, TAIL_TILE, P, G, M, V, AMSGRAD, MASTER, NUM_SLICES, True)
-            p, g, m, v, w = widened(tile, M, V, AMSGRAD, MASTER)
-            p, m, v, w = adamw(p, g, m, v, w, scalars, AMSGRAD)
-            store_tile(places, offset, mask, keep, p, m, v, w, random, P, M, V, AMSGRAD, MASTER, STOCHASTIC, True)
-        _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last)
-
-
-@triton.jit
-def _start(step_pointer, flags, factors, row, stream, memo, counter, PRESENCE: tl.constexpr, MEMO: tl.constexpr):
-    """What a program has to know before it computes: whether to keep the step, its number, random stream, scalars."""
-    found_inf, present = flags
-    clip_factor, grad_scale = factors
-    seed, place, start = stream
-    group = read_group(row, memo, MEMO)
-    t = tl.load(step_pointer) + 1.0
-    keep = tl.load(found_inf) == 0.0
-    if PRESENCE:
-        keep = keep & (tl.load(present) != 0.0)
-    scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
-    arrived = arrive(counter, keep.to(tl.int32))
-    scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
-    return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
-
-
-@triton.jit
-def _finish(row, memo, step_pointer, t, counter, arrived, last, keep, is_last_chunk):
-    """What a program does when its elements are done: the count, and a memo for the next step."""
-    if is_last_chunk & keep:
-        leave_memo(row, t.to(tl.float64) + 1.0, memo)
-    advance(step_pointer, t, counter, arrived, last, keep)

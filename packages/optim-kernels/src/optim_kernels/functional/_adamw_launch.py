@@ -8,9 +8,10 @@ of one tensor is told by arguments where it is.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # fp64 numbers that the kernels keep for a step count (``adamw_kernels.MEMOS_SIZE``)
 MEMOS_SIZE = 16
+# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_moment_codes.MOST_BLOCKS``)
+MOST_BLOCKS = 32
 
 
 class Tuning(NamedTuple):
@@ -51,41 +54,37 @@ class Tuning(NamedTuple):
 def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
     """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
-    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles. With
-    8-bit codes a tile is a block, so that its scale is one number, and a warp has it alone.
+    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
+    registers hold two tiles of them; of wider elements they would spill. With 8-bit codes a tile is a block, so that
+    its scale is one number, and a warp has it alone.
     """
-    if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        if is_interpreted():
-            return Tuning(1024, CODE_BLOCK, CODE_BLOCK, 1)
-        size, registers = _blocks_and_registers(numels, num_multiprocessors)
-        return Tuning(size * CODE_BLOCK, CODE_BLOCK, CODE_BLOCK, 1, registers)
+    codes = torch.uint8 in (kind.exp_avg, kind.exp_avg_sq)
     if is_interpreted():
-        return Tuning(4096, 4096, 4096, 1)
+        return Tuning(1024, CODE_BLOCK, CODE_BLOCK, 1) if codes else Tuning(4096, 4096, 4096, 1)
+    if codes:
+        return Tuning(_blocks_of_chunk(numels, num_multiprocessors) * CODE_BLOCK, CODE_BLOCK, CODE_BLOCK, 1, 72)
+    is_narrow = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)) <= 10
     if kind.stochastic_rounding:
-        return Tuning(4096, 1024, 128, 4)
+        return Tuning(4096, 1024, 128, 4, 64 if is_narrow else None)
     if len(numels) == 1:
         return Tuning(2048, 1024, 128, 4)
-    # 64 registers hold two tiles of narrow elements; of wider ones they would spill
-    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
-    return Tuning(2048, 1024, 128, 4, 64) if read <= 10 else Tuning(1024, 1024, 128, 2)
+    if is_narrow:
+        # with four tiles a program, where there are so many that it does not matter how the last ones end
+        is_long = sum(numels) > num_multiprocessors << 21
+        return Tuning(4096 if is_long else 2048, 1024, 128, 4, 64)
+    return Tuning(1024, 1024, 128, 2)
 
 
-def _blocks_and_registers(numels: Sequence[int], num_multiprocessors: int) -> tuple[int, int]:
-    """Blocks of a chunk and registers of a thread, so that programs of one warp, a block at a time, end together.
+def _blocks_of_chunk(numels: Sequence[int], num_multiprocessors: int) -> int:
+    """Blocks of codes in a chunk, 3 to 32, for programs of one warp, 28 on a multiprocessor.
 
-    They run in rounds of as many as fit on the device, 32 or 28 a multiprocessor by their registers; a round is as long
-    as its blocks and the time of one and a half to start, each the longer the more warps share the multiprocessor: so
-    it was measured for 8 to 64 blocks. The masked blocks of a tensor's tail take four times as long.
+    To start costs a program as much as 0.78 blocks, and at the end the device waits for 0.57 of a chunk: with n blocks
+    for each warp that it holds, n (1 + 0.78 / size) + 0.57 size is least at the root of 1.37 n. From eight on, a
+    multiple of eight leaves the usual matrices without a remainder, which would be masked.
     """
-    blocks = [-(-numel // CODE_BLOCK) for numel in numels]
-
-    def duration(choice: tuple[int, int]) -> float:
-        size, registers = choice
-        warps = 65536 // (32 * registers)
-        rounds = -(-sum(blocks) // (num_multiprocessors * warps * size))
-        return warps * max(rounds * (size + 1.5), 4 * max(count % size for count in blocks))
-
-    return min(product(range(4, 65), (72, 64)), key=duration)
+    blocks = sum(-(-numel // CODE_BLOCK) for numel in numels)
+    size = math.sqrt(1.37 * blocks / (28 * num_multiprocessors))
+    return min(max(round(size), 3), 7) if size < 7.5 else min(8 * round(size / 8), MOST_BLOCKS)
 
 
 class AdamWLaunch:
