@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
 from optim_kernels._product_ops import _product
+from optim_kernels._tiles import Tile
 
 
 def wide(*shape: int) -> torch.Tensor:
@@ -35,8 +36,37 @@ def test_symmetric_matmul() -> None:
     assert torch.equal(product, product.mT)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_factors_as_tensors(symmetric: bool) -> None:
+    a, b, c = mk.gram(wide(4, 7)).detach().requires_grad_(), wide(4, 4), wide(4, 4)
+    alpha, beta = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (2.0, -0.5))
+    if symmetric:
+        product = mk.symmetric_matmul(a, a, c=a, alpha=alpha, beta=beta)
+        torch.testing.assert_close(product, 2 * a @ a - 0.5 * a)
+    else:
+        torch.testing.assert_close(mk.matmul_add(a, b, c=c, alpha=alpha, beta=beta), 2 * a @ b - 0.5 * c)
+        assert gradcheck(lambda *x: mk.matmul_add(*x[:2], c=x[2], alpha=x[3], beta=x[4]), (a, b, c, alpha, beta))
+    with pytest.raises(ValueError, match="alpha must be"):
+        mk.gram(a, alpha=torch.ones(2))
+
+
+def test_factors_by_their_address() -> None:
+    """In the kernels, for every schedule that may take them: the same bits as with numbers."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = mk.as_batch(torch.randn(2, 40, 40, device=device).half() / 8)
+    alpha, beta = (torch.tensor(value, device=device) for value in (0.5, -2.0))
+    size, depth = (32, 32) if device == "cpu" else (128, 64)
+    for quartered in (False, True):
+        tile = Tile(size, size, depth, 4, 2, quartered=quartered)
+        by_number = mk.symmetric_product(x, x, c=x, alpha=0.5, beta=-2.0, tile=tile)
+        assert torch.equal(mk.symmetric_product(x, x, c=x, alpha=alpha, beta=beta, tile=tile), by_number)
+    tile = mk.portable_tile(x, x, symmetric=False)
+    by_number = mk.general_product(x, x, c=x, alpha=0.5, beta=-2.0, tile=tile)
+    assert torch.equal(mk.general_product(x, x, c=x, alpha=alpha, beta=beta, tile=tile), by_number)
+
+
 def test_registration() -> None:
-    torch.library.opcheck(_product, (torch.randn(2, 3), torch.randn(3, 4), None, 1.0, 0.0, False))
+    torch.library.opcheck(_product, (torch.randn(2, 3), torch.randn(3, 4), None, None, None, 1.0, 0.0, False))
 
 
 def test_names_of_others() -> None:

@@ -4,9 +4,9 @@
     general_kernel      D = s (α A B + β C)
 
 Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like the
-product; s is 1 or a number of each matrix, read on the device. Operands arrive through tensor descriptors (the bulk
-copy engine), which fill what lies outside a matrix with zeros and drop what is stored there, so no size has to divide a
-tile. Sums are fp32 and rounded once.
+product; s is 1 or a number of each matrix, read on the device; α and β are numbers, or addresses of fp32 ones. Operands
+arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with zeros and drop what
+is stored there, so no size has to divide a tile. Sums are fp32 and rounded once.
 
 D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
 a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
@@ -55,6 +55,15 @@ def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
     height = tl.minimum(GROUP, rows - first)
     inside = q - panel * GROUP * columns
     return first + inside % height, inside // height
+
+
+@triton.jit
+def _numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
+    """α and β, which came as themselves or by their addresses."""
+    if BY_ADDRESS:
+        alpha = tl.load(alpha)
+        beta = tl.load(beta)
+    return alpha, beta
 
 
 @triton.jit
@@ -127,6 +136,7 @@ def symmetric_kernel(
     HAS_C: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     SAME: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,6 +150,7 @@ def symmetric_kernel(
     q = pid % tiles
     i, j = triangle_tile(q // PARTS, T, GROUP)
     operands, results = (a_desc, b_desc, c_desc), (d_desc, mirror_desc, q_desc, q_mirror_desc)
+    alpha, beta = _numbers(alpha, beta, BY_ADDRESS)
     numbers = (scale, alpha, beta, omega)
     row, column = i * BLOCK_N + (q % PARTS) * BLOCK_M, j * BLOCK_N
     _symmetric_tile(
@@ -183,6 +194,7 @@ def quartered_kernel(
     HAS_C: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     SAME: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -194,6 +206,7 @@ def quartered_kernel(
     """
     HALF: tl.constexpr = BLOCK // 2
     pid = tl.program_id(0)
+    alpha, beta = _numbers(alpha, beta, BY_ADDRESS)
     numbers = (scale, alpha, beta, omega)
     if pid < whole:
         count = T * (T - 1) // 2
@@ -253,6 +266,7 @@ def general_kernel(
     beta,
     HAS_C: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -266,6 +280,7 @@ def general_kernel(
         a = a_desc.load([batch, i * BLOCK_M, k]).reshape(BLOCK_M, BLOCK_K)
         b = b_desc.load([batch, k, j * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
         acc = dot(a, b, acc)
+    alpha, beta = _numbers(alpha, beta, BY_ADDRESS)
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)

@@ -37,8 +37,8 @@ def symmetric_product(
     b: Tensor,
     *,
     c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
     out: Tensor | None = None,
     shifted: tuple[Tensor, float] | None = None,
     scale: Tensor | None = None,
@@ -46,6 +46,7 @@ def symmetric_product(
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
+    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
     ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
     multiplies each matrix before it is rounded.
     """
@@ -58,7 +59,8 @@ def symmetric_product(
     tile = tile or _tile_for(a, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same and shifted is None, hopper))
     q, omega = (out, 0.0) if shifted is None else shifted
     added = out if c is None else c
-    blocks, numbers = cdiv(m, tile.side), (alpha, beta, omega)
+    numbers: Any = (*_factors(alpha, beta, tile, out), omega)
+    blocks = cdiv(m, tile.side)
     flags = {"HAS_C": c is not None, "HAS_Q": shifted is not None, "HAS_SCALE": scale is not None, "SAME": same}
     if tile.cooperative:
         if not same or shifted is not None:
@@ -68,7 +70,13 @@ def symmetric_product(
         grid = (symmetric_tiles(m, tile), blocks, 0)
         _ping_pong(a, b, added, out, q, scale, tile, grid, numbers, {**flags, "SYMMETRIC": True})
         return out
-    options = {"BLOCK_K": tile.depth, "GROUP": PANEL, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {
+        "BY_ADDRESS": isinstance(numbers[0], Tensor),
+        "BLOCK_K": tile.depth,
+        "GROUP": PANEL,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
     if tile.quartered:
         whole = batch * (blocks * (blocks - 1) // 2)
         kernels.quartered_kernel[(whole + 3 * batch * blocks,)](
@@ -111,8 +119,8 @@ def general_product(
     b: Tensor,
     *,
     c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
     out: Tensor | None = None,
     scale: Tensor | None = None,
     tile: Tile | None = None,
@@ -128,6 +136,7 @@ def general_product(
     if tile.cooperative:
         return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    factors: Any = _factors(alpha, beta, tile, out)
     if tile.ping_pong:
         flags = {"HAS_C": c is not None, "HAS_Q": False, "HAS_SCALE": scale is not None, "SAME": False}
         grid = (rows * columns, rows, columns)
@@ -140,7 +149,7 @@ def general_product(
             scale,
             tile,
             grid,
-            (alpha, beta, 0.0),
+            (*factors, 0.0),
             {**flags, "SYMMETRIC": False},
         )
         return out
@@ -154,10 +163,10 @@ def general_product(
         rows,
         columns,
         k,
-        alpha,
-        beta,
+        *factors,
         HAS_C=c is not None,
         HAS_SCALE=scale is not None,
+        BY_ADDRESS=isinstance(factors[0], Tensor),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -166,6 +175,17 @@ def general_product(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def _factors(alpha: float | Tensor, beta: float | Tensor, tile: Tile, like: Tensor) -> tuple[Any, Any]:
+    """α and β as the kernels take them: two numbers, or two fp32 tensors of one element."""
+    if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+        return alpha, beta
+    if tile.on_hopper:
+        raise ValueError(f"{tile} takes alpha and beta as numbers; `portable_tile` gives one for tensors")
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+    alpha, beta = (x.to(**fp32) if isinstance(x, Tensor) else torch.full((), x, **fp32) for x in (alpha, beta))
+    return alpha, beta
 
 
 def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
@@ -239,6 +259,18 @@ def _tile_for(x: Tensor, choose: Callable[[int, bool], Tile]) -> Tile:
         return INTERPRETED
     device = x.device.index
     return FULL_PRECISION if x.dtype == torch.float32 else choose(num_multiprocessors(device), has_gluon(device))
+
+
+def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
+    """A tile of `_product_kernels` for ``a bᵀ``, symmetric, or ``a b``: only there α and β may be tensors."""
+    batch, m, k = a.shape
+
+    def choose(num_sms: int, _: bool) -> Tile:
+        if symmetric:
+            return symmetric_tile(m, k, batch, num_sms, a is b)
+        return general_tile(m, b.shape[-1], k, batch, num_sms)
+
+    return _tile_for(a, choose)
 
 
 @cache

@@ -190,20 +190,34 @@ class TorchProducts:
         return grams[0] if len(grams) == 1 else torch.cat(grams)
 
     def matmul_add(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        /,
+        *,
+        c: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 0.0,
     ) -> Tensor:
         dtype = a.dtype
         if not a.is_cuda and dtype.itemsize == 2:
             a, b, c = a.float(), b.float(), None if c is None else c.float()
         product = a @ b
-        if alpha != 1.0:
+        if isinstance(alpha, Tensor) or alpha != 1.0:
             product = alpha * product
         if c is not None:
             product = product + beta * c
         return product.to(dtype)
 
     def symmetric_matmul(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        /,
+        *,
+        c: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 0.0,
     ) -> Tensor:
         product = self.matmul_add(a, b, c=c, alpha=alpha, beta=beta)
         return product.tril() + product.tril(-1).mT
