@@ -20,48 +20,26 @@ what is already there is not asked; the plan then says so among its alternatives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from optim_redist._chunked import in_rounds
+from optim_redist._candidates import from_layouts, from_phases, from_ways, one_exchange, step_of, whole_phases
 from optim_redist._collective_search import search_collectives
-from optim_redist._direct import direct_phases
-from optim_redist._forward import forward_phases
-from optim_redist._hierarchical import border_volumes, hierarchical_phases
+from optim_redist._hierarchical import border_volumes
 from optim_redist._notebook import notebook_layouts
 from optim_redist._packed import packed_peak
 from optim_redist._reduce_inside import ways_to_reduce
-from optim_redist._relay import relay_phases
 from optim_redist._scatter import scattered
-from optim_redist.cost import CommModel, Topology
+from optim_redist.cost import CommModel
 from optim_redist.errors import NotRepresentableError, RedistError
 from optim_redist.layout import Layout
-from optim_redist.lower_bounds import Bounds, bounds_of
-from optim_redist.moves import Candidate, Phase, Request, Stage, Step
+from optim_redist.lower_bounds import Bounds
+from optim_redist.moves import Candidate, Request, Stage, Step
 from optim_redist.problem import Problem
 
 UNSEARCHED = "takes a search, which is made with a budget or if asked for by name"
-_MAX_ROUNDS = 2**16
 Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
-
-
-def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]:
-    """The transfers of a stage, round by round."""
-    phases = _whole_phases(problem, stage.method, topology)
-    return [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
-
-
-def _whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
-    if method in ("direct", "packed"):
-        return direct_phases(problem, topology)
-    if method == "forward":
-        return forward_phases(problem, bounds_of(problem).lb)
-    if method == "relay":
-        return relay_phases(problem)
-    if method == "hierarchical":
-        return hierarchical_phases(problem, topology)
-    raise RedistError(f"this version does not know the method {method!r} of the plan")
 
 
 def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = None) -> tuple[list[Candidate], Losers]:
@@ -144,23 +122,9 @@ def _local(request: Request, limits: Bounds) -> Candidate:
     return Candidate("local", (stage,), (step,), 0)
 
 
-def _direct(request: Request, limits: Bounds, op: str = "exchange") -> Candidate:
-    problem, width = request.problem, request.itemsize
-    held = limits.memory + limits.direct_recv + limits.direct_send
-    if request.aside:
-        held += max(request.aside.values())
-    peak = held * width + partial_bytes(request)
-    if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
-        return _from_phases("direct", request, op=op)
-    # without borders and in one round the bounds say all there is to know: no transfer has to be listed
-    combined = limits.direct_recv if problem.num_contributions > 1 else 0
-    step = _step(request, op, limits.direct_recv, limits.direct_send, peak, combined=combined)
-    return Candidate("direct", (Stage(op, "direct", problem.src, problem.dst),), (step,), limits.single_hop)
-
-
 def _naive(request: Request, limits: Bounds) -> Candidate:
     everywhere = Layout(request.problem.src.mesh, [None] * request.problem.src.num_dims)
-    return _from_layouts("naive", request, [("all_gather", everywhere), ("slice", request.problem.dst)])
+    return from_layouts("naive", request, [("all_gather", everywhere), ("slice", request.problem.dst)])
 
 
 def _collectives(request: Request, limits: Bounds) -> Candidate | None:
@@ -171,15 +135,15 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     layouts = [(step.op, step.layout) for step in steps]
     # the last state is the target, written on the mesh of prime factors; the plan ends in the target as given
     layouts[-1] = (layouts[-1][0], problem.dst)
-    return _from_layouts("collectives", request, layouts)
+    return from_layouts("collectives", request, layouts)
 
 
 def _packed(request: Request, limits: Bounds) -> Candidate:
     problem, width, model = request.problem, request.itemsize, request.model
-    (phase,) = _whole_phases(problem, "packed", model.topology)
+    (phase,) = whole_phases(problem, "packed", model.topology)
     borders = border_volumes(phase, model.topology) if request.has_borders else {}
     peak = packed_peak(problem, phase) * width
-    step = _step(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
+    step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
     # what stays is copied twice
     kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
     step = replace(step, seconds=step.seconds + kept)
@@ -196,7 +160,7 @@ def _scatter(request: Request, limits: Bounds) -> Candidate | None:
     """The better of two ways to scatter, in bytes: both take two exchanges."""
     dst = request.problem.dst
     found = [
-        _from_layouts("scatter", request, [("reduce", layout), ("exchange", dst)])
+        from_layouts("scatter", request, [("reduce", layout), ("exchange", dst)])
         for layout in scattered(request.problem)
     ]
     return min(found, key=lambda c: c.busiest, default=None)
@@ -205,12 +169,12 @@ def _scatter(request: Request, limits: Bounds) -> Candidate | None:
 def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
     problem, limit = request.problem, request.memory_limit
     if problem.num_contributions == 1:
-        return _from_phases("hierarchical", request)
+        return from_phases("hierarchical", request)
     reducing = ways_to_reduce(problem.shape, problem.src, problem.dst, request.model.topology)
     if reducing is None:
         return None
     src, ways = reducing
-    found = [_from_ways(request, src, way) for way in ways]
+    found = [from_ways(request, src, way) for way in ways]
     return min(found, key=lambda c: (limit is not None and c.peak_bytes > limit, c.seconds, len(c.steps)))
 
 
@@ -223,11 +187,11 @@ def _can_be_hierarchical(request: Request, limits: Bounds) -> bool:
 def _notebook(request: Request, limits: Bounds) -> Candidate:
     problem = request.problem
     most = None if request.memory_limit is None else request.memory_limit // request.itemsize
-    found = _from_layouts("notebook", request, notebook_layouts(problem.shape, problem.src, problem.dst, most))
+    found = from_layouts("notebook", request, notebook_layouts(problem.shape, problem.src, problem.dst, most))
     if request.memory_limit is None or found.peak_bytes <= request.memory_limit:
         return found
     # what OptimalRedist falls back to where nothing else stays inside the limits
-    return _from_layouts("notebook", request, [("exchange_*", problem.dst)])
+    return from_layouts("notebook", request, [("exchange_*", problem.dst)])
 
 
 def _can_gather(request: Request, limits: Bounds) -> bool:
@@ -246,14 +210,14 @@ class _Planner(NamedTuple):
 
 
 _PLANNERS = {
-    "direct": _Planner(_direct, _least_of_one_hop),
+    "direct": _Planner(one_exchange, _least_of_one_hop),
     "forward": _Planner(
-        lambda request, limits: _from_phases("forward", request),
+        lambda request, limits: from_phases("forward", request),
         _least_of_two_hops,
         lambda request, limits: request.problem.num_contributions == 1 and limits.single_hop > limits.lb,
     ),
     "relay": _Planner(
-        lambda request, limits: _from_phases("relay", request),
+        lambda request, limits: from_phases("relay", request),
         _least_of_two_hops,
         lambda request, limits: request.problem.num_contributions > 1 and request.problem.dst_replicas > 1,
     ),
@@ -273,118 +237,3 @@ _PLANNERS = {
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),
 }
 _DEFAULT = [name for name in _PLANNERS if name != "notebook"]
-
-
-# -- candidates from layouts and phases
-
-
-def _from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
-    """A sequence of layouts, each reached by a direct exchange from the one before."""
-    problem = request.problem
-    # the caller keeps the source while later stages run, unless it is given up
-    aside = {} if request.donate else {rank: src for rank, (src, _) in problem.num_stored.items()}
-    stages: list[Stage] = []
-    steps: list[Step] = []
-    busiest = 0
-    part = request
-    src = problem.src
-    for op, layout in layouts:
-        part = request.between(src, layout, aside if stages else {})
-        chosen = _direct(part, bounds_of(part.problem), op)
-        stages += chosen.stages
-        steps += chosen.steps
-        busiest += chosen.busiest
-        src = layout
-    return Candidate(planner, tuple(stages), tuple(steps), busiest)
-
-
-def _from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
-    """A sequence of layouts, each reached by a method of its own."""
-    aside = {} if request.donate else {rank: held for rank, (held, _) in request.problem.num_stored.items()}
-    parts: list[Candidate] = []
-    for op, method, layout in way:
-        part = request.between(src, layout, aside if parts else {})
-        parts.append(_from_phases(method, part, op=None if method == "hierarchical" else op))
-        src = layout
-    stages = tuple(stage for part in parts for stage in part.stages)
-    steps = tuple(step for part in parts for step in part.steps)
-    return Candidate("hierarchical", stages, steps, sum(part.busiest for part in parts))
-
-
-def _from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
-    """A stage of one method, in as few rounds as the memory limit allows, costed by its transfers."""
-    problem = request.problem
-    phases = _whole_phases(problem, method, request.model.topology)
-    rounds = _num_rounds(request, phases)
-    stage = Stage(op or method, method, problem.src, problem.dst, rounds)
-    totals: dict[tuple[str, int], int] = {}
-    steps = []
-    for phase in phases:
-        sent, received = phase.sent(), phase.received()
-        for side, counts in (("send", sent), ("recv", received)):
-            for rank, count in counts.items():
-                totals[side, rank] = totals.get((side, rank), 0) + count
-        recv, send = max(received.values(), default=0), max(sent.values(), default=0)
-        peak = max(_peak_bytes(request, part) for part in in_rounds(problem, phase, rounds))
-        borders = border_volumes(phase, request.model.topology) if request.has_borders else {}
-        combined = recv if any(transfer.contribution >= 0 for transfer in phase.transfers) else 0
-        steps.append(_step(request, op or phase.name, recv, send, peak, borders, rounds=rounds, combined=combined))
-    return Candidate(method, (stage,), tuple(steps), max(totals.values(), default=0))
-
-
-def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
-    """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
-    if request.memory_limit is None:
-        return 1
-    buffers_of_none = _peak_bytes(request, Phase("", ()))
-    rounds, room = 1, request.memory_limit - buffers_of_none
-    # with an element a round and rank no more rounds can help
-    volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
-    while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
-        parts = [part for phase in phases for part in in_rounds(request.problem, phase, rounds)]
-        peak = max(_peak_bytes(request, part) for part in parts)
-        if peak <= request.memory_limit:
-            return rounds
-        if room <= 0:
-            return 1
-        rounds = 2 * rounds if rounds > 1 else max(2, -(-(peak - buffers_of_none) // room))
-    return 1
-
-
-def _peak_bytes(request: Request, phase: Phase) -> int:
-    """Bytes that the fullest rank holds during a phase: source, target, both buffers, and what is kept aside."""
-    sent, received, aside = phase.sent(), phase.received(), request.aside
-    elements = max(
-        src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
-        for rank, (src, dst) in request.problem.num_stored.items()
-    )
-    return elements * request.itemsize + partial_bytes(request)
-
-
-def partial_bytes(request: Request) -> int:
-    """Bytes of partial results, which are kept in fp32 or in the tensor's own type if that is wider."""
-    if request.problem.num_contributions == 1:
-        return 0
-    return max(dst for _, dst in request.problem.num_stored.values()) * max(4, request.itemsize)
-
-
-def _step(
-    request: Request,
-    op: str,
-    recv: int,
-    send: int,
-    peak: int,
-    borders: Mapping[tuple[str, int], Sequence[int]] | None = None,
-    *,
-    rounds: int = 1,
-    combined: int = 0,
-) -> Step:
-    """One exchange, costed: the busiest rank, every border, and packing and unpacking."""
-    model, width, problem = request.model, request.itemsize, request.problem
-    moved = max(recv, send) * width
-    seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
-    for (level, _), (inbound, outbound) in (borders or {}).items():
-        seconds = max(seconds, model.call_seconds + model.border_seconds(level, max(inbound, outbound) * width))
-    # adding a contribution to an fp32 partial result reads it, and reads and writes that
-    seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
-    return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

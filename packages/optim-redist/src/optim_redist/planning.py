@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from optim_redist._candidates import partial_bytes, phases_of
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist._mesh import grid_points
 from optim_redist._relabel import relabelled
@@ -24,7 +25,7 @@ from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, Cut, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.overlap import overlap
-from optim_redist.planners import candidates, partial_bytes, phases_of
+from optim_redist.planners import candidates
 from optim_redist.problem import Problem, coordinates
 
 if TYPE_CHECKING:
