@@ -6,9 +6,9 @@
 
 The floor is the bytes a step has to move over 4.24 TB/s, what a copy reaches on an H200. "graph" is device time with
 cold caches, "hot" the same with caches warm from the step before, "wall" what a training loop sees, "host" the
-processor's time in a call (``benchmarks.timing``). All contenders step the same parameters in turn. A first step is
-compared with the reference in fp64, and a wrong one prints no speed. On a CPU the same command measures the fallback
-on the tiny list.
+processor's time in a call, "sm_mhz" the clock under that load (``benchmarks.timing``). All contenders step the same
+parameters, in turn. A first step is compared with the reference in fp64, and a wrong one prints no speed. On a CPU the
+same command measures the fallback on the tiny list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import gc
 import math
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import timing
-from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, of_class, peers
+from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
 from benchmarks.model_lists import Shape, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report, clocks
 from benchmarks.timing import COPY_BYTES_PER_SECOND
@@ -62,6 +63,14 @@ class Case:
         elif self.options.get("master_weights") == "split16":
             size += 4
         return size + (self.dtype.itemsize if "max_norm" in self.options else 0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What our optimizer is made with."""
+        if self.dtype == torch.float16 and not torch.cuda.is_available():
+            # fp16 knows no random rounding, but it leads to our reference: torch on a CPU computes in fp16, with eps 0
+            return {**self.options, "stochastic_rounding": True}
+        return self.options
 
     @property
     def floor_ms(self) -> float:
@@ -170,7 +179,7 @@ def add_case(report: Report, case: Case, choice: str) -> bool:
         print(f"{case.label}: the first step is wrong, error {error:.3g} of {limit:.3g} allowed; no speed is printed")
         return False
     on_gpu = torch.cuda.is_available()
-    contenders = {"ours": of_class(TritonAdamW, capturable=on_gpu, **case.options)}
+    contenders = {"ours": of_class(TritonAdamW, capturable=on_gpu, **case.arguments)}
     contenders |= peers(choice, case.options.get("max_norm"))
     rows = measure(contenders, case)
     time = "graph_ms" if on_gpu else "wall_ms"
@@ -207,27 +216,31 @@ def measure(contenders: dict[str, MakeStep], case: Case) -> dict[str, dict[str, 
 def _measure_side_by_side(
     contenders: dict[str, MakeStep], sets: list[Params], on_gpu: bool
 ) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    steps, graphs = {}, {}
+    """Device and wall time of all contenders in turn, so that every figure sees the clocks that the others see."""
+    rows: dict[str, dict[str, Any]] = {name: {} for name in contenders}
+    steps: dict[str, list[Step]] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    timers: dict[tuple[str, str], timing.Timer] = {}
     for name, make_step in contenders.items():
         try:
             steps[name] = [make_step(params) for params in sets]
-            rows[name] = {"wall_ms": timing.wall_ms(steps[name])}
+            steps[name][0]()
+            timers[name, "wall_ms"] = partial(timing.wall_ms, steps[name], repeats=1)
             if on_gpu:
                 rows[name] |= {"host_us": timing.host_us(steps[name][0]), "launches": timing.launches(steps[name][0])}
                 graphs[name] = timing.capture(steps[name])
+                timers[name, "graph_ms"] = partial(timing.replay_ms, graphs[name], len(sets))
         except (RuntimeError, ImportError, TypeError) as problem:
-            rows[name] = {**rows.get(name, {}), "note": str(problem).splitlines()[0][:60]}
-    times = timing.alternate({name: _replay(graph, len(sets)) for name, graph in graphs.items()})
-    for name, time in times.items():
-        rows[name] = {"graph_ms": time, **rows[name]}
-        if len(sets) > 1:
-            rows[name]["hot_ms"] = timing.graph_ms(steps[name][:1], repeat=len(sets))
+            rows[name]["note"] = str(problem).splitlines()[0][:60]
+    times = timing.alternate(timers)
+    for name, row in rows.items():
+        figures = {kind: times[name, kind] for kind in ("graph_ms", "wall_ms") if (name, kind) in times}
+        rows[name] = {**figures, **row}
+        if name in graphs:
+            rows[name]["sm_mhz"] = timing.sm_clock_mhz(graphs[name].replay)
+            if len(sets) > 1:
+                rows[name]["hot_ms"] = timing.graph_ms(steps[name][:1], repeat=len(sets))
     return rows
-
-
-def _replay(graph: torch.cuda.CUDAGraph, num_calls: int) -> timing.Timer:
-    return lambda: timing.replay_ms(graph, num_calls)
 
 
 def _free() -> None:
@@ -260,7 +273,7 @@ def first_step_error(case: Case) -> tuple[float, float]:
         steps=torch.zeros(()),
         **HYPERPARAMETERS,
     )
-    TritonAdamW(params, **HYPERPARAMETERS, **case.options).step()
+    TritonAdamW(params, **HYPERPARAMETERS, **case.arguments).step()
     error = max(float((p.detach().double() - q).abs().max()) for p, q in zip(params, wide))
     largest = max(float(p.abs().max()) for p in wide)
     moved = max(float((p - q).abs().max()) for p, q in zip(wide, before))

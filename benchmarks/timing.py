@@ -15,11 +15,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
 Timer = Callable[[], float]
+K = TypeVar("K")
 
 L2_BYTES = 60 << 20
 COPY_BYTES_PER_SECOND = 4.24e12  # read and written, by a copy on an H200
@@ -107,6 +109,20 @@ def launches(call: Call) -> int:
     return sum(not event.name.startswith("Mem") for event in on_device)
 
 
+def sm_clock_mhz(call: Call, *, seconds: float = 0.03) -> int | None:
+    """The multiprocessors' clock while calls run, which power may hold below its highest; ``None`` without pynvml."""
+    _synchronize()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        call()
+    try:
+        return torch.cuda.clock_rate()
+    except ModuleNotFoundError:
+        return None
+    finally:
+        torch.cuda.synchronize()
+
+
 def flushed_ms(call: Call, *, runs: int = 20) -> float:
     """Median device time of single calls, each after writing four times the L2."""
     junk = torch.empty(4 * L2_BYTES, dtype=torch.uint8, device="cuda")
@@ -137,9 +153,9 @@ def sustained_ms(calls: Sequence[Call], *, seconds: float = 1.0) -> float:
     return start.elapsed_time(end) / count / len(calls)
 
 
-def alternate(timers: Mapping[str, Timer], *, rounds: int = 2) -> dict[str, float]:
+def alternate(timers: Mapping[K, Timer], *, rounds: int = 2) -> dict[K, float]:
     """The median figure of each timer, measured in turn (A B A B), so that all see the same drift of the clocks."""
-    figures: dict[str, list[float]] = {name: [] for name in timers}
+    figures: dict[K, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             figures[name].append(timer())

@@ -54,3 +54,13 @@ def test_tiny_runs(module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = json.loads(path.read_text())["rows"]
     assert {row["list"].split()[0] for row in rows if "list" in row} == {"tiny"}
     assert all(row["error"] < 0.01 for row in rows if "ours" in row["what"])
+
+
+def test_a_tensor_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    options = ["--shape", "64", "32", "--dtype", "float16", "--steps", "200", "--warmup", "20"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *options, "--json", str(table), "--plot", str(picture)])
+    assert adamw_benchmark.main() == 0
+    whats = [row["what"] for row in json.loads(table.read_text())["rows"]]
+    assert {"ours", "torch fused", "torch foreach", "torch for-loop", "floor"} <= set(whats)
+    assert picture.stat().st_size > 1000
