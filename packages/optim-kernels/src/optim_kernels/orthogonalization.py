@@ -45,6 +45,9 @@ Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[fl
 # Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see "Newton–Schulz and Muon" in the benchmarks'
 # notes for the errors measured.
 GRAM_ASPECTS = ((600.0, 1.5), (900.0, 3.0), (float("inf"), 4.0))
+# Short sides from which it does: of smaller matrices a Gaussian one may be so badly conditioned that the errors of Gram
+# are 1e-2, and their time is that of the launches, of which the standard iteration has fewer.
+GRAM_SIDE = 256
 RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -56,7 +59,7 @@ class NSConfig:
     Args:
         coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
         steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with n ≥ `gram_aspect` m, else ``"standard"``.
+        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, else ``"standard"``.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
             fp32 (fp64 for fp64 matrices).
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
@@ -114,7 +117,7 @@ class NSConfig:
     def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
         """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
         if self.method == "auto":
-            return "gram" if n >= self.gram_aspect * m else "standard"
+            return "gram" if m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
         return self.method
 
     @cached_property
