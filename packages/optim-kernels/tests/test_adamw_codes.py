@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_kernels import TritonAdamW
+from optim_kernels import TritonAdamW, _moment_codes
 from optim_kernels.functional import adamw_
+from optim_kernels.functional._adamw_launch import MOST_BLOCKS, _blocks_of_chunk
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -69,6 +70,28 @@ def test_the_bytes_are_those_of_the_formats(dtype: torch.dtype, offset: int, ams
         same_bytes(seconds[i], quantize(exact["exp_avg_sqs"][i], QUINTIC8_UNSIGNED))  # type: ignore[index]
         if largest is not None:
             assert torch.equal(largest[i], exact["max_exp_avg_sqs"][i])  # type: ignore[index]
+
+
+def test_the_bytes_at_the_edges_of_the_codes() -> None:
+    """First moments on the edge between two codes, and one number above and below it: with betas of 0 they are g."""
+    edges = ((2 * torch.arange(127) + 1) / 256) ** 3
+    zeros, ones = torch.zeros(127), torch.ones(127)
+    near = torch.stack([edges.nextafter(zeros), edges, edges.nextafter(ones), -edges, -edges.nextafter(zeros)])
+    # the largest code is in every block of 256, so that a scale is 1
+    grad = torch.cat([torch.full((5, 1), 127.0**3 / 2**21), near], dim=1).repeat_interleave(2, dim=1).flatten()
+    grad = grad.repeat(16)[: 80 * 256].to(DEVICE)
+    param, first, second = (torch.zeros_like(grad) for _ in range(3))
+    moments = [quantize(first, CUBIC8)], [quantize(second, QUINTIC8_UNSIGNED)]
+    steps = torch.zeros((), device=DEVICE)
+    adamw_([param], [grad], *moments, steps=steps, impl="triton", **OPTIONS | {"betas": (0.0, 0.0)})
+    same_bytes(moments[0][0], quantize(grad, CUBIC8))
+    same_bytes(moments[1][0], quantize(grad * grad, QUINTIC8_UNSIGNED))
+
+
+@pytest.mark.parametrize("numel", [1, 4096, 2**20, 2**22, 2**24, 2**29, 2**33])
+def test_a_warp_holds_the_scales_of_a_chunk(numel: int) -> None:
+    assert int(_moment_codes.MOST_BLOCKS) == MOST_BLOCKS
+    assert 3 <= _blocks_of_chunk([numel, 5000], 132) <= MOST_BLOCKS
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
