@@ -24,7 +24,7 @@ BLOCK = 128
 # Numbers of a tile's entry in the list, and of a job's in the table.
 ENTRY_FIELDS, JOB_FIELDS = 8, 8
 # Tiles of a symmetric job that a group of matrices has at least, for each multiprocessor.
-ROUNDS = 2
+ROUNDS = 4
 
 
 class Kind(IntEnum):
