@@ -56,12 +56,12 @@ def once_ms(call: Callable[[], object], *, repeats: int = 3) -> float:
     return min(times)
 
 
-def fastest(calls: Mapping[str, Callable[[], object]], *, rounds: int = 5) -> dict[str, float]:
-    """The fastest of a few timings of each call, taken in turn: what they take where nothing else runs."""
+def fastest(calls: Mapping[str, Callable[[], object]], *, rounds: int = 15) -> dict[str, float]:
+    """The fastest of many short timings of each call, taken in turn: what they take where nothing else runs."""
     timings: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            timings[name].append(wall_ms([call], at_least_ms=50, repeats=1, warmups=1))
+            timings[name].append(wall_ms([call], at_least_ms=20, repeats=1, warmups=1))
     return {name: min(values) for name, values in timings.items()}
 
 
