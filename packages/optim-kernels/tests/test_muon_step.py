@@ -301,3 +301,17 @@ def test_launches_are_as_many_as_the_plan_says() -> None:
         ours = [name for name in kernels if name.endswith("_kernel")]
         (plan,) = optimizer.plans()
         assert len(ours) == plan.launches, ours
+
+
+def test_explain_says_tiles_and_launches() -> None:
+    """Of a step that was taken; a parameter without one has none."""
+    params = parameters((16, 40), (24, 24), (8, 8))
+    optimizer = TritonMuon(params, **EXACT)
+    assert "launches" not in optimizer.explain()
+    give_gradients(params[:2], seed=0)
+    optimizer.step()
+    *rows, last = optimizer.explain().splitlines()
+    (plan,) = optimizer.plans()
+    assert last == f"{plan.launches} launches a step"
+    tile = "32×32 / 32×32 / 32×32" if DEVICE == "cpu" else "64×64 / 64×64 / 64×64"
+    assert [tile in row for row in rows[2:]] == [True, True, False]

@@ -6,7 +6,7 @@ formulas stand in `optim_kernels.reference.muon`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -237,18 +237,34 @@ class TritonMuon(MuonGroups):
         return loss
 
     def explain(self) -> str:
-        """A table of the parameters: how they are read as matrices, which iteration they take, and who computes it."""
-        return text_table(MUON_HEADER, [row for group in self.param_groups for row in self._explain_group(group)])
+        """A table of the parameters: how they are read as matrices, which iteration they take, and who computes it.
+
+        Tiles (of X Xᵀ / m×m products / products with X) and launches are those of the latest step.
+        """
+        rows = [row for group in self.param_groups for row in self._explain_group(group)]
+        return text_table(MUON_HEADER, rows, footer=launches_line(self.plans()))
 
     def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
-        names = self._parameter_names()
-        return [explain_row(names[p], p, self._views[p], group) for p in group["params"]]
+        names, tiles = self._parameter_names(), tiles_of(self.plans())
+        return [explain_row(names[p], p, self._views[p], group, tiles) for p in group["params"]]
 
 
-MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "Gflop")
+MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "tiles", "Gflop")
 
 
-def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any]) -> list[object]:
+def tiles_of(plans: Sequence[MuonPlan]) -> dict[int, str]:
+    """The tiles of every parameter that grouped launches update, by its id."""
+    return {param: words for plan in plans for param, words in plan.tiles.items()}
+
+
+def launches_line(plans: Sequence[MuonPlan]) -> list[str]:
+    """What ``explain()`` says of the grouped launches of a step, once there was one."""
+    return [f"{sum(plan.launches for plan in plans)} launches a step"] if plans else []
+
+
+def explain_row(
+    name: str, param: Tensor, view: MatrixView, group: dict[str, Any], tiles: Mapping[int, str]
+) -> list[object]:
     """One row of ``explain()`` for a Muon parameter."""
     config = ns_config_of(group)
     methods = sorted({config.method_for(min(shape[-2:]), max(shape[-2:])) for shape in view.shapes})
@@ -261,6 +277,7 @@ def explain_row(name: str, param: Tensor, view: MatrixView, group: dict[str, Any
         "+".join(methods),
         path,
         reason or "",
+        tiles.get(id(param), ""),
         f"{flops / 1e9:.3g}",
     ]
 

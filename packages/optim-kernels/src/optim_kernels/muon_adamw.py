@@ -23,7 +23,7 @@ from optim_kernels._optimizer import check_capture, hooked_step, run_closure, te
 from optim_kernels.clip import clip_factor as factor_of
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import is_dense
-from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row
+from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
 
@@ -202,17 +202,17 @@ class TritonMuonAdamW(MuonGroups):
 
     def explain(self) -> str:
         """A table of the parameters: who updates them, and how."""
-        names = self._parameter_names()
+        names, tiles = self._parameter_names(), tiles_of(self.plans())
         rows = []
         for group in self.param_groups:
             for p in group["params"]:
                 if self._is_muon(group):
-                    rows.append(["muon", *explain_row(names[p], p, self._views[p], group)])
+                    rows.append(["muon", *explain_row(names[p], p, self._views[p], group, tiles)])
                 else:
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"
-                    rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", ""])
-        return text_table(("kind", *MUON_HEADER), rows)
+                    rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", "", ""])
+        return text_table(("kind", *MUON_HEADER), rows, footer=launches_line(self.plans()))
 
 
 def _kind_of(group: dict[str, Any]) -> dict[str, str]:

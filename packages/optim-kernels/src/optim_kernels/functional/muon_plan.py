@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _muon_table as fields
+from optim_kernels.functional._muon_explain import tiles_of
 from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     MuonTensors,
@@ -73,6 +74,7 @@ class MuonPlan:
             check_moments(tensors, unordered)
         self._matrices = in_order(unordered, ns)
         families = families_of(self._matrices, ns, ns.compute_dtype(first.param), self._device)
+        self._tile_words = [tiles_of(family, batch, ns) for family in families for batch in family for _ in batch.x]
         self._tables = MuonTables(tensors, self._matrices, families, ns)
         self._hyper = torch.zeros(num_groups, NUM_HYPER, device=self._device)
         self._hyper_values: list[list[Any]] | None = None
@@ -159,6 +161,14 @@ class MuonPlan:
     def launches(self) -> int:
         """Kernel launches of one step."""
         return self._launches.count
+
+    @property
+    def tiles(self) -> dict[int, str]:
+        """Of each parameter, by its id, how its products are cut into tiles."""
+        words: dict[int, dict[str, None]] = {id(param): {} for param in self._params}
+        for matrix, its in zip(self._matrices, self._tile_words, strict=True):
+            words[id(self._params[matrix.parameter])][its] = None
+        return {param: "; ".join(its) for param, its in words.items()}
 
     @property
     def address_key(self) -> tuple[tuple[int, ...], ...]:
