@@ -48,11 +48,12 @@ def test_block_about_ranks_runs_on_ranks():
     run_ranks(on_every_rank, 8, code)
 
 
-def test_commands_run(capsys):
+def test_commands_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     commands = re.findall(
         r"^optim-redist +((?:plan|explain|bound) .*)$", README.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         assert main(shlex.split(command)) == 0, command
         assert main([*shlex.split(command), "--json"]) == 0, command

@@ -173,7 +173,7 @@ def _busy_inside(plan: Plan) -> list[str]:
     level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
     least = least_inside_groups(problem, level.group_of)
     if least <= plan.bounds.lb:
-        return []
+        return [f"as everything enters a {level.name} once, ranks that fetch it send it on to others in theirs"]
     return [
         f"as nothing enters a {level.name} that has it, ranks that hold what others in theirs need send "
         f"{least / plan.bounds.lb:.2f} × that bound at least"
