@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, 
 
 PRODUCT_FLOPS_PER_SECOND = 803e12
 COPY_BYTES_PER_SECOND = 4.24e12
-# Relative error against fp64 above which no speed is printed: twice that of bf16 products, and of exact ones.
-ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 2e-5}
+# Relative error against fp64 above which no speed is printed: twice that of bf16 products; of exact ones rounded to
+# bf16 on the CPU.
+ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 4e-3}
 SUITE = (
     (1024, 1024),
     (2048, 2048),
@@ -107,15 +108,13 @@ def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, dev
     times: dict[str, dict[str, float]] = {}
     for name, function in {"ours": ours, **peers}.items():
         calls = [lambda x=x, function=function: function(x) for x in inputs]
-        if device == "cuda":
-            graph = timing.capture(calls, warmups=arguments.warmup)
-            times[name] = {"graph_ms": timing.replay_ms(graph, len(calls), replays=arguments.runs)}
-            if not arguments.suite:
-                times[name]["flushed_ms"] = timing.flushed_ms(calls[0])
-        else:
-            times[name] = {}
-        at_least = 30.0 if arguments.suite else 100.0
-        times[name]["wall_ms"] = timing.wall_ms(calls, at_least_ms=at_least, warmups=arguments.warmup)
+        try:
+            times[name] = time_calls(calls, arguments, device)
+        except Exception as problem:
+            if name == "ours":
+                raise
+            # what other packages cannot do must not end the run
+            print(f"{name} fails at {shape}: {type(problem).__name__}: {str(problem)[:200]}")
     first = {name: next(iter(row.values())) for name, row in times.items()}
     for name, row in times.items():
         report.add(
@@ -130,6 +129,19 @@ def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, dev
             method=config.method_for(*sorted(shape[-2:])) if name == "ours" else "standard",
         )
     return True
+
+
+def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namespace, device: str) -> dict[str, float]:
+    """A call's time by graph replay, of single calls after a flush of L2 (one shape), and back to back."""
+    times: dict[str, float] = {}
+    if device == "cuda":
+        graph = timing.capture(calls, warmups=arguments.warmup)
+        times["graph_ms"] = timing.replay_ms(graph, len(calls), replays=arguments.runs)
+        if not arguments.suite:
+            times["flushed_ms"] = timing.flushed_ms(calls[0])
+    at_least = 30.0 if arguments.suite else 100.0
+    times["wall_ms"] = timing.wall_ms(calls, at_least_ms=at_least, warmups=arguments.warmup)
+    return times
 
 
 def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
