@@ -192,7 +192,6 @@ def add_case(report: Report, case: Case, choice: str) -> bool:
             row["error"] = error
         report.add(list=case.label, what=name, **row)
     report.add(list=case.label, what="floor", **{time: case.floor_ms})
-    print(f"{case.label}: ours {own:.4g} ms, {own / case.floor_ms:.3f} of the floor", file=sys.stderr, flush=True)
     return True
 
 

@@ -340,7 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     report = Report(
         f"One optimizer step on {dist.get_world_size()} ranks; measured ceilings: "
         + ", ".join(f"{name} {value:.4g}" for name, value in limits.items())
-        + " (GB/s, TFLOP/s)"
+        + " (GB/s, TFLOP/s)",
+        announce=dist.get_rank() == 0,
     )
     for mode in options.modes:
         for model in options.models:
@@ -353,8 +354,6 @@ def main(arguments: Sequence[str] | None = None) -> Report:
                 ]
                 job = Job(shapes, DTYPES[dtype], mode, device, gradients)
                 table(job, model, dtype, options, limits, report)
-                if dist.get_rank() == 0:
-                    print(report.table(), "\n", flush=True)  # so far: a run that is stopped leaves what it has
     if dist.get_rank() == 0:
         report.show()
         if options.json:

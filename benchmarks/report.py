@@ -67,15 +67,18 @@ def clocks(fields: str = "clocks.sm,clocks.mem,power.draw,temperature.gpu") -> d
 class Report:
     """Rows of one benchmark together with what is needed to repeat it."""
 
-    def __init__(self, title: str, *, command: str | None = None) -> None:
+    def __init__(self, title: str, *, command: str | None = None, announce: bool = True) -> None:
         self.title = title
         self.command = command or "python " + " ".join([f"-m {_module_name()}", *sys.argv[1:]])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
+        self._announce = announce
 
     def add(self, **row: Any) -> None:
-        """Append a row; columns appear in the order in which they are first used."""
+        """Append a row, and say it on stderr; columns appear in the order in which they are first used."""
         self.rows.append(row)
+        if self._announce:
+            print("  ".join(f"{key} {_text(value)}" for key, value in row.items()), file=sys.stderr, flush=True)
 
     def heading(self) -> str:
         """Title, command, date, machine and versions, a line each."""
