@@ -29,6 +29,7 @@ from optim_kernels import _chain_jobs as chain
 from optim_kernels._hopper_kernels import (
     BLOCK,
     CONSUMER_REGISTERS,
+    HAS_OLD_REINTERPRET,
     PRODUCER_REGISTERS,
     barrier,
     load,
@@ -38,8 +39,6 @@ from optim_kernels._hopper_kernels import (
 
 GRAM, SQUARE, RECTANGLE = (gl.constexpr(kind.value) for kind in chain.Kind)
 NO_SCALE, SCALE = gl.constexpr(chain.Scale.NONE.value), gl.constexpr(chain.Scale.SCALE.value)
-# drop with triton>=3.7, where `reinterpret` has lost its underscore
-HAS_OLD_NAME = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
 
 
@@ -109,7 +108,7 @@ def _receive(mail, number, NUM_WARPS: gl.constexpr):
 @gluon.jit
 def _upright(b_ring, desc, STAGES: gl.constexpr):
     """The ring of B with blocks [K, columns], as products with X take them, instead of [columns, K]."""
-    if HAS_OLD_NAME:
+    if HAS_OLD_REINTERPRET:
         return b_ring._reinterpret(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     else:
         return b_ring.reinterpret(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)

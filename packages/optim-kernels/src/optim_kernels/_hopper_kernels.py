@@ -43,6 +43,7 @@ from optim_kernels._product_kernels import rectangle_tile, triangle_tile
 # drop the names of Triton 3.6 when it is no longer supported
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+HAS_OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 BLOCK = gl.constexpr(128)
 # Registers of a thread: the first consumer takes what the other two leave of a multiprocessor's 65,536.

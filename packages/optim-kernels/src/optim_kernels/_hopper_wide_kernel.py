@@ -27,7 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from optim_kernels._hopper_kernels import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, descriptor, load, store
+from optim_kernels._hopper_kernels import (
+    CONSUMER_REGISTERS,
+    HAS_OLD_REINTERPRET,
+    PRODUCER_REGISTERS,
+    barrier,
+    descriptor,
+    load,
+    store,
+)
 from optim_kernels._product_kernels import rectangle_tile, triangle_tile
 from optim_kernels._tiles import WIDE, cdiv, symmetric_tiles
 
@@ -103,7 +111,10 @@ def _store_mirrored(mirror_desc, place, d, buffer):
     """Send the transpose of ``d`` off, once what is in the buffer has been read."""
     tma.store_wait(0)
     barrier()
-    mirror = buffer._reinterpret(d.dtype, mirror_desc.block_type.shape, mirror_desc.layout)
+    if HAS_OLD_REINTERPRET:
+        mirror = buffer._reinterpret(d.dtype, mirror_desc.block_type.shape, mirror_desc.layout)
+    else:
+        mirror = buffer.reinterpret(d.dtype, mirror_desc.block_type.shape, mirror_desc.layout)
     mirror.reshape([COLUMNS, HALF]).permute((1, 0)).store(d)
     fence_async_shared()
     barrier()
