@@ -62,7 +62,8 @@ def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -
         p.grad[1] = 1e-3 * torch.arange(1, 9, device=DEVICE)
         p.grad[3, 5] = 1e4
         TritonMuon([p], lr=0.1, ns_dtype=dtype, impl=impl).step()
-    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 5e-4, rtol=0)
+    # in 16 bits the iteration itself ends .4 % off here; a norm that misses a line would be off by all of the update
+    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)
