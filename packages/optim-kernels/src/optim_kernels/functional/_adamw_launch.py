@@ -63,7 +63,8 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
         return Tuning(1024, CODE_BLOCK, CODE_BLOCK, 1) if codes else Tuning(4096, 4096, 4096, 1)
     if codes:
         return Tuning(_blocks_of_chunk(numels, num_multiprocessors) * CODE_BLOCK, CODE_BLOCK, CODE_BLOCK, 1, 72)
-    is_narrow = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)) <= 10
+    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
+    is_narrow = read <= 10
     if kind.stochastic_rounding:
         return Tuning(4096, 1024, 128, 4, 64 if is_narrow else None)
     if len(numels) == 1:
@@ -71,7 +72,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     if is_narrow:
         # with four tiles a program, where there are so many that it does not matter how the last ones end
         is_long = sum(numels) > num_multiprocessors << 21
-        return Tuning(4096 if is_long else 2048, 1024, 128, 4, 64)
+        return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, 64)
     return Tuning(1024, 1024, 128, 2)
 
 
