@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weigh
 # dtype of the parameter, options, how far the loss may end from float64's (relative), and the weights' distance: two
 # to three times what was measured. Without a master a bf16 parameter is as good as its own rounding.
 FORMATS: list[tuple[torch.dtype, dict[str, Any], float, float]] = [
-    (FP32, {}, 1e-6, 1e-6),  # the root and the quotient are approximate on a GPU
+    (FP32, {}, 1e-8, 1e-6),
     (FP32, {"state_dtype": (BF16, FP32)}, 1e-4, 5e-5),
     (FP32, {"state_dtype": "int8"}, 1e-2, 2e-3),
     (FP16, {"state_dtype": FP32, "master_weights": "fp32"}, 1e-3, 4e-4),
@@ -69,6 +69,8 @@ def test_a_thousand_steps_against_float64(
     weights_limit: float,
     impl: str,
 ) -> None:
+    if impl == "triton":
+        loss_limit = max(loss_limit, 1e-6)  # root and quotient are approximate on a GPU
     loss, weights = train(dtype, options, impl)
     distance = ((weights - exact[1]).norm() / exact[1].norm()).item()
     assert abs(loss / exact[0] - 1) <= loss_limit, (loss / exact[0] - 1, distance)
