@@ -57,13 +57,12 @@ def test_the_folded_norm_is_the_norm(scale: float) -> None:
 def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -> None:
     """Of 130 lines the sample takes lines 0, 8, 16, …: here only line 1 and a large entry in line 3 are there."""
     ours, plain = parameters((130, 8)), parameters((130, 8))
-    for (p,), impl, dtype in ((ours, "triton", ns_dtype), (plain, "torch", torch.float32)):
+    for (p,), impl in ((ours, "triton"), (plain, "torch")):
         p.grad = torch.zeros_like(p)
         p.grad[1] = 1e-3 * torch.arange(1, 9, device=DEVICE)
         p.grad[3, 5] = 1e4
-        TritonMuon([p], lr=0.1, ns_dtype=dtype, impl=impl).step()
-    # in 16 bits the iteration itself ends .4 % off here; a norm that misses a line would be off by all of the update
-    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 2e-3, rtol=0)
+        TritonMuon([p], lr=0.1, ns_dtype=ns_dtype, impl=impl).step()
+    torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)
