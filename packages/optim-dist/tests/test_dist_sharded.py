@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_, elastic
 from optim_utils.param_groups import MatrixView
 
 scenario = Scenarios()
@@ -343,6 +343,8 @@ def what_cannot_be_updated_is_refused(rank, world_size):
     optimizer = TritonDistAdamW([("w", parameter)])
     with pytest.raises(RuntimeError, match=r"w: a DTensor, .*torch\.distributed\.checkpoint"):
         checkpoint.save("/nowhere/at-all", None, optimizer)
+    with pytest.raises(RuntimeError, match=r"w: a DTensor, .*torch\.distributed\.checkpoint"):
+        next(elastic.Run("/nowhere/at-all", every=100).steps(None, optimizer, 1000))
 
 
 @scenario(2)
