@@ -71,7 +71,8 @@ def wall_ms(calls: Sequence[Call], *, at_least_ms: float = 100.0, repeats: int =
         for _ in range(warmups):
             call()
     _synchronize()
-    count, figures = 1, []
+    count = 1
+    figures: list[float] = []
     while len(figures) < repeats:
         start = time.perf_counter()
         for i in range(count):

@@ -82,7 +82,7 @@ def test_derivatives_of_every_kind(shape, column_major):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight = torch.randn((11, 7) if column_major else (7, 11), dtype=torch.float64)
     weight = (weight.mT if column_major else weight).requires_grad_()
-    assert torch.autograd.gradcheck(output, (x, weight), check_forward_ad=True)
+    assert torch.autograd.gradcheck(output, (x, weight), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(output, (x, weight))
 
 
@@ -114,7 +114,11 @@ def test_empty_layers(in_features, out_features):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: initializing zero-element tensors is a no-op
         layer = CombinedLinear(in_features, out_features)
-    assert layer(torch.randn(2, in_features)).shape == (2, out_features)
+    output = layer(torch.randn(2, in_features))
+    assert output.shape == (2, out_features)
+    output.sum().backward()
+    expected = torch.tensor([2.0]).expand(out_features, 1) if in_features == 0 else torch.empty(0, 4)
+    assert torch.equal(layer.combined_weight.grad, expected)
 
 
 @BIAS

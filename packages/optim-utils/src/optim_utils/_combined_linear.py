@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
         of_input = grad @ combined[:, :-1] if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_input, None
-        rows, inputs = (torch.atleast_2d(x).flatten(0, -2) for x in (grad, input))
+        rows, inputs = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad, input))
         if _is_column_major(combined):
             return of_input, torch.cat((inputs.mT @ rows, rows.sum(0)[None])).mT
         return of_input, join_weight_bias(rows.mT @ inputs, rows.sum(0))
