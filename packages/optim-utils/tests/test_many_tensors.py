@@ -61,11 +61,14 @@ def test_stochastic_rounding_and_codes_are_unbiased_in_rows() -> None:
 
 
 def test_stacks_keep_shapes_devices_and_strides_and_see_new_tensors() -> None:
-    plain, transposed = [torch.ones(2, 3), torch.ones(4), torch.ones(2, 3)], torch.ones(3, 2).t()
-    made = Stacks.of((*plain, transposed)).new(torch.float64)
-    assert [(t.shape, t.dtype, t.stride()) for t in made] == [
-        (t.shape, torch.float64, t.stride()) for t in (*plain, transposed)
-    ]
+    shapes = [(2, 3), (4,), (2, 3), (), (0, 3), (0, 3), (2, 3)]
+    given = (*(torch.randn(shape) for shape in shapes), torch.randn(3, 2).t(), torch.randn(2, 3).bfloat16())
+    stacks = Stacks.of(given)
+    assert stacks.stacks == [[0, 2, 6]]
+    made = stacks.converted(torch.float64)
+    for new, old in zip(made, given, strict=True):
+        assert (new.shape, new.dtype, new.stride()) == (old.shape, torch.float64, old.stride())
+        assert torch.equal(new, old.double())
     stored = QuantizedTensorList([(torch.ones(2), None, None)], torch.bfloat16)
     stored.dequantize_()
     stored.quantize_()

@@ -1,7 +1,7 @@
 """Many small tensors handled at once: a thousand then cost about what one of their total size costs.
 
 Eagerly, allocating a tensor takes longer than filling a small one, and coding one is some dozens of kernels, whatever
-its size. So tensors of one shape are allocated as one and cut, and those to be coded or rounded are strung together:
+its size. So tensors of one shape are joined, converted and cut, and those to be coded or rounded are strung together:
 
     a, b, c, ...  ->  one row of numbers or codes  ->  one row of codes or numbers  ->  its parts a, b, c, ...
 
@@ -29,32 +29,30 @@ _LONGEST = 1 << 22  # elements of a row
 
 
 class Stacks(NamedTuple):
-    """How to allocate tensors like the given ones."""
+    """Which of the given tensors are of one shape, and so can be converted as one."""
 
     tensors: tuple[Tensor, ...]
-    stacks: list[tuple[tuple[int, ...], torch.device, list[int]]]  # (shape, device, positions)
-    others: list[int]  # positions of numbers and of what is no plain contiguous tensor
+    stacks: list[list[int]]  # positions
+    others: list[int]  # positions of numbers, of large tensors and of what is no plain contiguous tensor
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Stacks:
-        positions: dict[tuple[tuple[int, ...], torch.device], list[int]] = {}
-        others = []
-        for position, tensor in enumerate(tensors):
-            if _is_plain(tensor) and tensor.dim() > 0:
-                positions.setdefault((tuple(tensor.shape), tensor.device), []).append(position)
-            else:
-                others.append(position)
-        return cls(tensors, [(*key, members) for key, members in positions.items()], others)
+        kinds = ((t.shape, t.dtype, t.device) if _is_plain(t) and t.dim() > 0 else None for t in tensors)
+        stacks = list(_rows(zip(kinds, map(Tensor.numel, tensors))))
+        alone = set(range(len(tensors))).difference(*stacks)
+        return cls(tensors, stacks, sorted(alone))
 
-    def new(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Tensors like these, in ``dtype``, not filled yet."""
+    def converted(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """New tensors of the same values in ``dtype``."""
         made: dict[int, Tensor] = {}
-        for shape, device, members in self.stacks:
-            stack = torch.empty((len(members) * shape[0], *shape[1:]), dtype=dtype, device=device)
+        for members in self.stacks:
+            stack = torch.cat([self.tensors[i] for i in members]).to(dtype)
             # "unsafe": autograd is not told that the parts share memory, which saves a third of the time
-            made.update(zip(members, stack.unsafe_split_with_sizes([shape[0]] * len(members))))
+            made.update(zip(members, stack.unsafe_split_with_sizes([self.tensors[members[0]].shape[0]] * len(members))))
         for position in self.others:
             made[position] = torch.empty_like(self.tensors[position], dtype=dtype)
+        if self.others:
+            torch._foreach_copy_([made[i] for i in self.others], [self.tensors[i] for i in self.others])
         return tuple(map(made.__getitem__, range(len(self.tensors))))
 
 

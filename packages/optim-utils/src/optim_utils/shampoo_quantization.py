@@ -232,10 +232,7 @@ class QuantizedTensorList(OptimizerModule):
             return tuple(value.to(self.computation_dtype) for value in stored)
         if self._stacks is None or self._stacks.tensors is not stored:
             self._stacks = Stacks.of(stored)
-        values = self._stacks.new(self.computation_dtype)
-        if values:
-            torch._foreach_copy_(values, stored)
-        return values
+        return self._stacks.converted(self.computation_dtype)
 
     def dequantize_(self) -> None:
         """Make the values to compute with, and keep them."""
