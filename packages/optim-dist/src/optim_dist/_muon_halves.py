@@ -1,19 +1,18 @@
-"""A Muon step in three parts, for matrices that nobody holds whole: before, at, and after the owner.
+"""The elementwise parts of a Muon step, for matrices that nobody holds whole: before and after their owner's work.
 
-The formulas are those of ``optim_kernels.reference.muon``, called part by part: the first and the last are
-elementwise and work on any shard, the middle one needs the whole matrix.
+The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from optim_dist._joined import Joined, alike
 from optim_dist._shards import Item, StepContext
-from optim_kernels.functional import muon_update
-from optim_kernels.muon_groups import ns_config_of, rule_of
+from optim_kernels.muon_groups import rule_of
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import lr_scale, momentum_, updated, wide_dtype
 from optim_utils.param_groups import MatrixView
@@ -24,78 +23,93 @@ def takes_part(item: Item) -> bool:
     return item.shard.gradient is not None or item.group["missing_grad"] == "zero"
 
 
-def local_momentum(item: Item, context: StepContext) -> Tensor:
-    """Move the shard's momentum towards its gradient; U of the shard, zeros if the matrix is left alone."""
-    shard, group = item.shard, item.group
-    if shard.gradient is None and group["missing_grad"] == "raise":
-        raise RuntimeError(f"{shard.name} has no gradient; pass missing_grad='skip' or 'zero' to allow that")
-    if not takes_part(item):
-        return torch.zeros_like(shard.value)
-    return momentum_(
-        torch.zeros_like(shard.value) if shard.gradient is None else shard.gradient,
-        item.state["momentum_buffer"],
-        momentum=group["momentum"],
-        rule=rule_of(group),
-        clip_factor=gradient_scale(context.factor, context.grad_scale),
-    )
+def momenta(items: Sequence[Item], context: StepContext) -> list[Tensor]:
+    """Move every shard's momentum to its gradient; U of each in the parameter's dtype, zeros where it is left alone."""
+    for item in items:
+        if item.shard.gradient is None and item.group["missing_grad"] == "raise":
+            raise RuntimeError(f"{item.shard.name} has no gradient; pass missing_grad='skip' or 'zero' to allow that")
+    factor = gradient_scale(context.factor, context.grad_scale)
+    found: dict[int, Tensor] = {}
+    for some in alike([item for item in items if takes_part(item)], _kind_of_momentum, _numel):
+        group, buffers = some[0].group, Joined([item.state["momentum_buffer"] for item in some])
+        u = momentum_(
+            Joined([_gradient(item) for item in some]).flat,
+            buffers.flat,
+            momentum=group["momentum"],
+            rule=rule_of(group),
+            clip_factor=factor,
+        )
+        buffers.put_back()
+        parts = buffers.split(u.to(some[0].shard.value.dtype))
+        found |= {item.shard.index: part for item, part in zip(some, parts, strict=True)}
+    return [found[i.shard.index] if i.shard.index in found else torch.zeros_like(i.shard.value) for i in items]
 
 
-def direction(item: Item, u: Tensor, view: MatrixView) -> Tensor:
-    """O of a whole ``u``, in its shape, fp32 (fp64 for fp64); the second moment moves, ``u`` is used up."""
-    if not takes_part(item):
-        return u
-    group = item.group
-    u = _in_stored_order(u, view)
-    moment = None if group["beta2"] is None else [item.state["second_momentum_buffer"]]
-    # without momentum the update of a gradient is the direction of the gradient itself
-    (o,) = muon_update(
-        [u],
-        [u],
-        momentum=0.0,
-        rule=replace(rule_of(group), nesterov=False, maximize=False),
-        ns=ns_config_of(group),
-        second_moments=moment,
-        beta2=group["beta2"] or 0.0,
-        views=[view],
-        impl=group["impl"],
-    )
-    first, *others = scales = _scales(item, view)
-    if any(scale != first for scale in others):
-        # a shard cannot tell its matrices apart, so that what is peculiar to each is multiplied here
-        for part, scale in zip(view.views(o), scales):
-            part *= scale / first
-    return o
+def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: Sequence[Tensor]) -> None:
+    """Update every parameter's shard by the shard of its direction in ``updates``."""
+    taking_part = [given for given in zip(items, views, updates, strict=True) if takes_part(given[0])]
+    at_random = [given for given in taking_part if given[0].group["stochastic_rounding"]]
+    together = [given for given in taking_part if not given[0].group["stochastic_rounding"]]
+    for some in alike(together, _kind_of_update, lambda given: _numel(given[0])):
+        _apply([item for item, _, _ in some], some[0][1], [o for _, _, o in some], None)
+    # one by one, since an element's bits depend on its place in its parameter
+    for item, _, _ in at_random:
+        item.state["step"] += 1
+    steps = torch.stack([item.state["step"] for item, _, _ in at_random]).tolist() if at_random else []
+    for (item, view, o), step in zip(at_random, steps, strict=True):
+        _apply([item], view, [o], Rounding(item.group["seed"], item.shard.place, item.shard.start, int(step)))
 
 
-def apply_update(item: Item, o: Tensor, view: MatrixView) -> None:
-    """Update the parameter's shard by the shard ``o`` of its direction."""
-    if not takes_part(item):
-        return
-    shard, group, state = item.shard, item.group, item.state
-    bits = None
-    if group["stochastic_rounding"]:
-        state["step"] += 1
-        bits = Rounding(group["seed"], shard.place, shard.start, int(state["step"]))
-    master = state.get("master", state.get("master_low"))
-    new = updated(
-        read_param(shard.value, master),
-        o.to(wide_dtype(shard.value, o)),
-        lr=group["lr"],
-        scale=_scales(item, view)[0],
-        weight_decay=group["weight_decay"],
-        cautious=group["cautious"],
-    )
-    write_param(shard.value, master, new, bits)
+def scales(item: Item, view: MatrixView) -> list[float]:
+    """What the learning rate of each of the parameter's matrices is multiplied by; the first one's is for all.
 
-
-def _scales(item: Item, view: MatrixView) -> list[float]:
-    """What the learning rate of each of the parameter's matrices is multiplied by."""
+    A shard cannot tell its matrices apart, so that the owner multiplies what is peculiar to each.
+    """
     return [lr_scale(rule_of(item.group).scale, shape, view.shape) for shape in view.shapes]
 
 
-def _in_stored_order(u: Tensor, view: MatrixView) -> Tensor:
-    """``u`` with strides that allow the view: its dimensions lie as ``view.order`` wants them."""
-    if not view.order:
-        return u
-    inverse = [view.order.index(dim) for dim in range(len(view.order))]
-    return u.permute(view.order).contiguous().permute(inverse)
+def _apply(items: Sequence[Item], view: MatrixView, updates: Sequence[Tensor], bits: Rounding | None) -> None:
+    """Shards of one kind, by one learning rate."""
+    group, values = items[0].group, Joined([item.shard.value for item in items])
+    found = [master for item in items if (master := _master(item)) is not None]
+    masters = Joined(found) if found else None
+    o, master = Joined(updates).flat, None if masters is None else masters.flat
+    new = updated(
+        read_param(values.flat, master),
+        o.to(wide_dtype(values.flat, o)),
+        lr=group["lr"],
+        scale=scales(items[0], view)[0],
+        weight_decay=group["weight_decay"],
+        cautious=group["cautious"],
+    )
+    write_param(values.flat, master, new, bits)
+    values.put_back()
+    if masters is not None:
+        masters.put_back()
+
+
+def _kind_of_momentum(item: Item) -> tuple[object, ...]:
+    value, gradient = item.shard.value, item.shard.gradient
+    gradient_dtype = value.dtype if gradient is None else gradient.dtype
+    return id(item.group), gradient_dtype, item.state["momentum_buffer"].dtype, value.dtype
+
+
+def _kind_of_update(given: tuple[Item, MatrixView, Tensor]) -> tuple[object, ...]:
+    item, view, o = given
+    master = _master(item)
+    master_dtype = None if master is None else master.dtype
+    return id(item.group), scales(item, view)[0], item.shard.value.dtype, o.dtype, master_dtype
+
+
+def _numel(item: Item) -> int:
+    return item.shard.value.numel()
+
+
+def _gradient(item: Item) -> Tensor:
+    gradient = item.shard.gradient
+    return torch.zeros_like(item.shard.value) if gradient is None else gradient
+
+
+def _master(item: Item) -> Tensor | None:
+    master: Tensor | None = item.state.get("master", item.state.get("master_low"))
+    return master

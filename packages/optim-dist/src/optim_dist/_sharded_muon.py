@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from optim_dist._collectives import Communicator
-from optim_dist._muon_halves import apply_update, direction, local_momentum
+from optim_dist._muon_halves import apply_updates, momenta
+from optim_dist._muon_owner import Owner, Whole, room_for
 from optim_dist._shards import Item, StepContext, check_rounding
 from optim_dist.plan import DEFAULT_BUCKET_MB
 from optim_redist import Handle, Layout, Mesh, plan
@@ -47,6 +48,11 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Whole:
+        """As its owner sees it."""
+        return Whole(self.view, self.dtype)
 
 
 class Move(NamedTuple):
@@ -71,17 +77,23 @@ class Exchange:
 
 
 class Batch:
-    """Matrices that travel together."""
+    """Matrices that travel together; ``memory`` is where this rank works on those that it owns."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], owners: Mapping[int, int], moments: Mapping[int, Tensor], world: Communicator
+        self,
+        matrices: Sequence[Matrix],
+        owners: Mapping[int, int],
+        moments: Mapping[int, Tensor],
+        world: Communicator,
+        memory: Tensor,
     ) -> None:
         self.matrices = matrices
         # those of which every rank gets the second moment back
         self.with_moment = [matrix for matrix in matrices if matrix.index in moments]
         everybody = Mesh(world.world_size, ranks=world.ranks)
         at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
-        self.mine = [m for m in matrices if owners[m.index] == world.ranks[world.rank]]
+        self.mine = owned_by(world.ranks[world.rank], matrices, owners)
+        self._owner = Owner([matrix.whole for matrix in self.mine], memory)
         there = [Move(m.shape, m.dtype, m.layout, _whole(at_owner[m.index], m.shape)) for m in matrices]
         back = [Move(m.shape, m.dtype, _whole(at_owner[m.index], m.shape), m.layout) for m in matrices]
         for matrix in self.with_moment:
@@ -92,29 +104,27 @@ class Batch:
 
     def collect(self, items: Mapping[int, Item], context: StepContext) -> Handle:
         """Move the momentum of every local shard, and send it to the owners."""
-        return self._collect.start([local_momentum(items[m.index], context).to(m.dtype) for m in self.matrices])
+        return self._collect.start(momenta([items[m.index] for m in self.matrices], context))
 
     def spread(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> Handle:
         """Orthogonalize what this rank owns, and send it back."""
-        whole = dict(zip((m.index for m in self.matrices), arrived))
-        updates: dict[int, Tensor] = {}
-        for matrix in self.mine:
-            u = whole[matrix.index]
-            assert u is not None, "the owner receives the whole matrix"
-            updates[matrix.index] = direction(items[matrix.index], u, matrix.view).to(matrix.dtype)
+        whole = {m.index: u for m, u in zip(self.matrices, arrived, strict=True) if u is not None}
+        indices = [matrix.index for matrix in self.mine]
+        found = self._owner.directions([items[index] for index in indices], [whole[index] for index in indices])
+        directions = dict(zip(indices, found, strict=True))
         moments = [
-            items[m.index].state["second_momentum_buffer"] if m.index in updates else None for m in self.with_moment
+            items[m.index].state["second_momentum_buffer"] if m.index in directions else None for m in self.with_moment
         ]
-        return self._spread.start([*(updates.get(m.index) for m in self.matrices), *moments])
+        return self._spread.start([*(directions.get(m.index) for m in self.matrices), *moments])
 
     def finish(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> None:
         """Update the local shards."""
-        for matrix, update in zip(self.matrices, arrived):
-            assert update is not None, "every rank holds a part, an empty one perhaps"
-            apply_update(items[matrix.index], update, matrix.view)
-        for matrix, moment in zip(self.with_moment, arrived[len(self.matrices) :]):
-            assert moment is not None, "everybody gets it"
-            items[matrix.index].state["second_momentum_buffer"].copy_(moment)
+        # every rank holds a part of each, an empty one perhaps, and everybody gets the second moments
+        here = [tensor for tensor in arrived if tensor is not None]
+        updates, moments = here[: len(self.matrices)], here[len(self.matrices) :]
+        apply_updates([items[m.index] for m in self.matrices], [m.view for m in self.matrices], updates)
+        if moments:
+            torch._foreach_copy_([items[m.index].state["second_momentum_buffer"] for m in self.with_moment], moments)
 
 
 class ShardedMuon:
@@ -161,9 +171,19 @@ class ShardedMuon:
             if item.group["beta2"] is not None
         }
         if self._moments != tuple(moments):
-            self._batches = [Batch(part, self.owners, moments, self._communicator) for part in self._parts]
+            world = self._communicator
+            owned = [owned_by(world.ranks[world.rank], part, self.owners) for part in self._parts]
+            # one batch has been packed when the next begins
+            room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
+            memory = torch.empty(room, dtype=torch.uint8, device=world.device)
+            self._batches = [Batch(part, self.owners, moments, world, memory) for part in self._parts]
             self._moments = tuple(moments)
         return self._batches
+
+
+def owned_by(rank: int, matrices: Sequence[Matrix], owners: Mapping[int, int]) -> list[Matrix]:
+    """Those that ``rank`` orthogonalizes."""
+    return [matrix for matrix in matrices if owners[matrix.index] == rank]
 
 
 def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float) -> list[list[Matrix]]:

@@ -1,0 +1,52 @@
+"""Many tensors as one, so that elementwise work on all of them is a few launches and not a few for each.
+
+A launch costs some microseconds whatever it does; a shard of a matrix is often too small to hide that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+# Elements that are joined at most: 32 MiB in fp32, so that what lies between two launches may stay in the L2 cache.
+MAX_ELEMENTS = 2**23
+
+T = TypeVar("T")
+
+
+class Joined:
+    """A copy of all elements one behind another as ``flat``; a single tensor is its own."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self.flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """``flat``, as long as all tensors together, as a view in the shape of each."""
+        if len(self._tensors) == 1:
+            return [flat]
+        parts = flat.split([tensor.numel() for tensor in self._tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
+
+    def put_back(self) -> None:
+        """Write what ``flat`` is now into the tensors."""
+        if len(self._tensors) > 1:
+            torch._foreach_copy_(list(self._tensors), self.split(self.flat))
+
+
+def alike(
+    items: Sequence[T], key: Callable[[T], Hashable], numel: Callable[[T], int], limit: int = MAX_ELEMENTS
+) -> Iterator[list[T]]:
+    """Items of one key, in order, at most ``limit`` elements together; larger ones alone."""
+    found: dict[Hashable, list[T]] = {}
+    sizes: dict[Hashable, int] = {}
+    for item in items:
+        its, size = key(item), numel(item)
+        if its in found and sizes[its] + size > limit:
+            yield found.pop(its)
+        found.setdefault(its, []).append(item)
+        sizes[its] = size + (sizes[its] if len(found[its]) > 1 else 0)
+    yield from found.values()

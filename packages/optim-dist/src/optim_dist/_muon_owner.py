@@ -1,0 +1,113 @@
+"""What the owner of whole matrices does with them: Newton-Schulz, in the grouped launches of the unsharded optimizer.
+
+    O = direction of U        formula: ``optim_kernels.reference.muon``
+
+A Muon step computes that if it starts from zero parameters and its momentum is the gradient:
+
+    p = 0,  B = g = U,  mu = 0,  lr = -1,  no decay, no scale      =>      p <- O
+
+so all matrices that a rank owns of a batch go through the same planner, and on GPUs through the same few launches, as
+those that are not cut. U and O lie in memory that is kept, so that what was planned and recorded still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_dist._muon_halves import scales, takes_part
+from optim_dist._shards import Item
+from optim_dist.plan import MATRIX_ALIGNMENT
+from optim_kernels.muon_groups import MuonEntry, MuonPlanner
+from optim_utils.param_groups import MatrixView
+
+# the options of a group that make a step of Muon its direction alone
+_DIRECTION_ONLY: dict[str, Any] = {
+    "lr": -1.0,
+    "momentum": 0.0,
+    "nesterov": False,
+    "maximize": False,
+    "weight_decay": 0.0,
+    "cautious": False,
+    "adjust_lr_fn": "none",
+    "stochastic_rounding": False,
+}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A matrix at its owner: how its parameter is read, and what it travels in."""
+
+    view: MatrixView
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Rounded up, so that the next one is aligned."""
+        return -(-prod(self.view.shape) * self.dtype.itemsize // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+
+    def in_memory(self, memory: Tensor) -> Tensor:
+        """The parameter's shape over bytes; its dimensions lie as the view wants them."""
+        shape, order = self.view.shape, self.view.order or tuple(range(len(self.view.shape)))
+        flat = memory[: prod(shape) * self.dtype.itemsize].view(self.dtype)
+        return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
+def room_for(matrices: Sequence[Whole]) -> int:
+    """Bytes of U and O of all the matrices."""
+    return 2 * sum(matrix.nbytes for matrix in matrices)
+
+
+class Owner:
+    """The matrices that this rank owns of one batch.
+
+    Args:
+        memory: ``room_for(matrices)`` bytes or more; batches may share it, one is done with it before the next begins.
+    """
+
+    def __init__(self, matrices: Sequence[Whole], memory: Tensor) -> None:
+        self._matrices = matrices
+        self._us, self._os = [], []
+        half = room_for(matrices) // 2
+        self._zeroed, begin = memory[half : 2 * half], 0
+        for matrix in matrices:
+            self._us.append(matrix.in_memory(memory[begin:]))
+            self._os.append(matrix.in_memory(memory[half + begin :]))
+            begin += matrix.nbytes
+        self._planner = MuonPlanner()
+
+    def directions(self, items: Sequence[Item], arrived: Sequence[Tensor]) -> list[Tensor]:
+        """O of every U that has arrived, zeros of a matrix that is left alone; second moments move.
+
+        The results are valid until the next call of any owner that shares the memory.
+        """
+        self._zeroed.zero_()
+        taking_part = [place for place, item in enumerate(items) if takes_part(item)]
+        if not taking_part:
+            return self._os
+        torch._foreach_copy_([self._us[place] for place in taking_part], [arrived[place] for place in taking_part])
+        groups: dict[int, tuple[Mapping[str, Any], list[MuonEntry]]] = {}
+        for place in taking_part:
+            item, u, o = items[place], self._us[place], self._os[place]
+            state = {"momentum_buffer": u}
+            if item.group["beta2"] is not None:
+                state["second_momentum_buffer"] = item.state["second_momentum_buffer"]
+            _, entries = groups.setdefault(item.shard.group, ({**item.group, **_DIRECTION_ONLY}, []))
+            entries.append(MuonEntry(o, u, state, self._matrices[place].view, item.shard.place))
+        self._planner.step(list(groups.values()))
+        for place in taking_part:
+            _multiply_what_is_peculiar(items[place], self._matrices[place].view, self._os[place])
+        return self._os
+
+
+def _multiply_what_is_peculiar(item: Item, view: MatrixView, o: Tensor) -> None:
+    """Multiply each matrix of ``o`` by its scale over that of the first, with which the shards will be multiplied."""
+    first, *others = its = scales(item, view)
+    if any(scale != first for scale in others):
+        for part, scale in zip(view.views(o), its, strict=True):
+            part *= scale / first

@@ -1,0 +1,214 @@
+"""Sharded Muon works on many matrices at once: the bits of one by one, and a number of calls that is not theirs."""
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from dist_cases import device_of, mesh_of, normal
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim_dist import TritonDistMuon
+from optim_dist._construction import Entry
+from optim_dist._joined import Joined, alike
+from optim_dist._muon_halves import apply_updates, momenta
+from optim_dist._muon_owner import Owner, Whole, room_for
+from optim_dist._shards import Item, StepContext, make_shard
+from optim_dist.muon import muon_options
+from optim_kernels.functional import new_second_moment
+from optim_kernels.functional.muon_plan import MuonPlan
+from optim_kernels.muon_groups import init_state
+from optim_utils.param_groups import MatrixView
+from optim_utils.testing import run_ranks
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9))), st.integers(1, 20))
+def test_items_of_a_kind_come_together_up_to_the_limit(items, limit):
+    found = list(alike(items, key=lambda item: item[0], numel=lambda item: item[1], limit=limit))
+    for kind in range(3):
+        mine = [some for some in found if some[0][0] == kind]
+        assert [item for some in mine for item in some] == [item for item in items if item[0] == kind]
+        assert all(sum(size for _, size in some) <= limit or len(some) == 1 for some in mine)
+        # nothing is cut that would have fitted
+        assert all(sum(s for _, s in a) + b[0][1] > limit for a, b in pairwise(mine))
+
+
+def test_joined_tensors_are_written_back_in_their_shapes():
+    tensors = [normal((2, 3), 1), normal((4, 2), 2).t(), torch.empty(0, 5), normal((), 3)]
+    expected = [tensor * 2 for tensor in tensors]
+    joined = Joined(tensors)
+    joined.flat.mul_(2)
+    joined.put_back()
+    assert all(torch.equal(left, right) for left, right in zip(tensors, expected, strict=True))
+    alone = Joined(tensors[:1])
+    assert alone.flat is tensors[0]
+
+
+def make_items(groups, dtype, missing=(), shapes=((4, 6), (3, 5), (8, 2)), device="cpu"):
+    """Shards of three shapes in turn, each group with its options."""
+    items = []
+    for number in range(4 * len(groups)):
+        group, shape = groups[number % len(groups)], shapes[number % 3]
+        value = nn.Parameter(normal(shape, 1, number).to(device, dtype))
+        entry = Entry(f"w{number}", value, number % len(groups), number, number // len(groups), "muon")
+        shard = make_shard(entry, number, 0, value.numel(), value.data)
+        shard.gradient = None if number in missing else normal(shape, 2, number).to(value)
+        state = {}
+        init_state(value.detach(), MatrixView.identity(shape), group, state)
+        items.append(Item(shard, group, state))
+    return items
+
+
+OPTIONS = {
+    "plain": ({}, torch.float32),
+    "cautious": ({"cautious": True, "nesterov": False, "maximize": True}, torch.float32),
+    "bf16": ({"momentum_dtype": torch.float32}, torch.bfloat16),
+    "masters": ({"master_weights": "fp32"}, torch.bfloat16),
+    "split masters": ({"master_weights": "split16"}, torch.bfloat16),
+    "at random": ({"stochastic_rounding": True}, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_together_is_one_by_one(name):
+    options, dtype = OPTIONS[name]
+    groups = [{**muon_options("nanochat-2025"), "lr": lr, "weight_decay": 0.1, **options} for lr in (0.1, 0.3)]
+    context = StepContext(factor=torch.tensor(0.5))
+    together, alone = (make_items(groups, dtype, missing=(1, 6)) for _ in range(2))
+    views = [MatrixView.identity(item.shard.value.shape) for item in together]
+    for _ in range(2):
+        us = momenta(together, context)
+        each = [momenta([item], context)[0] for item in alone]
+        assert all(torch.equal(left, right) for left, right in zip(us, each, strict=True))
+        apply_updates(together, views, us)
+        for item, view, u in zip(alone, views, each, strict=True):
+            apply_updates([item], [view], [u])
+    for left, right in zip(together, alone, strict=True):
+        assert torch.equal(left.shard.value, right.shard.value), left.shard.name
+        for key, value in right.state.items():
+            assert torch.equal(left.state[key], value), (left.shard.name, key)
+    untouched = make_items(groups, dtype)[1]
+    assert torch.equal(together[1].shard.value, untouched.shard.value)
+    assert not torch.equal(together[0].shard.value, make_items(groups, dtype)[0].shard.value)
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_elementwise_work_does_not_grow_with_the_number_of_matrices():
+    found = []
+    for number in (2, 6):
+        items = make_items([muon_options("nanochat-2025")] * number, torch.float32)
+        views = [MatrixView.identity(item.shard.value.shape) for item in items]
+        with Calls() as calls:
+            apply_updates(items, views, momenta(items, StepContext()))
+        found.append({name: calls.counts[name] for name in ("mul", "add", "sub", "copy_", "cat", "_foreach_copy_")})
+    few, many = found
+    # a run for each scale of the learning rate: of three shapes two are tall, by different ratios
+    assert few == many
+    assert sum(many.values()) < 40
+
+
+def test_an_owner_computes_directions_by_the_kernels():
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
+    shapes = ((8, 8), (4, 12), (6, 8))
+    views = [
+        MatrixView.identity((8, 8)),
+        MatrixView(shape=(4, 12), transposed=True),
+        MatrixView(shape=(6, 8), split=(2, 4)),
+    ]
+    found = {}
+    for impl in ("torch", "triton"):
+        group = {**muon_options("nanochat-2026-03"), "impl": impl, "ns_steps": 1, "ns_dtype": torch.float32}
+        items = make_items([group], torch.float32, shapes=shapes, device=device)[:3]
+        for item, view in zip(items, views, strict=True):
+            item.state["second_momentum_buffer"] = new_second_moment(item.shard.value, view)
+        matrices = [Whole(view, torch.float32) for view in views]
+        owner = Owner(matrices, torch.full((room_for(matrices),), 255, dtype=torch.uint8, device=device))
+        directions = owner.directions(items, [normal(shape, 4).to(device) for shape in shapes])
+        found[impl] = [o.clone() for o in directions] + [item.state["second_momentum_buffer"] for item in items]
+    for by_torch, by_triton in zip(*found.values(), strict=True):
+        assert by_torch.isfinite().all()
+        torch.testing.assert_close(by_triton, by_torch, rtol=1e-3, atol=1e-4)
+
+
+@dataclass
+class Runs:
+    """Plans made, runs of them, and launches of each run."""
+
+    made: int = 0
+    launches: list[int] = None
+
+
+@contextmanager
+def counted():
+    """Plans are run on GPUs only: the interpreter takes seconds, and numbers are looked at elsewhere."""
+    runs, make, run = Runs(launches=[]), MuonPlan.__init__, MuonPlan.run
+
+    def making(plan, *arguments, **options):
+        runs.made += 1
+        make(plan, *arguments, **options)
+
+    def running(plan, *arguments, **options):
+        runs.launches.append(plan.launches)
+        if torch.cuda.is_available():
+            run(plan, *arguments, **options)
+
+    MuonPlan.__init__, MuonPlan.run = making, running
+    try:
+        yield runs
+    finally:
+        MuonPlan.__init__, MuonPlan.run = make, run
+
+
+SIZES = ((8, 8), (4, 12))
+
+
+def count_plans(rank, world_size, cases):
+    return [count_plans_of(rank, world_size, *case) for case in cases]
+
+
+def count_plans_of(rank, world_size, num_matrices, bucket_mb):
+    mesh, device = mesh_of(world_size), device_of(rank)
+    shapes = [SIZES[number % 2] for number in range(num_matrices)]
+    make = [normal(shape, 1, number).to(device) for number, shape in enumerate(shapes)]
+    cut = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in make]
+    groups = [{"params": cut[::2]}, {"params": cut[1::2], "lr": 0.1}]
+    groups = [{"impl": "triton", **group} for group in groups]
+    optimizer = TritonDistMuon(groups, ns_steps=1, bucket_mb=bucket_mb)
+    with counted() as runs:
+        for step in range(2):
+            for number, parameter in enumerate(cut):
+                gradient = normal(shapes[number], 2, number, step).to(device)
+                parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            optimizer.step()
+    return runs.made, runs.launches
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_an_owner_runs_one_plan_a_batch(backend):
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    # 2^20 bytes hold everything, half of all bytes does not
+    half = 4 * sum(rows * columns for rows, columns in SIZES) * 4 / 2**20 / 2
+    for few, many, batches in run_ranks(count_plans, 2, [(4, 1.0), (8, 1.0), (8, half)], backend=backend):
+        assert few[0] == many[0] == 1, "made once"
+        assert len(many[1]) == 2, "a run a step"
+        assert many[1] == few[1], "launches do not depend on the number of matrices"
+        assert batches[0] == 2
+        assert len(batches[1]) == 4
