@@ -15,6 +15,7 @@ from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_, elastic
@@ -180,17 +181,45 @@ def views_into_fused_and_convolutional_weights(rank, world_size):
         torch.testing.assert_close(parameter.full_tensor(), twin)
 
 
-@scenario(2)
+def give_pending_sums(cut, twins, rank, world_size, step):
+    for number, (parameter, twin) in enumerate(zip(cut, twins)):
+        each = [normal(tuple(twin.shape), 8, number, r, step).to(twin) for r in range(world_size)]
+        parameter.grad = DTensor.from_local(each[rank], parameter.device_mesh, [Partial()])
+        twin.grad = sum(each)
+
+
+@scenario(2, 3)
 def pending_sums_of_gradients_are_summed(rank, world_size):
     mesh = mesh_of(world_size)
-    cut, twins = placed(((6, 4), (5,)), mesh, [(Shard(0),), (Replicate(),)])
+    shapes = ((6, 4), (5,), (), (3, 3), (0, 2))
+    cut, twins = placed(shapes, mesh, [(Shard(0),), *[(Replicate(),)] * 4])
     optimizer, oracle = TritonDistAdamW(cut), TritonDistAdamW(twins, process_group=alone(rank))
-    for number, (parameter, twin) in enumerate(zip(cut, twins)):
-        each = [normal(tuple(twin.shape), 8, number, r).to(twin) for r in range(world_size)]
-        parameter.grad = DTensor.from_local(each[rank], mesh, [Partial()])
-        twin.grad = sum(each)
-    norms = [each.clip_grad_norm_(1e9) for each in (optimizer, oracle)]
-    torch.testing.assert_close(*norms)
+    for step in range(2):
+        give_pending_sums(cut, twins, rank, world_size, step)
+        norms = [each.clip_grad_norm_(1e9) for each in (optimizer, oracle)]
+        torch.testing.assert_close(*norms)
+        optimizer.step()
+        oracle.step()
+        for parameter, twin in zip(cut, twins):
+            torch.testing.assert_close(parameter.full_tensor(), twin)
+        # all but one by one all-reduce of all, and nothing twice
+    with CommDebugMode() as communication:
+        give_pending_sums(cut, twins, rank, world_size, 2)
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+    assert sum(count for name, count in communication.get_comm_counts().items() if "reduce" in str(name)) == 2
+
+
+@scenario(2)
+def a_pending_sum_that_changes_is_summed_again(rank, world_size):
+    cut, twins = placed(((5,),), mesh_of(world_size), [(Replicate(),)])
+    optimizer, oracle = TritonDistAdamW(cut, lr=0.1), TritonDistAdamW(twins, lr=0.1, process_group=alone(rank))
+    give_pending_sums(cut, twins, rank, world_size, 0)
+    first = optimizer.clip_grad_norm_(1e9)
+    for parameter in (*cut, *twins):
+        parameter.grad.mul_(-2)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1e9), 2 * first)
+    optimizer.clip_with(torch.ones_like(first), first)
     optimizer.step()
     oracle.step()
     assert_equal(cut, twins)

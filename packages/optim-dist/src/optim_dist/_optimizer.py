@@ -230,6 +230,7 @@ class DistOptimizer(LiveOptimizer):
     def _restart(self) -> None:
         self._factor = None
         self._bucketed.restart()
+        self._resident.restart()
 
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight; afterwards parameters may be read."""

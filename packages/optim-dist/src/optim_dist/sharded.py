@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist._collectives import Communicator
 from optim_dist._construction import Entry, joint_layout, local
+from optim_dist._pending_sums import LocalGradients
 from optim_dist._sharded_muon import Matrix, ShardedMuon
 from optim_dist._shards import Item, Shard, StepContext, make_shard
 from optim_dist.plan import ParameterSpec, RouteName
@@ -47,6 +47,7 @@ class ResidentParameters:
         self._bucket_mb = bucket_mb
         self._members: list[Resident] = []
         self._muon: ShardedMuon | None = None
+        self._gradients = LocalGradients()
 
     def extend(
         self, specs: Sequence[ParameterSpec], entries: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
@@ -77,8 +78,12 @@ class ResidentParameters:
 
     def gradients(self) -> list[Tensor]:
         """Local gradients of which every element is on one rank only: replicas leave theirs to the first."""
-        found = [(member, _local_gradient(member.entry)) for member in self._members]
+        found = zip(self._members, self._gradients.of([member.entry for member in self._members]), strict=True)
         return [gradient for member, gradient in found if gradient is not None and member.is_counted]
+
+    def restart(self) -> None:
+        """Forget this step's gradients."""
+        self._gradients.forget()
 
     def update(
         self,
@@ -90,9 +95,10 @@ class ResidentParameters:
         """Update what has a gradient, or is of a group that does not skip what has none."""
         whole: dict[RouteName, list[Item]] = {"adamw": [], "muon": []}
         exchanged = []
-        for member in self._members:
+        gradients = self._gradients.of([member.entry for member in self._members])
+        for member, gradient in zip(self._members, gradients, strict=True):
             shard = self._shard(member)
-            shard.gradient = _local_gradient(member.entry)
+            shard.gradient = gradient
             if member.layout is not None and member.spec.route == "muon":
                 exchanged.append(item_of(shard))
             elif shard.gradient is not None or groups[shard.group].get("missing_grad", "skip") != "skip":
@@ -139,23 +145,3 @@ def _view(member: Resident) -> MatrixView:
 
 def _is_first(layout: Layout, rank: int) -> bool:
     return not any(layout.mesh.coordinates[rank][axis] for axis in layout.replicated_axes)
-
-
-def _local_gradient(entry: Entry) -> Tensor | None:
-    """The gradient cut as the parameter is; what is still to be summed over ranks is summed first."""
-    parameter, gradient = entry.parameter, entry.parameter.grad
-    if gradient is None:
-        return None
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
-        )
-    if not isinstance(parameter, DTensor):
-        return gradient
-    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
-        raise RuntimeError(
-            f"the gradient of {entry.name} is no DTensor on the mesh of its parameter; "
-            "leave .grad to autograd, or assign a DTensor with the parameter's mesh and placements"
-        )
-    wanted = parameter.placements
-    return local(gradient if gradient.placements == wanted else gradient.redistribute(placements=wanted))

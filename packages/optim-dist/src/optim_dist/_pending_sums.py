@@ -1,0 +1,125 @@
+"""Gradients of DTensors as their parameters lie: what is still to be summed over ranks is, many by one collective.
+
+Tensor parallelism leaves gradients of what it does not cut (norms, biases) as pending sums, a small one a layer:
+
+    Partial -> Replicate     the local parts one behind another, one all-reduce for all of a mesh and dtype
+    otherwise                (a pending sum that ends cut, another cut)  torch's redistribution, one by one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from optim_dist._construction import Entry, local
+from optim_dist._joined import Joined, alike
+
+
+class LocalGradients:
+    """Every entry's gradient cut as its parameter is; summed once a step, however often they are asked for."""
+
+    def __init__(self) -> None:
+        # by id of the parameter: its gradient, the version of that, the sum
+        self._summed: dict[int, tuple[DTensor, tuple[int, int], Tensor]] = {}
+
+    def of(self, entries: Sequence[Entry]) -> list[Tensor | None]:
+        """None where there is no gradient. Collective: every rank asks for the same entries.
+
+        Raises:
+            RuntimeError: for a sparse gradient, or one that is no DTensor on its parameter's mesh.
+        """
+        pending = []
+        for entry in entries:
+            check_gradient(entry)
+            if _is_pending(entry) and not self._is_known(entry):
+                pending.append(entry)
+        alone = [entry for entry in pending if _kind_of_sum(entry) is None]
+        together = [entry for entry in pending if _kind_of_sum(entry) is not None]
+        for some in alike(together, _kind_of_sum, lambda entry: local(_gradient(entry)).numel()):
+            self._sum(some)
+        for entry in alone:
+            gradient = _gradient(entry)
+            self._remember(entry, gradient.redistribute(placements=_parameter(entry).placements).to_local())
+        return [self._found(entry) for entry in entries]
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._summed.clear()
+
+    def _sum(self, entries: Sequence[Entry]) -> None:
+        gradients, parameter = [_gradient(entry) for entry in entries], _parameter(entries[0])
+        joined = Joined([local(gradient) for gradient in gradients])
+        # what is cut is cut alike on both sides, and stays: only sums travel
+        pairs = zip(gradients[0].placements, parameter.placements, strict=True)
+        placements = [Replicate() if have == wanted else have for have, wanted in pairs]
+        flat = DTensor.from_local(joined.flat, parameter.device_mesh, placements, run_check=False)
+        whole = flat.redistribute(placements=[Replicate()] * len(placements)).to_local()
+        for entry, part in zip(entries, joined.split(whole), strict=True):
+            self._remember(entry, part)
+
+    def _remember(self, entry: Entry, found: Tensor) -> None:
+        gradient = _gradient(entry)
+        self._summed[id(entry.parameter)] = gradient, _version(gradient), found
+
+    def _is_known(self, entry: Entry) -> bool:
+        known = self._summed.get(id(entry.parameter))
+        return known is not None and known[0] is entry.parameter.grad and known[1] == _version(known[0])
+
+    def _found(self, entry: Entry) -> Tensor | None:
+        gradient = entry.parameter.grad
+        if gradient is None:
+            return None
+        return self._summed[id(entry.parameter)][2] if _is_pending(entry) else local(gradient)
+
+
+def check_gradient(entry: Entry) -> None:
+    """Refuse gradients that cannot be read as the parameter lies."""
+    parameter, gradient = entry.parameter, entry.parameter.grad
+    if gradient is None:
+        return
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
+        )
+    if not isinstance(parameter, DTensor):
+        return
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
+        raise RuntimeError(
+            f"the gradient of {entry.name} is no DTensor on the mesh of its parameter; "
+            "leave .grad to autograd, or assign a DTensor with the parameter's mesh and placements"
+        )
+
+
+def _version(gradient: DTensor) -> tuple[int, int]:
+    return gradient._version, local(gradient)._version
+
+
+def _is_pending(entry: Entry) -> bool:
+    return entry.parameter.grad is not None and isinstance(entry.parameter, DTensor) and _lies_otherwise(entry)
+
+
+def _lies_otherwise(entry: Entry) -> bool:
+    return _gradient(entry).placements != _parameter(entry).placements
+
+
+def _kind_of_sum(entry: Entry) -> tuple[object, ...] | None:
+    """What gradients have in common that one all-reduce can sum; None for one that ends elsewhere than it lies."""
+    parameter, gradient = _parameter(entry), _gradient(entry)
+    for have, wanted in zip(gradient.placements, parameter.placements, strict=True):
+        if have != wanted and not (have.is_partial() and wanted.is_replicate()):
+            return None
+    return parameter.device_mesh, gradient.placements, parameter.placements, gradient.dtype
+
+
+def _parameter(entry: Entry) -> DTensor:
+    assert isinstance(entry.parameter, DTensor), "only DTensors have pending sums"
+    return entry.parameter
+
+
+def _gradient(entry: Entry) -> DTensor:
+    gradient = entry.parameter.grad
+    assert isinstance(gradient, DTensor), "only DTensors have pending sums"
+    return gradient
