@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,35 @@ _reduce_scatter_flat = (
 _all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
-class Communicator:
-    """One process group seen by an optimizer; with one rank no collective ever runs."""
+class Waitable(Protocol):
+    """Something under way; the current stream, or without one the host, goes on behind it after ``wait()``."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float | None = None) -> None:
+    def wait(self) -> Any: ...
+
+
+@dataclass
+class Traffic:
+    """What a rank has put on the wire, and in how many collectives."""
+
+    bytes_sent: int = 0
+    num_calls: int = 0
+
+
+class Communicator:
+    """One process group seen by an optimizer; with one rank no collective ever runs.
+
+    Attributes:
+        rank: which chunk this process owns.
+        ranks: the global rank of every chunk's owner.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: float | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
@@ -46,21 +72,30 @@ class Communicator:
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
-        self.bytes_sent = 0
-        self.num_calls = 0
+        self._traffic = traffic or Traffic()
 
-    def reduce_scatter_(self, flat: Tensor) -> dist.Work:
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, since construction."""
+        return self._traffic.bytes_sent
+
+    @property
+    def num_calls(self) -> int:
+        """Collectives since construction."""
+        return self._traffic.num_calls
+
+    def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
         self._count(flat)
         return _work(_reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True))
 
-    def all_gather_(self, flat: Tensor) -> dist.Work:
+    def all_gather_(self, flat: Tensor) -> Waitable:
         """Fill every chunk of ``flat [W * C]`` with its owner's."""
         self._count(flat)
         return _work(_all_gather_flat(flat, self._own(flat), group=self.group, async_op=True))
 
-    def exchange(self, out: Tensor, flat: Tensor) -> dist.Work:
-        """Fill ``out [W * C]`` with every rank's contribution to the chunk that this rank owns, in rank order."""
+    def exchange(self, out: Tensor, flat: Tensor) -> Waitable:
+        """Fill ``out [W * C]`` with every rank's contribution to this rank's chunk, in the order of global ranks."""
         self._count(flat)
         return _work(dist.all_to_all_single(out, flat, group=self.group, async_op=True))
 
@@ -74,10 +109,10 @@ class Communicator:
         return gathered.view(self.world_size, -1)
 
     def broadcast_(self, flat: Tensor, source: int = 0) -> None:
-        """Overwrite ``flat [N]`` by that of rank ``source`` of the group."""
+        """Overwrite ``flat [N]`` by that of the owner of chunk ``source``."""
         if self.world_size > 1 and flat.numel():
             # as bytes: gloo does not know int16
-            dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=source)
+            dist.broadcast(flat.view(torch.uint8), src=self.ranks[source], group=self.group)
 
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
@@ -110,8 +145,8 @@ class Communicator:
         return flat[self.rank * chunk : (self.rank + 1) * chunk]
 
     def _count(self, flat: Tensor) -> None:
-        self.num_calls += 1
-        self.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+        self._traffic.num_calls += 1
+        self._traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
 
 
 def _work(work: dist.Work | None) -> dist.Work:

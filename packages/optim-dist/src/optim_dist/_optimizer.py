@@ -83,7 +83,7 @@ class DistOptimizer(LiveOptimizer):
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
         self._entries = self._find_entries()
         device = self._entries[0].parameter.device if self._entries else torch.device("cpu")
-        self._communicator = Communicator(self._options.group, device, self._options.timeout)
+        self._communicator = self._options.communicator(device)
         world_size = self._communicator.world_size
         self._average = (
             torch.tensor(1 / world_size, device=device) if self._options.average and world_size > 1 else None

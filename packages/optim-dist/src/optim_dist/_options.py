@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from optim_dist._collectives import Communicator
+from optim_dist._grid import GridCommunicator
+
 REDUCERS = ("rs", "exact")
 SYNC = ("broadcast", "check")
 
@@ -40,8 +43,9 @@ class Options:
     Args:
         model: names parameters and orders buckets by its backward pass; its modules wait for what they use, so that
             gathers run into the next forward pass.
-        mesh: a one-dimensional ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. DTensors
-            have meshes of their own, which cover the same ranks.
+        mesh: a ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. Of two dimensions
+            (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
+            DTensors have meshes of their own, which cover the same ranks.
         reducer: see ``optim_dist.reducers``.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
@@ -77,8 +81,11 @@ class Options:
         _choice("sync_params", self.sync_params, SYNC)
         if self.mesh is not None and self.process_group is not None:
             raise ValueError("give mesh or process_group, not both")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            raise ValueError(f"mesh must have one dimension, got {self.mesh.ndim}; pass mesh['dp'] or the like")
+        if self.mesh is not None and self.mesh.ndim > 2:
+            raise ValueError(
+                f"mesh must have one dimension, or two (replicate, shard), got {self.mesh.ndim}; "
+                "pass mesh['dp'] or the like"
+            )
         if self.reduced_dtype is not None and self.reducer != "exact":
             raise ValueError("reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype")
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
@@ -88,9 +95,14 @@ class Options:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.process_group if self.mesh is None else self.mesh.get_group()
+    def communicator(self, device: torch.device) -> Communicator:
+        """The ranks that share the work."""
+        if self.mesh is None:
+            return Communicator(self.process_group, device, self.timeout)
+        wide = [dim for dim, size in enumerate(self.mesh.shape) if size > 1]
+        if len(wide) == 2:
+            return GridCommunicator(self.mesh, device, self.timeout)
+        return Communicator(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout)
 
     def without_process(self) -> Options:
         """Without what belongs to this process and cannot be pickled."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from optim_dist.plan import BucketPlan, ParameterSpec
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
+    from optim_dist._collectives import Waitable
 
 _REMEDY = (
     "call zero_grad() after every step(); to add up several backward passes before one, "
@@ -62,8 +62,8 @@ class Bucket:
     wire: Tensor | None = None  # gradients in the dtype of the wire, if that is another
     received: Tensor | None = None  # exact reducer: W contributions to the own chunk
     sums: Tensor | None = None  # the own chunk's reduced gradient
-    work: Work | None = None
-    gathering: Work | None = None
+    work: Waitable | None = None
+    gathering: Waitable | None = None
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
     present: list[bool] = field(default_factory=list)

@@ -1,0 +1,97 @@
+"""Ranks in a grid (replicate x shard), of which one dimension has the faster links: each collective in two.
+
+    rank (i, j) of R x S owns chunk  j R + i : the i-th of the R chunks of super-chunk j
+
+    reduce_scatter_   over shard: super-chunk j of (i, j) becomes the sum of its row;  over replicate: chunk i of it
+    all_gather_       over replicate: super-chunk j becomes whole;  over shard: all of them
+
+Between nodes, say, travels what is left of 1/S of the bytes; both together send (W-1)/W of them, as on one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from optim_dist._collectives import Communicator, Traffic, Waitable
+
+
+class GridCommunicator(Communicator):
+    """A two-dimensional mesh (replicate, shard) seen by an optimizer."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float | None = None) -> None:
+        traffic = Traffic()
+        self._line = Communicator(_group_of(mesh), device, timeout, traffic)
+        super().__init__(self._line.group, device, traffic=traffic)
+        self._replicate = Communicator(mesh.get_group(0), device, timeout, traffic)
+        self._shard = Communicator(mesh.get_group(1), device, timeout, traffic)
+        self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
+        # the chunk of every rank of the line, whose order is that of global ranks
+        self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]
+        self.ranks = [self._line.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def reduce_scatter_(self, flat: Tensor) -> Waitable:
+        return self._in_turn(
+            lambda: self._shard.reduce_scatter_(flat), lambda: self._replicate.reduce_scatter_(self._super_chunk(flat))
+        )
+
+    def all_gather_(self, flat: Tensor) -> Waitable:
+        return self._in_turn(
+            lambda: self._replicate.all_gather_(self._super_chunk(flat)), lambda: self._shard.all_gather_(flat)
+        )
+
+    def exchange(self, out: Tensor, flat: Tensor) -> Waitable:
+        """Over all ranks at once: contributions must stay apart until they are added in order."""
+        chunks = flat.view(self.world_size, -1)
+        if self._chunks != sorted(self._chunks):
+            chunks = chunks[self._chunks]
+        return _Held(self._line.exchange(out, chunks.view(-1)), chunks)
+
+    def _super_chunk(self, flat: Tensor) -> Tensor:
+        size = flat.numel() // self._shard.world_size
+        return flat[self._shard.rank * size : (self._shard.rank + 1) * size]
+
+    def _in_turn(self, first: Callable[[], Waitable], second: Callable[[], Waitable]) -> Waitable:
+        """The second behind the first, on a stream of their own; without streams the host waits for the first."""
+        if self._stream is None:
+            first().wait()
+            return second()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            works = [first()]
+            works[0].wait()
+            works.append(second())
+            works[1].wait()
+            return _Recorded(self._stream.record_event(), works)
+
+
+class _Held:
+    """A collective with the buffer that it reads."""
+
+    def __init__(self, work: Waitable, buffer: Tensor) -> None:
+        self._work, self._buffer = work, buffer
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _Recorded:
+    """Collectives whose stream has an event behind them."""
+
+    def __init__(self, event: torch.cuda.Event, works: list[Waitable]) -> None:
+        self._event, self._works = event, works
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """A group of all ranks of the mesh; None, the default one, where these are all."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    return dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
