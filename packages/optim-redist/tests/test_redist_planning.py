@@ -28,7 +28,8 @@ from optim_redist import (
     plan,
     verify,
 )
-from optim_redist._hierarchical import border_volumes, hierarchical_phases
+from optim_redist._borders import border_volumes
+from optim_redist._hierarchical import hierarchical_phases
 from optim_redist._relabel import _assign
 from optim_redist._relay import busiest
 from optim_redist.moves import Phase, Transfer

@@ -7,17 +7,20 @@ rank holds source, target, the buffers of one round, and what it keeps aside mea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+from optim_redist._borders import crossings, listed
 from optim_redist._chunked import in_rounds
 from optim_redist._direct import direct_phases
 from optim_redist._forward import forward_phases
-from optim_redist._hierarchical import border_volumes, hierarchical_phases
+from optim_redist._hierarchical import hierarchical_phases
+from optim_redist._node_volumes import node_volumes
 from optim_redist._relay import relay_phases
 from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
-from optim_redist.moves import Candidate, Phase, Request, Stage, Step
+from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes
 from optim_redist.problem import Problem
 
 _MAX_ROUNDS = 2**16
@@ -32,6 +35,8 @@ def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]
 def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
     if method in ("direct", "packed"):
         return direct_phases(problem, topology)
+    if method == "nearest":
+        return direct_phases(problem, topology, nearest=True)
     if method == "forward":
         return forward_phases(problem, bounds_of(problem).lb)
     if method == "relay":
@@ -41,18 +46,27 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
     raise RedistError(f"this version does not know the method {method!r} of the plan")
 
 
-def one_exchange(request: Request, limits: Bounds, op: str = "exchange") -> Candidate:
+def one_exchange(
+    request: Request, limits: Bounds, op: str = "exchange", method: Literal["direct", "nearest"] = "direct"
+) -> Candidate:
+    """One exchange straight from holders. Bounds and sums tell what it takes, so no transfer is listed."""
     problem, width = request.problem, request.itemsize
-    held = limits.memory + limits.direct_recv + limits.direct_send
+    send = limits.direct_send
+    borders: Mapping[str, int] = {}
+    if request.has_borders:
+        limit = send if method == "direct" else None
+        borders, busiest = crossings(problem, request.model.topology, limit)
+        send = max(send, busiest)
+    held = limits.memory + limits.direct_recv + send
     if request.aside:
         held += max(request.aside.values())
     peak = held * width + partial_bytes(request)
-    if request.has_borders or (request.memory_limit is not None and peak > request.memory_limit):
-        return from_phases("direct", request, op=op)
-    # without borders and in one round the bounds say all there is to know: no transfer has to be listed
+    if request.memory_limit is not None and peak > request.memory_limit:
+        return from_phases(method, request, op=op)
     combined = limits.direct_recv if problem.num_contributions > 1 else 0
-    step = step_of(request, op, limits.direct_recv, limits.direct_send, peak, combined=combined)
-    return Candidate("direct", (Stage(op, "direct", problem.src, problem.dst),), (step,), limits.single_hop)
+    step = step_of(request, op, limits.direct_recv, send, peak, borders, combined=combined)
+    stage = Stage(op, method, problem.src, problem.dst)
+    return Candidate(method, (stage,), (step,), max(limits.direct_recv, send))
 
 
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
@@ -89,23 +103,33 @@ def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layou
 
 
 def from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
-    """A stage of one method, in as few rounds as the memory limit allows, costed by its transfers."""
-    problem = request.problem
-    phases = whole_phases(problem, method, request.model.topology)
-    rounds = _num_rounds(request, phases)
-    stage = Stage(op or method, method, problem.src, problem.dst, rounds)
+    """A stage of one method, in as few rounds as the memory limit allows, costed by what its exchanges move."""
+    problem, topology = request.problem, request.model.topology
+    found: list[Volumes] | None = None
+    rounds = 1
+    if method == "hierarchical" and request.memory_limit is None:
+        found = node_volumes(problem, topology, bounds_of(problem).lb)
+    if found is None:
+        phases = whole_phases(problem, method, topology)
+        rounds = _num_rounds(request, phases)
+        found = [listed(phase, topology) for phase in phases]
     totals: dict[tuple[str, int], int] = {}
     steps = []
-    for phase in phases:
-        sent, received = phase.sent(), phase.received()
-        for side, counts in (("send", sent), ("recv", received)):
+    for number, moved in enumerate(found):
+        for side, counts in (("send", moved.sent), ("recv", moved.received)):
             for rank, count in counts.items():
                 totals[side, rank] = totals.get((side, rank), 0) + count
-        recv, send = max(received.values(), default=0), max(sent.values(), default=0)
-        peak = max(_peak_bytes(request, part) for part in in_rounds(problem, phase, rounds))
-        borders = border_volumes(phase, request.model.topology) if request.has_borders else {}
-        combined = recv if any(transfer.contribution >= 0 for transfer in phase.transfers) else 0
-        steps.append(step_of(request, op or phase.name, recv, send, peak, borders, rounds=rounds, combined=combined))
+        recv, send = max(moved.received.values(), default=0), max(moved.sent.values(), default=0)
+        if rounds == 1:
+            peak = _peak_bytes(request, moved.sent, moved.received)
+        else:
+            parts = in_rounds(problem, phases[number], rounds)
+            peak = max(_peak_bytes(request, part.sent(), part.received()) for part in parts)
+        combined = recv if moved.reduces else 0
+        steps.append(
+            step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
+        )
+    stage = Stage(op or method, method, problem.src, problem.dst, rounds)
     return Candidate(method, (stage,), tuple(steps), max(totals.values(), default=0))
 
 
@@ -113,13 +137,13 @@ def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
     """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
     if request.memory_limit is None:
         return 1
-    buffers_of_none = _peak_bytes(request, Phase("", ()))
+    buffers_of_none = _peak_bytes(request, {}, {})
     rounds, room = 1, request.memory_limit - buffers_of_none
     # with an element a round and rank no more rounds can help
     volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
     while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
         parts = [part for phase in phases for part in in_rounds(request.problem, phase, rounds)]
-        peak = max(_peak_bytes(request, part) for part in parts)
+        peak = max(_peak_bytes(request, part.sent(), part.received()) for part in parts)
         if peak <= request.memory_limit:
             return rounds
         if room <= 0:
@@ -128,9 +152,9 @@ def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
     return 1
 
 
-def _peak_bytes(request: Request, phase: Phase) -> int:
-    """Bytes that the fullest rank holds during a phase: source, target, both buffers, and what is kept aside."""
-    sent, received, aside = phase.sent(), phase.received(), request.aside
+def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int, int]) -> int:
+    """Bytes that the fullest rank holds during an exchange: source, target, both buffers, and what is kept aside."""
+    aside = request.aside
     elements = max(
         src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
         for rank, (src, dst) in request.problem.num_stored.items()
@@ -151,7 +175,7 @@ def step_of(
     recv: int,
     send: int,
     peak: int,
-    borders: Mapping[tuple[str, int], Sequence[int]] | None = None,
+    borders: Mapping[str, int] | None = None,
     *,
     rounds: int = 1,
     combined: int = 0,
@@ -160,8 +184,8 @@ def step_of(
     model, width, problem = request.model, request.itemsize, request.problem
     moved = max(recv, send) * width
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
-    for (level, _), (inbound, outbound) in (borders or {}).items():
-        seconds = max(seconds, model.call_seconds + model.border_seconds(level, max(inbound, outbound) * width))
+    for level, crossing in (borders or {}).items():
+        seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
     # adding a contribution to an fp32 partial result reads it, and reads and writes that
     seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

@@ -18,15 +18,16 @@ from optim_redist.problem import Point, Problem
 Demand = tuple[int, Box]  # who needs it, and what
 
 
-def direct_phases(problem: Problem, topology: Topology | None = None) -> list[Phase]:
+def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest: bool = False) -> list[Phase]:
     """The whole redistribution as one phase."""
     demands = {key: _demands(problem, *key) for key in problem.holders}
     near = topology if topology is not None and topology.levels and problem.src_replicas > 1 else None
     limit = max((-(-_total(demands[key]) // len(ranks)) for key, ranks in problem.holders.items()), default=0)
+    room = None if nearest else limit
     transfers = [*stays(problem)]
     for (point, contribution), holders in problem.holders.items():
         asked = demands[point, contribution]
-        dealt = share(asked, holders) if near is None else _share_near(asked, holders, near, limit)
+        dealt = share(asked, holders) if near is None else _share_near(asked, holders, near, room)
         number = contribution if problem.num_contributions > 1 else -1
         transfers += (Transfer(sender, receiver, box, contribution=number) for sender, (receiver, box) in dealt)
     return [Phase.of("exchange", transfers)]
@@ -97,14 +98,14 @@ def deal(
 
 
 def _share_near(
-    demands: Sequence[Demand], holders: Sequence[int], topology: Topology, limit: int
+    demands: Sequence[Demand], holders: Sequence[int], topology: Topology, limit: int | None
 ) -> list[tuple[int, Demand]]:
     """Deal demands out to the nearest holders that still have room below ``limit``, evenly among equally near ones.
 
     Receivers of one group see the same near holders, so serving level after level, innermost first, keeps as much
     as possible inside every level.
     """
-    room = dict.fromkeys(holders, limit)
+    taken = dict.fromkeys(holders, 0)
     dealt: list[tuple[int, Demand]] = []
     rest = list(demands)
     for distance in range(len(topology.levels) + 1):
@@ -112,16 +113,28 @@ def _share_near(
         for demand in rest:
             near = tuple(h for h in holders if topology.distance(h, demand[0]) <= distance)
             groups.setdefault(near, []).append(demand)
-        rest = []
+        rest = groups.pop((), [])
         for near, asked in groups.items():
-            shares = even_shares(_total(asked), [room[h] for h in near])
-            served, unserved = deal(asked, near, shares)
-            for sender, (_, box) in served:
-                room[sender] -= volume(box)
+            served, unserved = deal(asked, near, take_more(taken, near, _total(asked), limit))
             dealt += served
             rest += unserved
     assert not rest, "the limit leaves room for every demand"
     return dealt
+
+
+def take_more(taken: dict[int, int], ranks: Sequence[int], amount: int, limit: int | None = None) -> list[int]:
+    """Add an amount to what some ranks take, so that their sums become as level as they can; the share of each.
+
+    With a limit the shares themselves are as equal as they can be, no sum is above it, and what does not fit is left.
+    """
+    before = [taken[rank] for rank in ranks]
+    if limit is None:
+        shares = level_shares(amount, before)
+    else:
+        shares = even_shares(amount, [limit - already for already in before])
+    for rank, more in zip(ranks, shares):
+        taken[rank] += more
+    return shares
 
 
 def even_shares(total: int, rooms: Sequence[int]) -> list[int]:

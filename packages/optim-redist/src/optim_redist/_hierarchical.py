@@ -132,15 +132,3 @@ def _deal_out(
     """Each member's equal share of the boxes."""
     keyed = [(k, box) for k, (_, box) in enumerate(wanted)]
     return [(member, wanted[k][0], box) for member, (k, box) in share(keyed, members)]
-
-
-def border_volumes(phase: Phase, topology: Topology) -> dict[tuple[str, int], list[int]]:
-    """[inbound, outbound] elements of every group of every level in one phase."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for (sender, receiver), count in phase.traffic.items():
-        for level in topology.levels:
-            a, b = level.group_of(sender), level.group_of(receiver)
-            if a != b:
-                found.setdefault((level.name, b), [0, 0])[0] += count
-                found.setdefault((level.name, a), [0, 0])[1] += count
-    return found

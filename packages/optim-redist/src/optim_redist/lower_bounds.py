@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from optim_redist._inside import Inside
 from optim_redist.layout import Layout
-from optim_redist.problem import Point, Problem
+from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.cost import Topology
@@ -110,7 +110,7 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     reduction = _reduction_bound(problem)
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
-    cuts = _cuts(problem, topology)
+    cuts = _cuts(problem, topology, needless=lb == 0 and problem.num_contributions == 1)
     seconds = 0.0
     if topology is not None and lb:
         crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
@@ -196,44 +196,28 @@ def _reduction_bound(problem: Problem) -> int:
     return -(-transfers // len(problem.ranks))
 
 
-def _cuts(problem: Problem, topology: Topology | None) -> tuple[Cut, ...]:
-    groups: list[tuple[str, tuple[int, ...], float | None]] = []
+def _cuts(problem: Problem, topology: Topology | None, *, needless: bool) -> tuple[Cut, ...]:
+    """What crosses the borders of groups; nothing at all if no rank lacks anything, ``needless``."""
+    groups: list[tuple[str, Inside, float | None]] = []
     if topology is not None and topology.levels:
-        groups += topology.groups(problem.ranks)
+        bandwidths = {level.name: level.bandwidth for level in topology.levels}
+        for level, found in problem.groups(topology).levels.items():
+            groups += [(level, group, bandwidths[level]) for group in found]
     sources, targets = problem.src.mesh.ranks, problem.dst.mesh.ranks
     if sources != targets and set(sources) != set(targets):
-        groups.append(("source", tuple(sorted(sources)), None))
-        groups.append(("target", tuple(sorted(targets)), None))
+        for side, ranks in (("source", sources), ("target", targets)):
+            groups.append((side, Inside(problem, tuple(sorted(ranks))), None))
     return tuple(
-        [Cut(level, ranks, *crossing(problem, ranks), bandwidth) for level, ranks, bandwidth in groups if ranks]
+        [
+            Cut(name, group.ranks, *((0, 0) if needless else group.crossing()), bandwidth)
+            for name, group, bandwidth in groups
+        ]
     )
 
 
 def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:
-    """(In, Out) of a group: elements that must enter it and that must leave it.
-
-    Only the points of the group's own ranks are visited, since
-
-        In(g)  = Σ_{j needed in g} ( |D_j| - Σ_{i wholly held in g} |B(i, j)| )
-        Out(g) = Σ_{i not wholly held outside} ( |S_i| - Σ_{j needed only in g} |B(i, j)| )
-    """
-    group = set(ranks)
-    inside: dict[Point, set[int]] = {}
-    for rank in ranks:
-        if rank in problem.src_points:
-            inside.setdefault(problem.src_points[rank], set()).add(problem.contribution[rank])
-    whole_inside = [point for point, found in inside.items() if len(found) == problem.num_contributions]
-    not_outside = [
-        point
-        for point, found in inside.items()
-        if any(all(rank in group for rank in problem.holders[point, c]) for c in found)
-    ]
-    needed_inside = list({problem.dst_points[rank]: None for rank in ranks if rank in problem.dst_points})
-    only_inside = [point for point in needed_inside if all(rank in group for rank in problem.needers[point])]
-
-    inbound = sum(map(problem.num_needed, needed_inside)) - _shared(problem, whole_inside, needed_inside)
-    outbound = sum(map(problem.num_held, not_outside)) - _shared(problem, not_outside, only_inside)
-    return inbound, outbound
+    """(In, Out) of a group: elements that must enter it and that must leave it."""
+    return Inside(problem, tuple(ranks)).crossing()
 
 
 def least_inside_groups(problem: Problem, group_of: Callable[[int], int]) -> int:
@@ -255,18 +239,3 @@ def least_inside_groups(problem: Problem, group_of: Callable[[int], int]) -> int
             )
             found = max(found, -(-wanted // len(ranks)))
     return found
-
-
-def _shared(problem: Problem, sources: list[Point], targets: list[Point]) -> int:
-    """Σ |B(i, j)| over two lists of points; a product of one-dimensional sums when both lists are grids."""
-    if not sources or not targets:
-        return 0
-    num_dims = len(problem.overlaps)
-    src_axes = [{point[k] for point in sources} for k in range(num_dims)]
-    dst_axes = [{point[k] for point in targets} for k in range(num_dims)]
-    if prod(map(len, src_axes)) == len(sources) and prod(map(len, dst_axes)) == len(targets):
-        return prod(
-            sum(overlap.common[i].get(j, 0) for i in src_axes[k] for j in dst_axes[k])
-            for k, overlap in enumerate(problem.overlaps)
-        )
-    return sum(problem.num_common(i, j) for i in sources for j in targets)

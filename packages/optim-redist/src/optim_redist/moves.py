@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from optim_redist._inside import Groups
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import CommModel
 from optim_redist.layout import Layout
@@ -88,6 +89,23 @@ class Phase:
         return sent, received
 
 
+class Volumes(NamedTuple):
+    """What an exchange moves: all that its cost depends on.
+
+    Attributes:
+        name: what the exchange does, as printed.
+        sent, received: elements, by rank.
+        borders: for every level with traffic across it, elements into or out of the group where most cross.
+        reduces: whether contributions are combined on the way.
+    """
+
+    name: str
+    sent: dict[int, int]
+    received: dict[int, int]
+    borders: dict[str, int]
+    reduces: bool = False
+
+
 @dataclass(frozen=True)
 class Stage:
     """From one layout to the next by one method, every exchange in ``rounds`` parts."""
@@ -158,11 +176,12 @@ class Request:
     @property
     def has_borders(self) -> bool:
         """Whether the ranks lie in more than one group of the topology."""
-        return bool(self.model.topology.levels) and self._crosses_borders
+        return bool(self.model.topology.levels and self.groups)
 
-    @cached_property
-    def _crosses_borders(self) -> bool:
-        return bool(self.model.topology.groups(self.problem.ranks))
+    @property
+    def groups(self) -> Groups:
+        """What the groups of the topology hold and need."""
+        return self.problem.groups(self.model.topology)
 
     def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
         """The same request for a part of the way."""

@@ -1,7 +1,8 @@
 """The planners: each turns a request into a candidate, costed by one model.
 
     local         nothing has to move
-    direct        one exchange, every element straight from a holder
+    direct        one exchange, every element straight from a holder, no rank sending more than it has to
+    nearest       the same, but always from a holder in the same group where there is one
     forward       the exchange in two hops where one keeps a holder too busy
     relay         a reduction that is combined at one needer and handed on
     scatter       a reduction that is combined at those who contribute and moved on
@@ -20,13 +21,14 @@ what is already there is not asked; the plan then says so among its alternatives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from optim_redist._borders import listed
 from optim_redist._candidates import from_layouts, from_phases, from_ways, one_exchange, step_of, whole_phases
 from optim_redist._collective_search import search_collectives
-from optim_redist._hierarchical import border_volumes
+from optim_redist._inside import Inside
 from optim_redist._notebook import notebook_layouts
 from optim_redist._packed import packed_peak
 from optim_redist._reduce_inside import ways_to_reduce
@@ -94,21 +96,78 @@ def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
 
 
 def _least_of_one_hop(request: Request, limits: Bounds) -> float:
-    model, volume = request.model, limits.lb * request.itemsize
-    seconds = model.seconds("all_to_all", volume) + model.pack_seconds(volume)
-    for c in limits.cuts:
-        if c.bandwidth:
-            seconds = max(seconds, max(c.inbound, c.outbound) * request.itemsize / c.bandwidth)
-    return seconds
+    crossing: dict[str, int] = {}
+    for cut in limits.cuts:
+        if cut.bandwidth:
+            crossing[cut.level] = max(crossing.get(cut.level, 0), cut.inbound, cut.outbound)
+    return _least(request, limits.lb, max(limits.recv + limits.send, limits.lb), crossing)
+
+
+def _least_of_nearest(request: Request, limits: Bounds) -> float:
+    """One exchange straight from holders; without holders in several groups just what it takes."""
+    spread = request.groups.spread
+    crossing = {
+        level: max(max(group.lacking, 0 if spread else group.leaving) for group in groups)
+        for level, groups in request.groups.levels.items()
+    }
+    return _least(request, limits.single_hop, limits.direct_recv + limits.direct_send, crossing)
+
+
+def _least_of_gathering(request: Request, limits: Bounds) -> float:
+    """Every rank receives all that it has not, straight from holders."""
+    problem = request.problem
+    total, num_ranks = problem.num_elements, len(problem.ranks)
+    gathered = sent = total - limits.live_src
+    if not problem.is_even:
+        sent = -(-(total * num_ranks - sum(held for held, _ in problem.num_stored.values())) // num_ranks)
+    crossing = {
+        level: max(len(group.ranks) * (total - group.held) for group in groups)
+        for level, groups in request.groups.levels.items()
+    }
+    return _least(request, max(gathered, sent), gathered + sent, crossing)
+
+
+def _least(request: Request, moved: int, copied: int, crossing: Mapping[str, int]) -> float:
+    """Seconds in which the busiest rank moves and copies so much, and so much crosses the border of some group."""
+    model, width = request.model, request.itemsize
+    seconds = model.seconds("all_to_all", moved * width)
+    for level, amount in crossing.items():
+        if amount:
+            seconds = max(seconds, model.call_seconds + model.border_seconds(level, amount * width))
+    return seconds + model.pack_seconds(copied * width)
 
 
 def _least_of_two_hops(request: Request, limits: Bounds) -> float:
     return _least_of_one_hop(request, limits) + request.model.seconds("all_to_all", 0)
 
 
-def _least_of_gathering(request: Request, limits: Bounds) -> float:
-    gathered = (request.problem.num_elements - limits.live_src) * request.itemsize
-    return request.model.seconds("all_to_all", gathered) + 2 * request.model.pack_seconds(gathered)
+def _least_of_sharing(request: Request, limits: Bounds) -> float:
+    """The hierarchical planner takes two exchanges where it reduces, shares what was fetched, or lets others forward.
+
+    Else it is an exchange straight from the nearest holders.
+    """
+    problem = request.problem
+    if problem.num_contributions > 1:
+        return _least_of_two_hops(request, limits)
+    levels = list(request.groups.levels.values())
+    if len(levels) > 1:
+        return _least_of_one_hop(request, limits)
+    # holders of a part in one group send their share of the demand in the direct exchange
+    forwards = limits.direct_send > limits.lb or request.groups.spread
+    for cut, group in zip(limits.cuts, levels[0]):
+        if (cut.inbound and _shares(problem, group)) or (
+            forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.asked.items())
+        ):
+            return _least_of_two_hops(request, limits)
+    return _least_of_nearest(request, limits)
+
+
+def _shares(problem: Problem, group: Inside) -> bool:
+    """Whether several ranks of a group need the same elements of others; it lacks some."""
+    several = [len(ranks) > 1 for ranks in group.needers.values()]
+    if all(several) or not any(several):
+        return several[0]
+    return any(many and problem.num_needed(j) > group.had[j] for many, j in zip(several, group.needers))
 
 
 # -- the planners
@@ -141,7 +200,7 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
 def _packed(request: Request, limits: Bounds) -> Candidate:
     problem, width, model = request.problem, request.itemsize, request.model
     (phase,) = whole_phases(problem, "packed", model.topology)
-    borders = border_volumes(phase, model.topology) if request.has_borders else {}
+    borders = listed(phase, model.topology).borders
     peak = packed_peak(problem, phase) * width
     step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
     # what stays is copied twice
@@ -211,6 +270,11 @@ class _Planner(NamedTuple):
 
 _PLANNERS = {
     "direct": _Planner(one_exchange, _least_of_one_hop),
+    "nearest": _Planner(
+        lambda request, limits: one_exchange(request, limits, method="nearest"),
+        _least_of_nearest,
+        lambda request, limits: request.has_borders and request.groups.spread,
+    ),
     "forward": _Planner(
         lambda request, limits: from_phases("forward", request),
         _least_of_two_hops,
@@ -226,11 +290,7 @@ _PLANNERS = {
         _least_of_two_hops,
         lambda request, limits: request.problem.num_contributions > 1 and limits.direct_recv > limits.lb,
     ),
-    "hierarchical": _Planner(
-        _hierarchical,
-        _least_of_one_hop,
-        _can_be_hierarchical,
-    ),
+    "hierarchical": _Planner(_hierarchical, _least_of_sharing, _can_be_hierarchical),
     "packed": _Planner(_packed, _least_of_one_hop, _can_be_packed),
     "collectives": _Planner(_collectives, _least_of_one_hop, _on_one_set_of_ranks),
     "notebook": _Planner(_notebook, _least_of_one_hop),

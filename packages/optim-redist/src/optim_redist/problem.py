@@ -15,16 +15,21 @@ start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
+from optim_redist._inside import Groups
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
 from optim_redist.layout import Block, Layout
 from optim_redist.overlap import Division, overlap
+
+if TYPE_CHECKING:
+    from optim_redist.cost import Topology
 
 Point = tuple[int, ...]
 _NOTHING = (0, 0)
@@ -60,6 +65,7 @@ class Problem:
         if src.partial or dst.partial:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
         self._src_axes, self._dst_axes = src_axes, dst_axes
+        self._groups: tuple[Topology, Groups] | None = None
         self.is_even = src.mesh.ranks == dst.mesh.ranks
         self.held_by_all = self.needed_by_all = 1
         num_src_points, num_dst_points = self.num_contributions, num_started
@@ -165,6 +171,24 @@ class Problem:
     def num_needed(self, point: Point) -> int:
         """Elements at a target point."""
         return prod([o.dst.sizes[j] for o, j in zip(self.overlaps, point)])
+
+    def sum_held(self, points: Collection[Point]) -> int:
+        """Elements at some source points together."""
+        if self.is_even:
+            return len(points) * self.held_by_all
+        return sum(map(self.held_sizes.__getitem__, points))
+
+    def sum_needed(self, points: Collection[Point]) -> int:
+        """Elements at some target points together."""
+        if self.is_even:
+            return len(points) * self.needed_by_all
+        return sum(map(self.needed_sizes.__getitem__, points))
+
+    def groups(self, topology: Topology) -> Groups:
+        """The groups of a topology; computed once."""
+        if self._groups is None or self._groups[0] is not topology:
+            self._groups = topology, Groups(self, topology)
+        return self._groups[1]
 
     def num_common(self, src: Point, dst: Point) -> int:
         """Elements of the atom B(src, dst)."""

@@ -1,0 +1,91 @@
+"""What closed forms say of exchanges between groups of ranks, against the transfers that such plans make."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from redist_cases import FAMILIES, Case, random_case
+
+from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, verify
+from optim_redist._borders import crossings, listed
+from optim_redist._direct import direct_phases
+from optim_redist._hierarchical import hierarchical_phases
+from optim_redist._node_volumes import node_volumes
+from optim_redist.moves import Volumes
+from optim_redist.problem import Problem
+
+
+def _topologies(case: Case, seed: int) -> list[Topology]:
+    """Nodes of consecutive ranks, nodes along a mesh axis, pairs inside fours."""
+    rng = random.Random(seed)
+    pairs, fours = Topology.nodes(2).levels[0], Topology.nodes(4).levels[0]
+    found = [Topology.nodes(rng.choice([2, 3, 4, 8])), Topology(levels=(pairs, replace(fours, name="rack")))]
+    if case.src.mesh == case.dst.mesh:
+        found.append(Topology.from_mesh_axis(case.src.mesh, rng.randrange(case.src.mesh.num_axes)))
+    return found
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "P"])
+def test_one_exchange_crosses_what_its_transfers_cross(family: str) -> None:
+    for seed in range(30):
+        case = random_case(seed, family)
+        problem, limits = Problem(*case), bounds(*case)
+        for topology in _topologies(case, seed):
+            for nearest in (False, True):
+                (phase,) = direct_phases(problem, topology, nearest=nearest)
+                moved = listed(phase, topology)
+                borders, busiest = crossings(problem, topology, None if nearest else limits.direct_send)
+                assert borders == moved.borders
+                assert max(busiest, limits.direct_send) == max(moved.sent.values(), default=0)
+                assert limits.direct_recv == max(moved.received.values(), default=0)
+
+
+def test_hierarchical_volumes_are_those_of_its_transfers() -> None:
+    said = left_to_lists = 0
+    for seed in range(250):
+        case = random_case(seed)
+        problem, lb = Problem(*case), bounds(*case).lb
+        if problem.num_contributions > 1:
+            continue
+        for topology in _topologies(case, seed):
+            volumes = node_volumes(problem, topology, lb)
+            if volumes is None:
+                left_to_lists += 1
+                continue
+            phases = [listed(phase, topology) for phase in hierarchical_phases(problem, topology)]
+            assert [_rank_by_rank(moved) for moved in volumes] == [_rank_by_rank(moved) for moved in phases]
+            said += 1
+    assert said > 300
+    assert left_to_lists < 300
+
+
+def _rank_by_rank(moved: Volumes) -> Volumes:
+    sent, received = ({rank: n for rank, n in counts.items() if n} for counts in (moved.sent, moved.received))
+    return moved._replace(sent=sent, received=received)
+
+
+def test_ranks_that_share_a_node_with_a_holder_are_not_served_from_outside() -> None:
+    # of two holders in each node one is asked by five ranks of its node: balanced, one of them would be served
+    # from another node
+    case = random_case(680, "COBURIEKMP")
+    nodes = Topology.from_mesh_axis(case.src.mesh, 0)
+    made = plan(case.shape, "bf16", case.src, case.dst, topology=nodes)
+    verify(made)
+    assert made.planner == "nearest"
+    assert made.stages[0].method == "nearest"
+    direct = plan(case.shape, "bf16", case.src, case.dst, topology=nodes, planners=["direct"])
+    assert direct.time - made.time > 9e-6
+    assert max(made.steps[0].send, made.steps[0].recv) >= direct.bounds.single_hop
+
+
+def test_sharing_inside_pays_for_large_tensors() -> None:
+    mesh = Mesh((4, 8))
+    src, dst = Layout(mesh, [(0, 1), None]), Layout(mesh, [None, 0])
+    small, large = (plan((n, n), "bf16", src, dst, cost_model=CommModel.preset("nodes-400g")) for n in (64, 16384))
+    assert (small.planner, large.planner) == ("direct", "hierarchical")
+    assert [step.op for step in large.steps] == ["fetch", "share"]
+    for made in (small, large):
+        verify(made)
+    assert {other.planner for other in large.alternatives} == {"direct", "collectives", "naive"}
