@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,42 +11,65 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._construction import local
+from optim_dist._checkpoint_rows import Part, as_rows, from_rows, row_pieces, to_rows
+from optim_dist._construction import layout_of, local
 from optim_dist._manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._optimizer import DistOptimizer
 from optim_dist._reshard import VALUE
 from optim_dist._shards import Shard
-from optim_dist._states import cut_like, in_memory_order, make_views_plain, stamped
-from optim_dist.plan import ParameterSpec
+from optim_dist._states import (
+    WHOLE_KEYS,
+    as_parameter_lies,
+    cut_like,
+    in_memory_order,
+    make_views_plain,
+    on_first_rank,
+    stamped,
+)
+from optim_dist.plan import ParameterSpec, Piece, contiguous_stride
+from optim_redist import Layout
 
 SCALARS = ("step",)
 
 
 def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
-    """The plan's parameters under the names that the model gives them."""
+    """The plan's parameters under the names that the model gives them; of DTensors, the rows that files hold."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        replace(spec, name=names.get(id(entry.parameter), spec.name))
+        replace(
+            spec,
+            name=names.get(id(entry.parameter), spec.name),
+            stride=contiguous_stride(spec.shape) if spec.sharding else spec.stride,
+        )
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
     ]
 
 
-def sharded_parameters(optimizer: DistOptimizer) -> list[str]:
-    """What such a checkpoint cannot hold: parameters that no plan has cut."""
-    return [
-        f"{spec.name}: a DTensor, {spec.sharding}; save it by torch.distributed.checkpoint"
-        for spec in optimizer.plan.parameters
-        if spec.sharding
-    ]
+def pieces_of(optimizer: DistOptimizer, index: int) -> list[Piece]:
+    """Which rank writes, and is the first to read, which elements of a parameter."""
+    spec = optimizer.plan.parameters[index]
+    if spec.sharding:
+        return row_pieces(index, spec.shape, optimizer.communicator.ranks)
+    return optimizer.plan.ranges(index)
 
 
 def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, dict[str, Tensor]]:
-    """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU."""
-    parts = {}
+    """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU. Collective if there are DTensors."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    cut: list[Part] = []
     for shard in optimizer.shards():
         spec, state = specs[shard.index], optimizer.state.get(shard.parameter, {})
         tensors = {VALUE: shard.value, **{key: value for key, value in state.items() if key not in SCALARS}}
-        parts[spec.name] = {key: _flat(value, shard).cpu() for key, value in tensors.items()}
+        if not spec.sharding:
+            parts[spec.name] = {key: _flat(value, shard).cpu() for key, value in tensors.items()}
+            continue
+        for key, value in tensors.items():
+            if key in (VALUE, *WHOLE_KEYS):
+                cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
+            elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
+                parts.setdefault(spec.name, {})[key] = in_memory_order(local(value).detach()).cpu()
+    for part in to_rows(cut, _layouts(optimizer, specs), optimizer.communicator):
+        parts.setdefault(part.name, {})[part.key] = part.local.reshape(-1).cpu()
     return parts
 
 
@@ -68,11 +91,10 @@ def saved_parameters(
     """The manifest's entries, from what every rank said of its state."""
     saved = []
     for index, spec in enumerate(specs):
-        pieces = optimizer.plan.ranges(index)
+        pieces = pieces_of(optimizer, index)
         keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
-        elementwise = spec.route == "adamw"
         state = {
-            key: SavedState(dtype, list(spec.shape) if elementwise else shape, elementwise)
+            key: SavedState(dtype, list(spec.shape) if key in WHOLE_KEYS else shape, key in WHOLE_KEYS)
             for key, (dtype, shape) in keys.items()
         }
         ranges = [[piece.rank, piece.start, piece.stop] for piece in pieces]
@@ -88,21 +110,49 @@ def restore(
     parts: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Write values and state of this rank's shards, then gather the parameters."""
-    for shard in optimizer.shards():
-        entry = saved[specs[shard.index].name]
-        mine = parts.get(entry.name, {})
-        if shard.value.numel():
+    shards = {specs[shard.index].name: shard for shard in optimizer.shards()}
+    rows: list[Part] = []
+    for name, shard in shards.items():
+        entry, mine = saved[name], parts.get(name, {})
+        if specs[shard.index].sharding:
+            rows += _rows_read(optimizer, entry, mine, shard)
+        elif shard.value.numel():
             in_memory_order(shard.value).copy_(mine[VALUE])
         if not entry.state and not entry.scalars:
             continue
         state = optimizer.new_state(shard)
         for key, description in entry.state.items():
-            tensor = _shaped(mine.get(key), description, shard)
-            state[key] = cut_like(tensor, state[key]) if isinstance(state.get(key), DTensor) else tensor
+            if not specs[shard.index].sharding:
+                state[key] = _shaped(mine.get(key), description, shard)
+            elif not description.in_pieces:
+                # all ranks keep it, and the one of the first rows has got it
+                state[key] = _shaped(mine.get(key), description, shard)
+                optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
         for key, value in entry.scalars.items():
             state[key] = state.get(key, torch.zeros(())).fill_(value)
         optimizer.state[shard.parameter] = state
+    for part in from_rows(rows, _layouts(optimizer, specs), optimizer.communicator):
+        shard = shards[part.name]
+        if part.key == VALUE:
+            shard.value.copy_(part.local)
+        else:
+            assert isinstance(shard.parameter, DTensor), "only DTensors lie in rows"
+            optimizer.state[shard.parameter][part.key] = as_parameter_lies(part.local, shard.parameter)
     optimizer.gather_parameters()
+
+
+def _rows_read(
+    optimizer: DistOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard
+) -> Iterator[Part]:
+    """The rows of a DTensor that this rank has read, values and state."""
+    wanted = {VALUE: entry.dtype, **{key: state.dtype for key, state in entry.state.items() if state.in_pieces}}
+    for key, dtype in wanted.items():
+        flat = mine.get(key, torch.empty(0, dtype=getattr(torch, dtype), device=shard.value.device))
+        yield Part(entry.name, key, as_rows(flat, entry.shape, optimizer.communicator), tuple(entry.shape))
+
+
+def _layouts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, Layout]:
+    return {specs[index].name: layout for index, layout in optimizer.layouts.items()}
 
 
 def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
@@ -131,6 +181,21 @@ def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str
     trained = optimizer.trained_ids()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
     return {name: value for name, value in model.state_dict().items() if name not in names}
+
+
+def whole_rest(rest: Mapping[str, Any], optimizer: DistOptimizer) -> dict[str, Any]:
+    """``rest`` with DTensors whole on the first rank's CPU, one after another; None elsewhere. Collective."""
+    return {
+        name: on_first_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
+        for name, value in rest.items()
+    }
+
+
+def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Bring the rest of the model to what was saved."""
+    if model is not None:
+        cut = {name: cut_like(saved[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
+        model.load_state_dict({**saved, **cut}, strict=False)
 
 
 def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:

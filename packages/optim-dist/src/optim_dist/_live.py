@@ -12,6 +12,7 @@ from optim_dist._collectives import Communicator
 from optim_dist._construction import Entry
 from optim_dist._shards import Shard
 from optim_dist.plan import Plan
+from optim_redist import Layout
 
 # in order of construction, so that every rank goes through them alike
 _live: dict[int, weakref.ref[LiveOptimizer]] = {}
@@ -25,6 +26,11 @@ class LiveOptimizer(Optimizer):
     @property
     def entries(self) -> list[Entry]:
         """Trained parameters in the order of the plan."""
+        raise NotImplementedError
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """How each DTensor of several ranks lies, by its number in the plan."""
         raise NotImplementedError
 
     @property

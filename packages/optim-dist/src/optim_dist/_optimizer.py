@@ -39,6 +39,7 @@ from optim_dist._options import Options
 from optim_dist._shards import Item, Route, Shard, StepContext
 from optim_dist.plan import Plan, RouteName, plan_parameters
 from optim_dist.sharded import ResidentParameters
+from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
 
 
@@ -281,6 +282,11 @@ class DistOptimizer(LiveOptimizer):
     def communicator(self) -> Communicator:
         """The ranks that share the work."""
         return self._communicator
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """How each DTensor of several ranks lies, by its number in the plan."""
+        return self._resident.layouts
 
     @property
     def is_between_steps(self) -> bool:

@@ -65,22 +65,28 @@ class Stream:
                     yield name, part
 
 
-def streams(saved: Sequence[SavedParameter], ranges: Callable[[str], Sequence[Piece]], world_size: int) -> list[Stream]:
-    """The flat tensors of a checkpoint, the same on every rank; ``ranges`` gives a parameter's new pieces, if any."""
+def streams(
+    saved: Sequence[SavedParameter],
+    world_size: int,
+    pieces: Callable[[str], Sequence[Piece]] = lambda name: (),
+) -> list[Stream]:
+    """The flat tensors of a checkpoint, the same on every rank; ``pieces`` are a parameter's new ones, if it is read.
+
+    State that is not in pieces goes to the first piece's rank.
+    """
     found: dict[tuple[str, str], Stream] = {}
     for entry in saved:
         value = SavedState(entry.dtype, entry.shape, in_pieces=True)
         for key, state in {VALUE: value, **entry.state}.items():
             stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
             numel = prod(state.shape)
-            new = ranges(entry.name)
             if state.in_pieces:
                 before = [Segment(rank % world_size, start, stop, rank) for rank, start, stop in entry.pieces]
-                after = [Segment(piece.rank, piece.start, piece.stop) for piece in new]
+                after = [Segment(piece.rank, piece.start, piece.stop) for piece in pieces(entry.name)]
             else:
                 owner = entry.pieces[0][0]
                 before = [Segment(owner % world_size, 0, numel, owner)]
-                after = [Segment(piece.rank, 0, numel) for piece in new[:1]]
+                after = [Segment(piece.rank, 0, numel) for piece in pieces(entry.name)[:1]]
             stream.names.append(entry.name)
             stream.sizes.append(numel)
             stream.before.append(before)

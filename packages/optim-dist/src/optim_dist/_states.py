@@ -139,7 +139,7 @@ def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communica
         state: dict[str, Tensor] = {}
         if spec.sharding:
             for key, value in states[index].items():
-                gathered = _on_first_rank(value, communicator)
+                gathered = on_first_rank(value, optimizer.layouts[index], communicator)
                 if gathered is not None:
                     state[key] = gathered
         else:
@@ -177,12 +177,19 @@ def _broadcast(
     return value.as_strided(spec.shape, spec.stride) if in_pieces or tuple(shape) == spec.shape else value.view(shape)
 
 
-def _on_first_rank(value: Tensor, communicator: Communicator) -> Tensor | None:
-    """A DTensor whole on the first rank's CPU, None elsewhere; what every rank holds whole needs no exchange."""
+def on_first_rank(value: Tensor, layout: Layout, communicator: Communicator) -> Tensor | None:
+    """A DTensor whole on the first rank's CPU, None elsewhere; what every rank holds whole needs no exchange.
+
+    Of a DTensor on some of the ranks, whose replicas others hold, those who hold it have to call.
+    """
+    first, ranks = communicator.ranks[0], layout.mesh.ranks
     if isinstance(value, DTensor):
-        there = Layout(Mesh(1, ranks=communicator.ranks[:1]), [None] * value.ndim)
-        value = redistribute_local(local(value), value.shape, layout_of(value), there, group=communicator.group)
-    return value.cpu() if communicator.rank == 0 else None
+        is_everywhere = len(ranks) == communicator.world_size
+        there = Layout(Mesh(1, ranks=[first if first in ranks else ranks[0]]), [None] * value.ndim)
+        group = communicator.group if is_everywhere else None
+        value = redistribute_local(local(value), value.shape, layout, there, group=group)
+    # a copy also where it is on the CPU already: the next step changes it
+    return value.to("cpu", copy=True) if communicator.rank == 0 else None
 
 
 def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
@@ -222,8 +229,12 @@ def cut_like(value: Tensor, parameter: DTensor) -> DTensor:
     for dim, held in enumerate(layout_of(parameter).indices(parameter.shape, mesh.get_rank())):
         pieces = [part.narrow(dim, start, stop - start) for start, stop in intervals(held)]
         part = torch.cat(pieces, dim) if pieces else part.narrow(dim, 0, 0)
-    part = part.to(parameter.device).contiguous()
-    shape, stride = parameter.shape, parameter.stride()
+    return as_parameter_lies(part.to(parameter.device).contiguous(), parameter)
+
+
+def as_parameter_lies(part: Tensor, parameter: DTensor) -> DTensor:
+    """A rank's part as a DTensor that lies as ``parameter`` does."""
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(part, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 

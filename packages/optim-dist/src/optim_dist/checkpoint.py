@@ -28,12 +28,14 @@ from optim_dist._checkpoint_state import (
     describe_state,
     group_options,
     load_groups,
+    load_rest,
     named_specs,
     own_parts,
+    pieces_of,
     rest_of_model,
     restore,
     saved_parameters,
-    sharded_parameters,
+    whole_rest,
 )
 from optim_dist._manifest import CheckpointError, Manifest, read_manifest
 from optim_dist._optimizer import DistOptimizer
@@ -59,7 +61,6 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     """
     folder, communicator = Path(path), opt.communicator
     problems = [] if opt.is_between_steps else ["gradients have arrived since the last step(); save after step()"]
-    problems += sharded_parameters(opt)
     if folder.exists():
         problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
     communicator.raise_together(problems, f"checkpoint {folder} was not saved")
@@ -68,11 +69,13 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     specs = named_specs(opt, model)
     file = manifests.rank_file(communicator.rank)
     written: dict[str, list[Any]] = {}
+    # collective where there are DTensors, so outside of what may fail on one rank
+    mine, rest = own_parts(opt, specs), whole_rest(rest_of_model(model, opt), opt)
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        written[file] = _write(temporary / file, own_parts(opt, specs))
+        written[file] = _write(temporary / file, mine)
         if communicator.rank == 0:
-            common = {"groups": group_options(opt), "model": rest_of_model(model, opt), "extra": extra}
+            common = {"groups": group_options(opt), "model": rest, "extra": extra}
             written[manifests.COMMON] = _write(temporary / manifests.COMMON, common)
     except (OSError, RuntimeError, pickle.PicklingError) as error:
         problems.append(f"rank {communicator.rank} could not write: {error}")
@@ -104,7 +107,8 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     """
     folder, communicator = Path(path), opt.communicator
     specs = named_specs(opt, model)
-    problems = sharded_parameters(opt)
+    rest = rest_of_model(model, opt)
+    problems: list[str] = []
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
@@ -112,7 +116,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         manifest = read_manifest(folder)
         problems += manifests.compare(manifest, specs)
         common = _read(folder, manifests.COMMON, manifest)
-        problems += compare_rest(common["model"], rest_of_model(model, opt))
+        problems += compare_rest(common["model"], rest)
         problems += compare_groups(common["groups"], opt)
         for saved_rank in range(communicator.rank, manifest.world_size, communicator.world_size):
             contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
@@ -125,7 +129,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     assert manifest is not None, "reading it was no problem"
     index = {spec.name: place for place, spec in enumerate(specs)}
     parts = exchange(
-        streams(manifest.parameters, lambda name: opt.plan.ranges(index[name]), communicator.world_size),
+        streams(manifest.parameters, communicator.world_size, lambda name: pieces_of(opt, index[name])),
         lambda file, name, key: contents[file][name][key],
         communicator.rank,
         communicator.ranks,
@@ -135,8 +139,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     with torch.no_grad():
         load_groups(opt, common["groups"])
         restore(opt, specs, {entry.name: entry for entry in manifest.parameters}, parts)
-        if model is not None:
-            model.load_state_dict(common["model"], strict=False)
+        load_rest(model, rest, common["model"])
     return common["extra"]
 
 
@@ -175,7 +178,7 @@ def _read(folder: Path, name: str, manifest: Manifest) -> Any:
 def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:
     """Whether a rank's file holds what the manifest says, element for element."""
     problems = []
-    for stream in streams(manifest.parameters, lambda _: (), 1):
+    for stream in streams(manifest.parameters, 1):
         for name, part in stream.own(stream.before, 0):
             if part.file != saved_rank:
                 continue

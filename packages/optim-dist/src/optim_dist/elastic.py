@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from optim_dist import checkpoint
-from optim_dist._checkpoint_state import sharded_parameters
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizer import DistOptimizer
 
@@ -63,7 +62,6 @@ class Run:
 
         Raises:
             CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
-            RuntimeError: if a parameter is a DTensor, which `checkpoint.save` does not take.
         """
         done = self._resume(model, optimizer)
         while done < total and not self.stopped:
@@ -88,10 +86,6 @@ class Run:
 
     def _resume(self, model: nn.Module | None, optimizer: DistOptimizer) -> int:
         communicator = optimizer.communicator
-        # now, and not at the first save
-        communicator.raise_together(
-            sharded_parameters(optimizer), f"{self.directory} cannot hold this optimizer's state"
-        )
         if communicator.rank == 0:
             for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
                 shutil.rmtree(unfinished)

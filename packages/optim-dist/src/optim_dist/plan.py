@@ -223,7 +223,7 @@ def make_plan(
             if name not in order:
                 raise ValueError(f"group {index} lists {name!r}, which named_shapes does not have")
             shape = tuple(int(size) for size in named_shapes[name])
-            specs.append(ParameterSpec(name, shape, _contiguous_stride(shape), dtype, group["kind"], index))
+            specs.append(ParameterSpec(name, shape, contiguous_stride(shape), dtype, group["kind"], index))
     specs.sort(key=lambda spec: order[spec.name])
     return plan_parameters(specs, world_size, bucket_mb=bucket_mb)
 
@@ -327,7 +327,8 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -110,6 +110,11 @@ class ResidentParameters:
             self._muon.step(exchanged, context)
 
     @property
+    def layouts(self) -> dict[int, Layout]:
+        """How each DTensor of several ranks lies, by plan index."""
+        return {member.index: member.layout for member in self._members if member.layout is not None}
+
+    @property
     def owners(self) -> dict[int, int]:
         """Which rank orthogonalizes each matrix, by plan index."""
         return {} if self._muon is None else self._muon.owners

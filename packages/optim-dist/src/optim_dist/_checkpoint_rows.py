@@ -1,0 +1,98 @@
+"""DTensors in a checkpoint: as whole rows, shared out evenly over the ranks, whatever they were cut into.
+
+A checkpoint's pieces are intervals of elements. What FSDP2 has cut over the same ranks lies so already; other layouts
+are brought there before they are written, and from there when they are read, a few tensors at a time. So the files say
+nothing about meshes and placements: any layout loads any other, plain parameters included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import Shard as Cut
+
+from optim_dist._collectives import Communicator
+from optim_dist.plan import Piece
+from optim_dist.sharded import flat_start
+from optim_redist import Item, Layout, Mesh, redistribute_many
+
+BATCH_BYTES = 256 * 2**20  # of whole tensors that are on their way together
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor of ``shape``."""
+
+    name: str  # of the parameter
+    key: str
+    local: Tensor
+    shape: tuple[int, ...]
+
+
+def rows_of(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """The first dimension over all ranks; a tensor without dimensions on the first."""
+    if not shape:
+        return Layout(Mesh(1, ranks=list(ranks[:1])), [])
+    return Layout.from_placements(Mesh(len(ranks), ranks=list(ranks)), (Cut(0),), shape)
+
+
+def row_pieces(index: int, shape: Sequence[int], ranks: Sequence[int]) -> list[Piece]:
+    """The pieces that a checkpoint has of a DTensor, in element order; the first rank's, an empty one, if of none."""
+    layout = rows_of(shape, ranks)
+    pieces = []
+    for chunk, rank in enumerate(ranks[: len(layout.mesh.ranks)]):
+        start, numel = flat_start(layout, shape, rank), prod(layout.local_shape(shape, rank))
+        assert start is not None, "rows are consecutive"
+        if numel or chunk == 0:
+            pieces.append(Piece(index, start, start + numel, 0, chunk))
+    return pieces
+
+
+def as_rows(flat: Tensor, shape: Sequence[int], communicator: Communicator) -> Tensor:
+    """The elements that this rank has of ``row_pieces``, in the shape of its rows."""
+    layout, rank = rows_of(shape, communicator.ranks), communicator.ranks[communicator.rank]
+    return flat.view(layout.local_shape(shape, rank)) if rank in layout.mesh.ranks else flat
+
+
+def to_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: Communicator) -> Iterator[Part]:
+    """The same tensors as rows; collective, with the same names and shapes on every rank."""
+    for batch in _batches(parts):
+        rows = {part.name: rows_of(part.shape, communicator.ranks) for part in batch}
+        yield from _moved(batch, layouts, rows, communicator)
+
+
+def from_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: Communicator) -> Iterator[Part]:
+    """Rows as they are to lie; collective, with the same names and shapes on every rank."""
+    for batch in _batches(parts):
+        rows = {part.name: rows_of(part.shape, communicator.ranks) for part in batch}
+        yield from _moved(batch, rows, layouts, communicator)
+
+
+def _moved(
+    parts: Sequence[Part], before: Mapping[str, Layout], after: Mapping[str, Layout], communicator: Communicator
+) -> Iterator[Part]:
+    rank = communicator.ranks[communicator.rank]
+    items = []
+    for part in parts:
+        source = before[part.name]
+        here = part.local if rank in source.mesh.ranks else None
+        items.append(Item(here, part.shape, source, after[part.name], part.local.dtype))
+    arrived: list[Tensor | None] = redistribute_many(items, group=communicator.group)
+    for part, found in zip(parts, arrived, strict=True):
+        yield part._replace(local=part.local.new_empty(0) if found is None else found)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        nbytes = prod(part.shape) * part.local.element_size()
+        if batch and size + nbytes > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += nbytes
+    if batch:
+        yield batch

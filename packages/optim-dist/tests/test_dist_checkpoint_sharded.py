@@ -1,0 +1,195 @@
+"""Checkpoints of DTensors: any layout on any number of ranks loads any other, plain parameters included."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, mesh_of, normal, world_sizes
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from optim_dist import TritonDistMuonAdamW, checkpoint, elastic
+from optim_utils.testing import RankFailure, run_ranks
+
+PLAIN, FSDP, HSDP, TP, BOTH = "plain", "fsdp", "hsdp", "tp", "fsdp and tp"
+FORMS = {1: (PLAIN,), 2: (FSDP, PLAIN), 3: (FSDP,), 4: (HSDP, TP, BOTH)}
+
+
+class Model(nn.Module):
+    """Matrices, vectors, a scalar, an empty parameter, a frozen one and a buffer; sizes that divide by nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(0.3 * normal(tuple(parameter.shape), 13, number))
+
+    def forward(self, tokens):
+        self.seen += 1
+        x = self.embed(tokens)
+        x = self.frozen(x + self.down(torch.tanh(self.up(x))))
+        return self.head(x).square().mean() * self.scale.sum()
+
+
+def build(form, variant="nanochat-2026-07", seed=None):
+    model = Model().to(device_of(dist.get_rank()))
+    if seed is not None:
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(normal(tuple(parameter.shape), seed, number))
+    if form in (TP, BOTH):
+        mesh = mesh_of(4, names=("tp",)) if form == TP else mesh_of(2, 2, names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if form == BOTH:
+            fully_shard(model, mesh=mesh["dp"])
+    elif form == HSDP:
+        fully_shard(model, mesh=mesh_of(2, 2, names=("replicate", "shard")))
+    elif form == FSDP:
+        for part in (model.up, model.down):
+            fully_shard(part, mesh=mesh_of(dist.get_world_size()))
+        fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    inside = [(name, p) for name, p in model.named_parameters() if name in ("up.weight", "down.weight", "head.weight")]
+    others = [(name, p) for name, p in model.named_parameters() if name not in dict(inside)]
+    groups = [{"kind": "muon", "params": inside, "impl": "torch"}, {"kind": "adamw", "params": others, "lr": 0.01}]
+    return model, TritonDistMuonAdamW(groups, variant=variant, reducer="exact")
+
+
+def steps(model, optimizer, numbers):
+    """The same batch on every rank, so that the number of ranks does not matter."""
+    for number in numbers:
+        tokens = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(number))
+        model(tokens.to(device_of(dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    state = model.state_dict()
+    return {
+        "model": {n: (v.full_tensor() if isinstance(v, DTensor) else v).cpu().clone() for n, v in state.items()},
+        "state": optimizer.full_state_dict(),
+    }
+
+
+def save_each(rank, world_size, folder):
+    saved = {}
+    for form in FORMS[world_size]:
+        model, optimizer = build(form)
+        steps(model, optimizer, range(2))
+        checkpoint.save(f"{folder}/{world_size} {form}", model, optimizer, extra={"step": 2})
+        saved[form] = everything(model, optimizer)
+        steps(model, optimizer, range(2, 4))
+        saved[form]["later"] = everything(model, optimizer)
+    return saved
+
+
+def load_each(rank, world_size, folder, names):
+    loaded = {}
+    for form in FORMS[world_size]:
+        for name in names:
+            model, optimizer = build(form, seed=99)
+            assert checkpoint.load(f"{folder}/{name}", model, optimizer) == {"step": 2}
+            loaded[form, name] = everything(model, optimizer)
+            # as lies a parameter, so lies its state
+            for parameter in filter(lambda p: isinstance(p, DTensor), model.parameters()):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                        assert value.placements == parameter.placements
+            steps(model, optimizer, range(2, 4))
+            loaded[form, name]["later"] = everything(model, optimizer)
+    return loaded
+
+
+def save_all(folder, sizes, backend="gloo"):
+    found = {size: run_ranks(save_each, size, str(folder), backend=backend) for size in sizes}
+    return {f"{size} {form}": each for size in sizes for form, each in found[size][0].items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, save_all(folder, FORMS)
+
+
+def assert_everything(actual, expected, what, with_state):
+    names = list(expected["model"])
+    assert actual["model"].keys() == expected["model"].keys()
+    assert_equal([actual["model"][n] for n in names], [expected["model"][n] for n in names], what)
+    if with_state:
+        assert_same_state(actual["state"], expected["state"])
+
+
+def check_loads(folder, expected, world_size, backend="gloo"):
+    ranks = run_ranks(load_each, world_size, str(folder), list(expected), timeout=300, backend=backend)
+    for rank, found in enumerate(ranks):
+        for (form, name), loaded in found.items():
+            what = f"{name} into {world_size} {form}, rank {rank}"
+            assert_everything(loaded, expected[name], what, rank == 0)
+            if name == f"{world_size} {form}":
+                assert_everything(loaded["later"], expected[name]["later"], what + ", later", rank == 0)
+
+
+@pytest.mark.parametrize("world_size", FORMS)
+def test_any_layout_loads_any_other(saved, world_size):
+    check_loads(*saved, world_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_any_layout_loads_any_other_on_devices(backend, tmp_path):
+    sizes = world_sizes(backend, tuple(FORMS))
+    expected = save_all(tmp_path, sizes, backend)
+    for world_size in sizes:
+        check_loads(tmp_path, expected, world_size, backend)
+
+
+def load_what_does_not_fit(rank, world_size, folder):
+    model, _ = build(FSDP)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    groups = [{"kind": "adamw", "params": [(n, p) for n, p in model.named_parameters() if p.requires_grad]}]
+    with pytest.raises(checkpoint.CheckpointError, match=r"up\.weight: route muon, this run has adamw"):
+        checkpoint.load(f"{folder}/2 fsdp", model, TritonDistMuonAdamW(groups))
+    assert_equal([parameter.full_tensor() for parameter in model.parameters()], before, "untouched")
+
+
+def test_what_does_not_fit_is_refused_whole(saved):
+    run_ranks(load_what_does_not_fit, 2, str(saved[0]))
+
+
+TOTAL = 8
+
+
+def train(run, lost=None):
+    """Every rank has the same batch, so that the average over ranks does not depend on their number."""
+    model, optimizer = build(FSDP, variant="nanochat-2025")
+    numbers = []
+    for number in run.steps(model, optimizer, TOTAL):
+        if (dist.get_rank(), number) == lost:
+            raise RuntimeError("lost")
+        steps(model, optimizer, [number])
+        numbers.append(number)
+    return numbers, everything(model, optimizer)["model"]
+
+
+def run_elastic(rank, world_size, folder, lost):
+    return elastic.run(lambda run: train(run, lost), folder, every=3)
+
+
+def test_training_of_dtensors_goes_on_at_other_numbers_of_ranks(tmp_path):
+    expected = run_ranks(run_elastic, 2, str(tmp_path / "whole"), None)
+    with pytest.raises(RankFailure, match="lost"):
+        run_ranks(run_elastic, 2, str(tmp_path / "cut"), (1, 4))
+    with pytest.raises(RankFailure, match="lost"):
+        run_ranks(run_elastic, 3, str(tmp_path / "cut"), (0, 7))
+    for numbers, model in run_ranks(run_elastic, 4, str(tmp_path / "cut"), None):
+        assert numbers == [6, 7]
+        for name, value in expected[0][1].items():
+            # averages over 2, 3 and 4 ranks of the same numbers differ in the last bits
+            torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-5)
