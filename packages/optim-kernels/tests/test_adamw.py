@@ -243,6 +243,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
         TritonAdamW([torch.nn.Parameter(torch.zeros(3))], **options)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, once a process
 def test_wrong_inputs_are_refused_by_name() -> None:
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=DEVICE))
     with pytest.raises(RuntimeError, match=r"layer\.weight.*float64"):

@@ -13,6 +13,8 @@ than 16 bits a full tile is read as 32-bit words: they go from one turn of a loo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from optim_kernels._moment_codes import (
     decode_first,
     decode_second,
@@ -36,6 +38,19 @@ NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
 _NO_MASTER, _FP32_MASTER, _SPLIT16 = map(tl.constexpr, (NO_MASTER, FP32_MASTER, SPLIT16))
 
 
+class Format(NamedTuple):
+    """How the tensors of a launch are stored: dtypes (``tl.uint8``: codes), and what there is beside them."""
+
+    param: Any
+    grad: Any
+    exp_avg: Any
+    exp_avg_sq: Any
+    amsgrad: bool
+    master: int
+    stochastic: bool
+    num_slices: int
+
+
 @triton.jit
 def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """The address as a pointer; a table says nothing of alignment, so it is promised here."""
@@ -48,16 +63,19 @@ def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load(pointer, mask, TILE: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr, STREAMED: tl.constexpr = False):
-    """A tile of elements, or of 32-bit words of them; ``STREAMED`` ones, not wanted again, leave caches first."""
+    """A tile of elements, or of 32-bit words of them; ``STREAMED`` ones, not wanted again, leave caches first.
+
+    The mask is one of elements if ``MASKED``; else one bit that says whether to load at all.
+    """
     policy: tl.constexpr = "evict_first" if STREAMED else ""
-    if WORDS:
-        IN_WORD: tl.constexpr = 32 // pointer.dtype.element_ty.primitive_bitwidth
-        words = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint32), bitcast=True), 32 // IN_WORD)
-        x = tl.load(words + tl.arange(0, TILE // IN_WORD), eviction_policy=policy)
-    elif MASKED:
+    if MASKED:
         x = tl.load(pointer + tl.arange(0, TILE), mask=mask, other=0, eviction_policy=policy)
     else:
-        x = tl.load(pointer + tl.arange(0, TILE), eviction_policy=policy)
+        IN_WORD: tl.constexpr = 32 // pointer.dtype.element_ty.primitive_bitwidth if WORDS else 1
+        if WORDS:
+            pointer = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint32), bitcast=True), 32 // IN_WORD)
+        wanted = tl.full([TILE // IN_WORD], mask, tl.int32) != 0
+        x = tl.load(pointer + tl.arange(0, TILE // IN_WORD), mask=wanted, eviction_policy=policy)
     return x
 
 
@@ -65,8 +83,13 @@ def _load(pointer, mask, TILE: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.con
 def _widened(x, dtype: tl.constexpr):
     """Numbers of ``dtype``, one by one or in words, in fp32."""
     if x.dtype == tl.uint32:
-        low = x.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-        high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        if dtype == tl.bfloat16:
+            # the upper half of an fp32 number: an instruction each
+            low = (x << 16).to(tl.float32, bitcast=True)
+            high = (x & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            low = x.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+            high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         x = tl.reshape(tl.join(low, high), [2 * x.shape[0]])
     return x.to(tl.float32)
 
@@ -77,49 +100,43 @@ def read_tile(
     offset,
     mask,
     TILE: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The elements from ``offset`` on as they are stored, for ``widened``: nothing here waits for memory."""
     p_address, g_address, slice_stride, m_address, v_address, w_address, master_address = places
     ALIGNED: tl.constexpr = not MASKED
-    W: tl.constexpr = tl.float32 if tl.uint8 == V else V
+    W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
     COMPILED: tl.constexpr = ALIGNED and not INTERPRETED
-    NARROW: tl.constexpr = (
-        max(P.primitive_bitwidth, G.primitive_bitwidth, M.primitive_bitwidth, V.primitive_bitwidth) <= 16
-        and NUM_SLICES == 1
-        and not AMSGRAD
-        and MASTER == _NO_MASTER
+    CODES: tl.constexpr = F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8
+    WIDEST: tl.constexpr = max(
+        max(F.param.primitive_bitwidth, F.grad.primitive_bitwidth),
+        max(F.exp_avg.primitive_bitwidth, F.exp_avg_sq.primitive_bitwidth),
     )
-    WORDS: tl.constexpr = COMPILED and NARROW
-    M_WORDS: tl.constexpr = WORDS or (COMPILED and tl.uint8 == M)
-    V_WORDS: tl.constexpr = WORDS or (COMPILED and tl.uint8 == V)
-    g_pointer = _pointer(g_address, G, ALIGNED) + offset
-    g = _load(g_pointer, mask, TILE, MASKED, WORDS, True)
-    if NUM_SLICES > 1:
+    WORDS: tl.constexpr = COMPILED and WIDEST <= 16 and F.num_slices == 1 and not F.amsgrad and F.master == _NO_MASTER
+    M_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg == tl.uint8)
+    V_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg_sq == tl.uint8)
+    g_pointer = _pointer(g_address, F.grad, ALIGNED) + offset
+    # the policy takes six instructions, which codes cannot spare
+    g = _load(g_pointer, mask, TILE, MASKED, WORDS, not CODES)
+    if F.num_slices > 1:
         g = g.to(tl.float32)
-        for _ in range(1, NUM_SLICES):
+        for _ in range(1, F.num_slices):
             g_pointer += slice_stride
             if ALIGNED:
                 g_pointer = tl.multiple_of(g_pointer, 16)
             g += _load(g_pointer, mask, TILE, MASKED, False, True).to(tl.float32)
-    m = _load(_pointer(m_address, M, ALIGNED) + offset, mask, TILE, MASKED, M_WORDS)
-    v = _load(_pointer(v_address, V, ALIGNED) + offset, mask, TILE, MASKED, V_WORDS)
+    m = _load(_pointer(m_address, F.exp_avg, ALIGNED) + offset, mask, TILE, MASKED, M_WORDS)
+    v = _load(_pointer(v_address, F.exp_avg_sq, ALIGNED) + offset, mask, TILE, MASKED, V_WORDS)
     # what there is not is not read: any value stands for it
     w, low = v, v
-    if AMSGRAD:
+    if F.amsgrad:
         w = _load(_pointer(w_address, W, ALIGNED) + offset, mask, TILE, MASKED, False)
-    if MASTER == _FP32_MASTER:
+    if F.master == _FP32_MASTER:
         p = _load(_pointer(master_address, tl.float32, ALIGNED) + offset, mask, TILE, MASKED, False)
     else:
-        p = _load(_pointer(p_address, P, ALIGNED) + offset, mask, TILE, MASKED, WORDS)
-    if MASTER == _SPLIT16:
+        p = _load(_pointer(p_address, F.param, ALIGNED) + offset, mask, TILE, MASKED, WORDS)
+    if F.master == _SPLIT16:
         low = _load(_pointer(master_address, tl.int16, ALIGNED) + offset, mask, TILE, MASKED, False)
     return p, low, g, m, v, w
 
@@ -129,33 +146,30 @@ def widened(
     tile,
     scales,
     block,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
+    betas,
+    F: tl.constexpr,
 ):
-    """``(p, g, m, v, w)`` of a tile in fp32; of codes it is a chunk's ``block``."""
+    """``(p, g, m, v, w)`` of a tile in fp32, and what m and v are to be multiplied with; of codes it is ``block``."""
     p, low, g, m, v, w = tile
     m_scales, v_scales = scales
-    if MASTER == _SPLIT16:
+    m_factor, v_factor = betas
+    if F.master == _SPLIT16:
         p = join_master(p, low)
     else:
-        p = _widened(p, P)
-    if tl.uint8 == M:
-        m = decode_first(m, scale_of(m_scales, block))
+        p = _widened(p, F.param)
+    if F.exp_avg == tl.uint8:
+        m, m_factor = decode_first(m, scale_of(m_scales, block))
     else:
-        m = _widened(m, M)
-    if tl.uint8 == V:
-        v = decode_second(v, scale_of(v_scales, block))
+        m = _widened(m, F.exp_avg)
+    if F.exp_avg_sq == tl.uint8:
+        v, v_factor = decode_second(v, scale_of(v_scales, block))
     else:
-        v = _widened(v, V)
-    if AMSGRAD:
+        v = _widened(v, F.exp_avg_sq)
+    if F.amsgrad:
         w = w.to(tl.float32)
     else:
         w = v
-    return p, _widened(g, G), m, v, w
+    return p, _widened(g, F.grad), m, v, w, (m_factor, v_factor)
 
 
 @triton.jit
@@ -170,12 +184,7 @@ def store_tile(
     v,
     w,
     random,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Round the new values once and write those that ``mask`` says. The chunk's scales with those of ``block``."""
@@ -183,52 +192,53 @@ def store_tile(
     m_scales, v_scales = scales
     ALIGNED: tl.constexpr = not MASKED
     lanes = tl.arange(0, p.shape[0])
-    p_pointer = _pointer(p_address, P, ALIGNED) + offset
-    if MASTER == _FP32_MASTER:
+    p_pointer = _pointer(p_address, F.param, ALIGNED) + offset
+    if F.master == _FP32_MASTER:
         tl.store(_pointer(master_address, tl.float32, ALIGNED) + offset + lanes, p, mask=mask)
-        tl.store(p_pointer + lanes, narrow(p, P), mask=mask)
-    elif MASTER == _SPLIT16:
+        tl.store(p_pointer + lanes, narrow(p, F.param), mask=mask)
+    elif F.master == _SPLIT16:
         high, low = split_master(p)
         tl.store(_pointer(master_address, tl.int16, ALIGNED) + offset + lanes, low, mask=mask)
         tl.store(p_pointer + lanes, high, mask=mask)
     else:
-        tl.store(p_pointer + lanes, _rounded(p, P, random, offset, _STREAM_PARAM, STOCHASTIC, MASKED), mask=mask)
-    if tl.uint8 == M:
+        p = _rounded(p, F.param, random, offset, _STREAM_PARAM, F.stochastic, MASKED)
+        tl.store(p_pointer + lanes, p, mask=mask)
+    if F.exp_avg == tl.uint8:
         m, scale = encode_first(m)
         m_scales = with_scale(m_scales, block, scale)
     else:
-        m = _rounded(m, M, random, offset, _STREAM_EXP_AVG, STOCHASTIC, MASKED)
-    tl.store(_pointer(m_address, M, ALIGNED) + offset + lanes, m, mask=mask)
-    if tl.uint8 == V:
+        m = _rounded(m, F.exp_avg, random, offset, _STREAM_EXP_AVG, F.stochastic, MASKED)
+    tl.store(_pointer(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask)
+    if F.exp_avg_sq == tl.uint8:
         v, scale = encode_second(v)
         v_scales = with_scale(v_scales, block, scale)
     else:
-        v = _rounded(v, V, random, offset, _STREAM_EXP_AVG_SQ, STOCHASTIC, MASKED)
-    tl.store(_pointer(v_address, V, ALIGNED) + offset + lanes, v, mask=mask)
-    if AMSGRAD:
-        W: tl.constexpr = tl.float32 if tl.uint8 == V else V
+        v = _rounded(v, F.exp_avg_sq, random, offset, _STREAM_EXP_AVG_SQ, F.stochastic, MASKED)
+    tl.store(_pointer(v_address, F.exp_avg_sq, ALIGNED) + offset + lanes, v, mask=mask)
+    if F.amsgrad:
+        W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
         tl.store(_pointer(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask)
     return m_scales, v_scales
 
 
 @triton.jit
-def scales_of_chunk(scale_addresses, first, end, M: tl.constexpr, V: tl.constexpr):
+def scales_of_chunk(scale_addresses, first, end, F: tl.constexpr):
     """The scales of a chunk's codes, first moments' and second ones'."""
     m_scales, v_scales = 0.0, 0.0
-    if tl.uint8 == M:
+    if F.exp_avg == tl.uint8:
         m_scales = read_scales(scale_addresses[0], first, end)
-    if tl.uint8 == V:
+    if F.exp_avg_sq == tl.uint8:
         v_scales = read_scales(scale_addresses[1], first, end)
     return m_scales, v_scales
 
 
 @triton.jit
-def store_scales(scale_addresses, first, end, scales, M: tl.constexpr, V: tl.constexpr):
-    """Write the chunk's new scales."""
-    if tl.uint8 == M:
-        write_scales(scale_addresses[0], first, end, scales[0])
-    if tl.uint8 == V:
-        write_scales(scale_addresses[1], first, end, scales[1])
+def store_scales(scale_addresses, first, end, scales, units, F: tl.constexpr):
+    """Write the chunk's new scales, which are of moments in these units."""
+    if F.exp_avg == tl.uint8:
+        write_scales(scale_addresses[0], first, end, scales[0] * units[0])
+    if F.exp_avg_sq == tl.uint8:
+        write_scales(scale_addresses[1], first, end, scales[1] * units[1])
 
 
 @triton.jit

@@ -3,10 +3,17 @@
     g <- s · g,  s = ±clip_factor / grad_scale
     m <- β1 m + (1 − β1) g
     v <- β2 v + (sqrt(1 − β2) g)²;  w <- max(w, v) with amsgrad, else w = v
-    p <- p − (lr λ p + lr/(1 − β1^t) · m / (sqrt(w)/sqrt(1 − β2^t) + eps))
+    p <- p − (lr λ p + lr sqrt(1 − β2^t)/(1 − β1^t) · m / (sqrt(w) + eps sqrt(1 − β2^t)))
 
 Root and quotient are one approximate instruction each, together good to 5e-7 of the step; everything else is rounded
-once an operation, in the order written, so all storage formats see the same bits.
+once an operation, in the order written, so all formats of numbers see the same bits.
+
+8-bit codes stand for numbers times a scale, so for them multiplications with constants are left to the scale: m is
+held in units of ``1 − β1`` and v in units of ``1 − β2``, in which new gradients count as they are,
+
+    m <- β1/(1 − β1) · (its old value) + s g;  v <- β2/(1 − β2) · (its old value) + (s g)²
+
+and the first factor is part of the scale.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ _LR, _LR_ADDRESS, _BETA1, _BETA2, _LOG2_BETA1, _LOG2_BETA2, _EPS, _WEIGHT_DECAY,
 )
 
 
-# A memo: ``t, β1, β2, 1 − β1^t, 1/sqrt(1 − β2^t)`` for the next step, left by a step. There are two, for even and for
+# A memo: ``t, β1, β2, 1 − β1^t, sqrt(1 − β2^t)`` for the next step, left by a step. There are two, for even and for
 # odd t, so that one is read while the other is written. Forming the two powers in fp64 delays a lone small tensor by
 # half a microsecond; in a long list it is hidden, and reading a memo is what would cost time.
 MEMO_SIZE = 8
@@ -67,10 +74,12 @@ def read_group(row, memo, MEMO: tl.constexpr):
 
 
 @triton.jit
-def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
+def scalars_of_step(group, row, t, scale, M_UNITS: tl.constexpr, V_UNITS: tl.constexpr, MEMO: tl.constexpr):
     """What the update of a tensor needs at step t: what is small beside 1 is formed in fp64 and rounded to fp32 once.
 
-    The factors ``(1 − β1) s`` and ``sqrt(1 − β2) s`` take a gradient to its part of m and to the root of its part of v.
+    The betas that old moments are multiplied with, the units of the moments (1 unless ``M_UNITS``, ``V_UNITS``), and
+    what ``adamw`` takes: ``(1 − β1) s`` and ``sqrt(1 − β2) s``, which lead from a gradient to its part of m and to the
+    root of its part of v, eps, the decay and the step size.
     """
     numbers, even_memo, odd_memo = group
     lr, lr_address, beta1, beta2, eps, weight_decay, sign = numbers
@@ -86,16 +95,27 @@ def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
     else:
         bias1, correction = _corrections(row, t)
     scale = scale * sign.to(tl.float32)
-    return (
-        beta1.to(tl.float32),
-        scale * (1.0 - beta1).to(tl.float32),
-        beta2.to(tl.float32),
-        scale * sqrt_rn((1.0 - beta2).to(tl.float32)),
-        eps.to(tl.float32),
-        (lr * weight_decay).to(tl.float32),
-        div_rn(lr.to(tl.float32), bias1.to(tl.float32)),
-        correction.to(tl.float32),
-    )
+    unit1, unit2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
+    root2 = sqrt_rn(unit2)
+    correction = correction.to(tl.float32)
+    step_size = div_rn(lr.to(tl.float32), bias1.to(tl.float32)) * correction
+    eps = eps.to(tl.float32) * correction
+    beta1, beta2 = beta1.to(tl.float32), beta2.to(tl.float32)
+    g_to_m, g_to_root_v = scale, scale
+    if M_UNITS:
+        beta1 = div_rn(beta1, unit1)
+        step_size *= unit1
+    else:
+        g_to_m *= unit1
+        unit1 = 1.0
+    if V_UNITS:
+        beta2 = div_rn(beta2, unit2)
+        step_size = div_rn(step_size, root2)
+        eps = div_rn(eps, root2)
+    else:
+        g_to_root_v *= root2
+        unit2 = 1.0
+    return (beta1, beta2), (unit1, unit2), (g_to_m, g_to_root_v, eps, (lr * weight_decay).to(tl.float32), step_size)
 
 
 @triton.jit
@@ -112,28 +132,29 @@ def leave_memo(row, t, memo):
 
 @triton.jit
 def _corrections(row, t):
-    """``1 − β1^t`` and ``1/sqrt(1 − β2^t)`` in fp64."""
+    """``1 − β1^t`` and ``sqrt(1 − β2^t)`` in fp64."""
     bias1 = 1.0 - tl.exp2(t * tl.load(row + _LOG2_BETA1))
     bias2 = 1.0 - tl.exp2(t * tl.load(row + _LOG2_BETA2))
-    return bias1, tl.rsqrt(bias2)
+    return bias1, tl.sqrt(bias2)
 
 
 @triton.jit
-def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
+def adamw(p, g, m, v, w, betas, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
     """The new ``(p, m, v, w)``. Explicit multiply-adds, so all variants round alike, but for a p to be ``ROUNDED``.
 
-    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms.
+    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms. ``betas`` of codes have
+    the scales in them.
     """
-    beta1, g_to_m, beta2, g_to_root_v, eps, decay, step_size, correction = scalars
-    m = tl.fma(m, beta1, g * g_to_m)
+    g_to_m, g_to_root_v, eps, decay, step_size = scalars
+    m = tl.fma(m, betas[0], g * g_to_m)
     root = g * g_to_root_v
-    v = tl.fma(v, beta2, root * root)
+    v = tl.fma(v, betas[1], root * root)
     if AMSGRAD:
         w = tl.maximum(w, v, propagate_nan=tl.PropagateNan.ALL)
     else:
         w = v
     # an infinite w leaves nothing of m, as its reciprocal is zero
-    ratio = m * rcp_approx(tl.fma(sqrt_approx(w), correction, eps))
+    ratio = m * rcp_approx(sqrt_approx(w) + eps)
     if ROUNDED:
         p = tl.fma(-step_size, ratio, tl.fma(-decay, p, p))
     else:

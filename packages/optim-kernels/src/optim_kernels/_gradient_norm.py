@@ -15,6 +15,7 @@ from optim_kernels._impl import Impl, is_interpreted, use_triton
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
+    ChunkSize,
     DeviceTable,
     TensorList,
     is_capturing,
@@ -55,16 +56,14 @@ class GradientNorm:
         if aligned != self._aligned or numels != self._numels:
             self._cut(numels, aligned)
         self._addresses = addresses
-        rows = array("q", bytes(8 * 4 * len(addresses)))
-        columns = (addresses, numels, *zip(*((c.first_full, c.first_masked) for c in self._chunks.tensors)))
-        for i, column in enumerate(columns):
-            rows[i::4] = array("q", column)
+        rows = array("q", bytes(8 * 2 * len(addresses)))
+        rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
         self._rows.update(rows.tobytes())
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
         self._numels, self._aligned = numels, aligned
         self._tile = INTERPRETED_TILE if is_interpreted() else TILE
-        self._chunks = ChunkMap.build(numels, aligned, 4 * self._tile, self.device)
+        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * self._tile)], self.device)
         self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
         self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
         self._launches.clear()
@@ -72,7 +71,7 @@ class GradientNorm:
     def _keep_if_captured(self) -> None:
         if is_capturing(self.device):
             self._rows.keep_for_graph()
-            keep_for_graphs(self._chunks.owners, self._partials, self._counter, self._total)
+            keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total)
 
     def norm(self, norm_type: float, max_norm: float, result: Tensor, total: Tensor | None = None) -> None:
         """Write ``[norm, clip factor]`` to the fp32 ``result``, and Σ|g|^p (or the maximum) to the fp64 ``total``."""
@@ -82,7 +81,7 @@ class GradientNorm:
         self._keep_if_captured()
         chunks, total = self._chunks, self._total if total is None else total
         launch(
-            (chunks.owners, self._rows.words, self._partials, self._counter, total, result),
+            (chunks.words, self._rows.words, self._partials, self._counter, total, result),
             (chunks.num_chunks, chunks.num_full, float(max_norm)),
         )
 
@@ -92,7 +91,7 @@ class GradientNorm:
         if launch is None:
             launch = self._launches["scale"] = self._scale_launch()
         self._keep_if_captured()
-        launch((self._chunks.owners, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
+        launch((self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
 
     def _norm_launch(self, norm_type: float) -> Launch:
         from optim_kernels import clip_kernels as kernels

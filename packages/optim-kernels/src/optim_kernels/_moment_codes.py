@@ -3,16 +3,18 @@
 A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = m / 2**D`` for code m:
 
     decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
-    encode:  scale = a / peak, y = x · peak / a, m by an estimate of y^(1/3) or y^(1/5) and one comparison
+    encode:  scale = a / peak, y = |x| · peak / a, m by an estimate of y^(1/3) or y^(1/5) and one comparison
 
 The estimate, from the GPU's approximate logarithm and power, is rounded by adding a number so large that its last bit
-is worth ``2**-D``: code and ``m + 1/2`` are then an addition away, and the low byte of the sum is the code.
+is worth ``2**-D``: ``m + 1/2`` is then an addition away, and the low byte of the sum is m. Of signed codes, four at a
+time become two's complement in a word. Decoding leaves the last product, with the scale, to the caller, who has another
+one that it can be part of.
 """
 
 from __future__ import annotations
 
 from optim_kernels._approximations import fma_down, power_approx, rcp_approx
-from optim_kernels._triton import div_rn, tl, triton
+from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 BLOCK = tl.constexpr(256)  # elements that share a scale
 _LOG2_BLOCK = tl.constexpr(8)
@@ -110,37 +112,69 @@ def with_scale(scales, block, scale):
 
 @triton.jit
 def decode_first(codes, scale):
-    """First moments from signed codes."""
+    """First moments from signed codes, as two factors."""
     f = _fractions(codes, True)
-    return f * f * f * scale
+    return f * f * f, scale
 
 
 @triton.jit
 def decode_second(codes, scale):
-    """Second moments from codes; a nonzero code never gives zero."""
+    """Second moments from codes, as two factors; a nonzero code never gives zero."""
     f = _fractions(codes, False)
     square = f * f
-    x = square * square * f * scale
+    x = square * square * f
     # below this scale the product may underflow
-    if scale < _LEAST_SCALE:
+    if (scale < _LEAST_SCALE) & (scale > 0.0):
+        product = x * scale
         least = tl.where(f != 0.0, 1, 0).to(tl.float32, bitcast=True)
-        x = tl.where(x == 0.0, least, x)
-    return x
+        x = tl.where(product == 0.0, least, product)
+        scale = 1.0
+    return x, scale
 
 
 @triton.jit
 def encode_first(x):
     """Codes (uint8) of the first moments of a block, and its scale."""
     y, scale = _scaled(x, _FIRST_PEAK)
-    magnitude = tl.abs(y)
-    rounded = power_approx(magnitude, 1 / 3, _LOG2_MARGIN) + 65536.0
+    rounded = power_approx(y, 1 / 3, _LOG2_MARGIN) + 65536.0
     h = rounded - 65535.99609375
     # h³ has at most 24 bits, so the sign of this difference is exact, and set where y is not less
-    difference = fma_down(h * h, h, -magnitude)
+    difference = fma_down(h * h, h, -y)
     m = rounded.to(tl.int32, bitcast=True) + (difference.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-    sign = y.to(tl.int32, bitcast=True) & -0x80000000
-    signed = ((m.to(tl.float32, bitcast=True) - 65536.0).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return (signed + 98304.0).to(tl.int32, bitcast=True).to(tl.uint8), scale
+    return _with_sign(m, x.to(tl.int32, bitcast=True)), scale
+
+
+@triton.jit
+def _with_sign(m, signed):
+    """The codes (uint8) of magnitudes, the low bytes of ``m``, with the signs of ``signed``."""
+    if INTERPRETED:
+        codes = tl.where(signed < 0, -m, m).to(tl.uint8)
+    else:
+        # k has the magnitudes and s the signs, 0 or -1, of four elements; -k is the complement of k and 1, and one
+        # that is added to seven bits does not reach the next byte
+        codes = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 k, s, t;
+            prmt.b32 k, $1, $2, 0x0040;
+            prmt.b32 t, $3, $4, 0x0040;
+            prmt.b32 k, k, t, 0x5410;
+            prmt.b32 s, $5, $6, 0x00fb;
+            prmt.b32 t, $7, $8, 0x00fb;
+            prmt.b32 s, s, t, 0x5410;
+            xor.b32 k, k, s;
+            and.b32 k, k, 0x7f7f7f7f;
+            and.b32 t, s, 0x01010101;
+            add.u32 k, k, t;
+            and.b32 s, s, 0x80808080;
+            xor.b32 $0, k, s;
+            }""",
+            "=r,r,r,r,r,r,r,r,r",
+            [m, signed],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return codes
 
 
 @triton.jit
@@ -162,10 +196,11 @@ def _larger(a, b):
 
 @triton.jit
 def _scaled(x, PEAK: tl.constexpr):
-    """``(y, scale)``: the block with its largest magnitude brought to PEAK, and what takes that back."""
+    """``(y, scale)``: the block's magnitudes with the largest brought to PEAK, and what takes that back."""
+    x = tl.abs(x)
     # first within a thread, then over the warp, which has an instruction for integers: patterns of magnitudes are
     # ordered as the numbers are, and NaN is the largest
-    own = tl.reduce(tl.reshape(tl.abs(x), [x.shape[0] // 8, 8]), 1, _larger)
+    own = tl.reduce(tl.reshape(x, [x.shape[0] // 8, 8]), 1, _larger)
     largest = tl.max(own.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
     if (largest >= _SMALL) & (largest <= _LARGE):
         # one Newton step makes the approximation the correctly rounded reciprocal

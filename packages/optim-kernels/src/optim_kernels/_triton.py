@@ -19,10 +19,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from optim_kernels._impl import is_interpreted
 
 __all__ = [
+    "ALONE",
+    "FIRST",
     "INTERPRETED",
+    "LATER",
+    "NO_OVERLAP",
     "TRITON_DTYPES",
     "Launch",
     "after_previous",
+    "before_next",
+    "can_overlap",
     "current_stream",
     "div_rn",
     "dot",
@@ -55,15 +61,33 @@ def sqrt_rn(x):
     return tl.sqrt_rn(x)
 
 
+# How a launch with ``launch_pdl=True`` (Hopper and newer), which may start under the end of the one before, shares the
+# device with that one and with the next: not at all; as far as any kernel may; or as the first or a later one of
+# launches that do not need each other, and so may run side by side.
+NO_OVERLAP, ALONE, FIRST, LATER = range(4)
+_ALONE, _FIRST, _LATER = map(tl.constexpr, (ALONE, FIRST, LATER))
+
+
 @triton.jit
 def after_previous(OVERLAP: tl.constexpr):
-    """Wait until the launch before this one is complete, and let the next one get ready in the meantime.
+    """Wait until what this launch needs is complete; every such kernel calls this before it touches memory.
 
-    For launches with ``launch_pdl=True`` (Hopper and newer), which may start under the end of the one before. Every
-    such kernel calls this before it touches memory.
+    Usually that is the launch before, and the next one may get ready in the meantime. The first of several that are
+    independent lets the next one start when its own wait is over, so that that one need not wait.
     """
-    if OVERLAP:
+    if OVERLAP == _FIRST:
+        gdc_wait()
         gdc_launch_dependents()
+    elif OVERLAP != 0:
+        gdc_launch_dependents()
+        if OVERLAP == _ALONE:
+            gdc_wait()
+
+
+@triton.jit
+def before_next(OVERLAP: tl.constexpr):
+    """The end of every such kernel: a launch that has not waited is complete only when the ones before it are."""
+    if OVERLAP == _LATER:
         gdc_wait()
 
 
@@ -101,6 +125,11 @@ def current_stream(device: torch.device) -> int:
     return stream
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether launches on the device may start under the end of the ones before them."""
+    return not INTERPRETED.value and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
@@ -109,9 +138,9 @@ class Launch:
     tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``.
     """
 
-    def __init__(self, kernel: Any, grid: int, constants: Sequence[Any], **options: Any) -> None:
+    def __init__(self, kernel: Any, grid: int | tuple[int, int, int], constants: Sequence[Any], **options: Any) -> None:
         self._kernel = kernel
-        self._grid = (grid, 1, 1)
+        self._grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         self._constants = tuple(constants)
         self._options = options
         # the compiled kernel, bound to the grid; the device it was loaded on
@@ -121,18 +150,22 @@ class Launch:
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""
         if self._run is None:
-            self._first(tensors, numbers)
-        elif torch.cuda.current_device() == self._device:
-            self._run(*map(torch.Tensor.data_ptr, tensors), *numbers, *self._constants)
+            self._first(tensors[0].device, (*tensors, *numbers))
+        else:
+            self._again((*map(torch.Tensor.data_ptr, tensors), *numbers))
+
+    def _first(self, device: torch.device, arguments: Sequence[Any]) -> None:
+        if INTERPRETED.value:
+            self._kernel[self._grid](*arguments, *self._constants, **self._options)
+            return
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(self._device):
+            compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
+        self._run = compiled[self._grid]
+
+    def _again(self, arguments: Sequence[Any]) -> None:
+        if torch.cuda.current_device() == self._device:
+            self._run(*arguments, *self._constants)
         else:
             with torch.cuda.device(self._device):
-                self._run(*map(torch.Tensor.data_ptr, tensors), *numbers, *self._constants)
-
-    def _first(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
-        if INTERPRETED.value:
-            self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
-            return
-        self._device = tensors[0].device.index
-        with torch.cuda.device(self._device):
-            compiled = self._kernel[self._grid](*tensors, *numbers, *self._constants, **self._options)
-        self._run = compiled[self._grid]
+                self._run(*arguments, *self._constants)

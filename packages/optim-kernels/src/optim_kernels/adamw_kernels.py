@@ -1,11 +1,11 @@
 """One AdamW step over a list of tensors in one launch.
 
 The formula is in ``_adamw_update``, the storage formats in ``_adamw_tiles``, a program's work in ``_adamw_chunk``; here
-is which program does what. Tensors are cut into chunks of ``CHUNK`` elements, one program each
-(``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then what is left over, tails and unaligned views. A
-program finds its tensor in ``owners``, and in the tensor's record addresses and everything that stays between steps;
-gradients and hyperparameters change, so they have tables of their own. A list of one tensor needs no table:
-``adamw_kernel_of_one`` takes the record as arguments.
+is which program does what. Tensors are cut into chunks, one program each (``multi_tensor.ChunkMap``): full chunks of
+aligned tensors first, then what is left over, tails and unaligned views. A program reads which tensor and elements are
+its own, and in the tensor's record addresses and everything that stays between steps; gradients and hyperparameters
+change, so they have tables of their own. A list of one tensor needs no table: ``adamw_kernel_of_one`` takes the record
+as arguments.
 
 Step counts live on the device. A program announces that it has read its count (``counters``); the last one to do so
 stores the next count and clears the counter. So the whole step, counts included, is one launch.
@@ -19,9 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optim_kernels._adamw_chunk import update_chunk
-from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16
+from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, Format
 from optim_kernels._adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
-from optim_kernels._triton import after_previous, tl, triton
+from optim_kernels._chunks import read_chunk
+from optim_kernels._triton import after_previous, before_next, tl, triton
 
 __all__ = [
     "FP32_MASTER",
@@ -29,6 +30,7 @@ __all__ = [
     "NO_MASTER",
     "RECORD_SIZE",
     "SPLIT16",
+    "Format",
     "Hyperparameters",
     "Record",
     "adamw_kernel",
@@ -45,11 +47,10 @@ class Record(NamedTuple):
     max_exp_avg_sq: int
     master: int
     step: int
+    # an fp32 number, zero if the tensor is to be left alone
     present: int
     numel: int
-    # first chunk among the full ones; and what to subtract from the number of a masked one
-    first_full: int
-    first_masked: int
+    # the place of the step count's counter, and the programs that announce themselves there
     slot: int
     slot_chunks: int
     group: int
@@ -76,8 +77,6 @@ MEMOS_SIZE = 2 * MEMO_SIZE
     _STEP,
     _PRESENT,
     _NUMEL,
-    _FIRST_FULL,
-    _FIRST_MASKED,
     _SLOT,
     _SLOT_CHUNKS,
     _GROUP,
@@ -94,7 +93,7 @@ _MEMOS_SIZE = tl.constexpr(MEMOS_SIZE)
 
 @triton.jit(do_not_specialize=["clip_factor", "grad_scale", "found_inf", "num_chunks", "num_full"])
 def adamw_kernel(
-    owners,
+    chunks,
     records,
     grads,
     hyperparameters,
@@ -108,21 +107,13 @@ def adamw_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    PRESENCE: tl.constexpr,
+    F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Update one chunk; the last ones go first, for clipping has just read their gradients and L2 still has them."""
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
-    tensor = tl.load(owners + chunk).to(tl.int64)
+    tensor, first, size = read_chunk(chunks, chunk)
     record = records + tensor * _RECORD_SIZE
     places = (
         tl.load(record + _PARAM),
@@ -133,20 +124,16 @@ def adamw_kernel(
         tl.load(record + _MAX_EXP_AVG_SQ),
         tl.load(record + _MASTER),
     )
-    is_full = chunk < num_full
-    first = (chunk - tl.load(record + (_FIRST_MASKED - is_full.to(tl.int32)))) * CHUNK
     numel = tl.load(record + _NUMEL)
     slot = tl.load(record + _SLOT)
-    flags = (found_inf, found_inf)
-    if PRESENCE:
-        flags = (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32)))
     update_chunk(
         places,
         (tl.load(record + _EXP_AVG_SCALE), tl.load(record + _EXP_AVG_SQ_SCALE)),
         first,
-        numel,
-        is_full,
-        flags,
+        tl.minimum(first + size, numel),
+        chunk < num_full,
+        False,
+        (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + tl.load(record + _GROUP) * _HYPERPARAMETERS_SIZE,
         tl.load(record + _STEP).to(tl.pointer_type(tl.float32)),
@@ -157,17 +144,10 @@ def adamw_kernel(
         CHUNK,
         TILE,
         TAIL_TILE,
-        P,
-        G,
-        M,
-        V,
-        AMSGRAD,
-        MASTER,
-        STOCHASTIC,
-        NUM_SLICES,
-        PRESENCE,
+        F,
         False,
     )
+    before_next(OVERLAP)
 
 
 _NUMBERS = [
@@ -186,6 +166,7 @@ _NUMBERS = [
     "exp_avg_scale",
     "exp_avg_sq_scale",
     "step",
+    "present",
     "numel",
     "group",
     "seed",
@@ -214,6 +195,7 @@ def adamw_kernel_of_one(
     exp_avg_scale: tl.int64,
     exp_avg_sq_scale: tl.int64,
     step: tl.int64,
+    present: tl.int64,
     numel: tl.int64,
     group: tl.int64,
     seed: tl.int64,
@@ -222,27 +204,23 @@ def adamw_kernel_of_one(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As ``adamw_kernel`` for a list of one tensor, whose elements can be asked for at once."""
+    """As ``adamw_kernel`` for a list of one tensor in chunks of one size, whose elements can be asked for at once."""
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
+    end = tl.minimum(first + CHUNK, numel)
     update_chunk(
         (param, grad, slice_stride, exp_avg, exp_avg_sq, max_exp_avg_sq, master),
         (exp_avg_scale, exp_avg_sq_scale),
         first,
-        numel,
+        end,
         chunk < num_full,
-        (found_inf, found_inf),
+        # the tensor's last chunk is its first in the launch, so nobody waits for what it leaves
+        end == numel,
+        (found_inf, present.to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + group * _HYPERPARAMETERS_SIZE,
         step.to(tl.pointer_type(tl.float32)),
@@ -253,14 +231,7 @@ def adamw_kernel_of_one(
         CHUNK,
         TILE,
         TAIL_TILE,
-        P,
-        G,
-        M,
-        V,
-        AMSGRAD,
-        MASTER,
-        STOCHASTIC,
-        NUM_SLICES,
-        False,
+        F,
         True,
     )
+    before_next(OVERLAP)

@@ -9,14 +9,15 @@ overflow nor lose digits. Each program writes one fp64 partial; the last one to 
 programs, so the result is the same bits in every run. The maximum is taken over the bit patterns of |g|, which order
 like the values with NaN above infinity.
 
-A tensor's row in the table is ``address, numel, first_full, first_masked`` (``multi_tensor.TensorChunks``).
+A tensor's row in the table is ``address, numel``; what a chunk is, ``multi_tensor`` says.
 """
 
 from __future__ import annotations
 
+from optim_kernels._chunks import read_chunk
 from optim_kernels._triton import div_rn, narrow, tl, triton
 
-ROW_SIZE = 4
+ROW_SIZE = 2
 _ROW_SIZE = tl.constexpr(ROW_SIZE)
 
 INF_NORM = 0
@@ -69,7 +70,7 @@ def _combined(a, b, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_chunks", "num_full"])
 def norm_kernel(
-    owners,
+    chunks,
     rows,
     partials,
     counter,
@@ -88,15 +89,14 @@ def norm_kernel(
     CHUNK: tl.constexpr = _RUN * TILE
     accumulator = tl.zeros([TILE // VECTOR], dtype=tl.int32 if NORM == _INF_NORM else tl.float64)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
+        tensor, start, _ = read_chunk(chunks, chunk)
+        row = rows + tensor * _ROW_SIZE
         pointer = tl.load(row).to(tl.pointer_type(dtype))
         if chunk < num_full:
-            offset = (chunk - tl.load(row + 2)) * CHUNK
-            pointer = tl.multiple_of(pointer, 16) + offset
+            pointer = tl.multiple_of(pointer, 16) + start
             found = _chunk_total(pointer, CHUNK, dtype, NORM, TILE, VECTOR, False)
         else:
-            offset = (chunk - tl.load(row + 3)) * CHUNK
-            found = _chunk_total(pointer + offset, tl.load(row + 1) - offset, dtype, NORM, TILE, VECTOR, True)
+            found = _chunk_total(pointer + start, tl.load(row + 1) - start, dtype, NORM, TILE, VECTOR, True)
         accumulator = _combined(accumulator, found, NORM)
     if NORM == _INF_NORM:
         partial = tl.max(accumulator, axis=0).to(tl.float32, bitcast=True).to(tl.float64)
@@ -126,7 +126,7 @@ def norm_kernel(
 
 
 @triton.jit(do_not_specialize=["factor", "num_chunks", "num_full"])
-def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr, TILE: tl.constexpr):
+def scale_kernel(chunks, rows, factor, num_chunks, num_full, dtype: tl.constexpr, TILE: tl.constexpr):
     """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten."""
     scale = tl.load(factor)
     if scale >= 1.0:
@@ -135,10 +135,11 @@ def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr
     # last chunks first: the norm has just read those, and L2 still has them
     for turn in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         chunk = num_chunks - 1 - turn
-        row = rows + tl.load(owners + chunk).to(tl.int64) * _ROW_SIZE
+        tensor, start, _ = read_chunk(chunks, chunk)
+        row = rows + tensor * _ROW_SIZE
         pointer = tl.load(row).to(tl.pointer_type(dtype))
         if chunk < num_full:
-            tile = tl.multiple_of(pointer, 16) + (chunk - tl.load(row + 2)) * (_RUN * TILE) + lanes
+            tile = tl.multiple_of(pointer, 16) + start + lanes
             # two tiles in flight; what is written is not read again by this launch
             for i in tl.static_range(0, _RUN, 2):
                 x = tl.load(tile + i * TILE, eviction_policy="evict_first")
@@ -148,9 +149,8 @@ def scale_kernel(owners, rows, factor, num_chunks, num_full, dtype: tl.constexpr
                 tl.store(tile + i * TILE, x, eviction_policy="evict_first")
                 tl.store(tile + (i + 1) * TILE, y, eviction_policy="evict_first")
         else:
-            offset = (chunk - tl.load(row + 3)) * (_RUN * TILE)
             end = tl.load(row + 1)
-            for first in range(offset, tl.minimum(offset + _RUN * TILE, end), TILE):
+            for first in range(start, tl.minimum(start + _RUN * TILE, end), TILE):
                 mask = first + lanes < end
                 x = tl.load(pointer + first + lanes, mask=mask).to(tl.float32)
                 tl.store(pointer + first + lanes, narrow(x * scale, dtype), mask=mask)

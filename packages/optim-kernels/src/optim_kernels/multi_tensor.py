@@ -1,11 +1,14 @@
 """Many tensors in one launch: how they are cut into chunks, and tables on the device that say where they are.
 
-A chunk is what one program works on: ``chunk_size`` consecutive elements of one tensor, in memory order. Full chunks
-of aligned tensors come first, so that a kernel knows from the chunk's number whether it may read 16 bytes at a time;
-tails, and whole tensors that do not start at a multiple of 16 bytes, follow and are masked:
+A chunk is what one program works on: consecutive elements of one tensor, in memory order, told to the kernel by a word
+
+    tensor << 40 | size << 34 | start        size and start in units of 256 elements
+
+Full chunks of aligned tensors come first, so that a kernel knows from the chunk's number whether it may read 16 bytes
+at a time; tails, and whole tensors that do not start at a multiple of 16 bytes, follow and are masked:
 
     tensor A (2.5 chunks), tensor B (unaligned, 1.5 chunks), tensor C (1 chunk)
-    owners = A A C | A B B            num_full = 3, num_chunks = 6
+    chunks = A A C | A B B            num_full = 3, num_chunks = 6
 
 Tables are uploaded only when their content changes, and a table that a CUDA graph reads is never written again.
 """
@@ -13,7 +16,6 @@ Tables are uploaded only when their content changes, and a table that a CUDA gra
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,43 +24,71 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes
+UNIT = 256  # elements
+TENSOR_SHIFT, SIZE_SHIFT = 40, 34  # bits
 
 
-class TensorChunks(NamedTuple):
-    """Where one tensor's chunks are: chunk number c is its element ``(c - first) * chunk_size`` and following."""
+class ChunkSize(NamedTuple):
+    """The elements of a chunk, and how many elements of the list, from its front, are cut so (``None``: the rest)."""
 
-    first_full: int
-    first_masked: int
-    num_chunks: int
+    size: int
+    extent: int | None = None
 
 
 class ChunkMap(NamedTuple):
-    """The chunks of a list of tensors: the tensor each belongs to, and each tensor's place among them."""
+    """The chunks of a list of tensors, and how many each tensor has."""
 
-    owners: Tensor  # int32 [num_chunks], on the device
+    words: Tensor  # int64 [num_chunks], on the device
     num_full: int
     num_chunks: int
-    tensors: list[TensorChunks]
+    counts: list[int]
 
     @classmethod
-    def build(cls, numels: Sequence[int], aligned: Sequence[bool], chunk_size: int, device: torch.device) -> ChunkMap:
-        """The map for tensors of ``numels`` elements; even an empty tensor has one (masked) chunk."""
-        full = [numel // chunk_size if flag else 0 for numel, flag in zip(numels, aligned, strict=True)]
-        total = [max(1, -(-numel // chunk_size)) for numel in numels]
-        owners: list[int] = []
-        for i, count in enumerate(full):
-            owners += [i] * count
-        num_full = first_masked = len(owners)
-        tensors = []
-        first_full = 0
-        for i, (count, num_chunks) in enumerate(zip(full, total)):
-            tensors.append(TensorChunks(first_full, first_masked - count, num_chunks))
-            owners += [i] * (num_chunks - count)
-            first_full += count
-            first_masked += num_chunks - count
-        on_device = torch.empty(len(owners), dtype=torch.int32, device=device)
-        _upload(array("i", owners).tobytes(), on_device)
-        return cls(on_device, num_full, len(owners), tensors)
+    def build(
+        cls,
+        numels: Sequence[int],
+        aligned: Sequence[bool],
+        sizes: Sequence[ChunkSize],
+        device: torch.device,
+        *,
+        granule: int | None = None,
+    ) -> ChunkMap:
+        """The map for tensors of ``numels`` elements; even an empty tensor has one (masked) chunk.
+
+        Full chunks have a multiple of ``granule`` elements: that of the one size, unless said.
+        """
+        granule = granule or sizes[-1].size
+        ends = [numel // granule * granule if flag else 0 for numel, flag in zip(numels, aligned, strict=True)]
+        counts = [0] * len(numels)
+        words: list[Tensor] = []
+        extents = iter(sizes)
+        size, room = next(extents)
+        for i, end in enumerate(ends):
+            start = 0
+            while start < end:
+                if room == 0:
+                    size, room = next(extents)
+                stop = end if room is None else min(end, start + room)
+                words.append(_words(i, start, stop, size))
+                counts[i] += len(words[-1])
+                room = None if room is None else room - (stop - start)
+                start = stop
+        num_full = sum(counts)
+        for i, (numel, end) in enumerate(zip(numels, ends)):
+            if end < numel or counts[i] == 0:
+                words.append(_words(i, end, max(numel, 1), sizes[-1].size))
+                counts[i] += len(words[-1])
+        content = torch.cat(words)
+        on_device = torch.empty(len(content), dtype=torch.int64, device=device)
+        _upload(content.numpy().tobytes(), on_device)
+        return cls(on_device, num_full, len(content), counts)
+
+
+def _words(tensor: int, start: int, stop: int, size: int) -> Tensor:
+    """The words of the chunks between two elements of a tensor; the last may be smaller."""
+    starts = torch.arange(start, stop, size, dtype=torch.int64)
+    sizes = (stop - starts).clamp_(max=size)
+    return (tensor << TENSOR_SHIFT) + ((sizes + UNIT - 1) // UNIT << SIZE_SHIFT) + starts // UNIT
 
 
 def _upload(content: bytes, on_device: Tensor) -> None:

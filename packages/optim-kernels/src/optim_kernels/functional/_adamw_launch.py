@@ -8,7 +8,6 @@ of one tensor is told by arguments where it is.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -23,8 +22,8 @@ from optim_kernels.functional._adamw_tensor import CODE_BLOCK, PlannedTensor, Si
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
+    ChunkSize,
     DeviceTable,
-    TensorChunks,
     TensorList,
     is_aligned,
     is_capturing,
@@ -42,7 +41,10 @@ MOST_BLOCKS = 32
 
 
 class Tuning(NamedTuple):
-    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program."""
+    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program.
+
+    A chunk of 0 elements stands for chunks of several sizes.
+    """
 
     chunk: int
     tile: int
@@ -55,43 +57,49 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    registers hold two tiles of them; of wider elements they would spill. With 8-bit codes a tile is a block, so that
-    its scale is one number, and a warp has it alone.
+    or 72 registers hold two tiles of them; of wider elements they would spill. With 8-bit codes a tile is a block, so
+    that its scale is one number, and a warp has it alone.
     """
-    codes = torch.uint8 in (kind.exp_avg, kind.exp_avg_sq)
+    if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
+        if is_interpreted():
+            return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
+        is_small = len(numels) == 1 and numels[0] <= num_multiprocessors * 64 * ONE_CHUNK
+        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 72)
     if is_interpreted():
-        return Tuning(1024, CODE_BLOCK, CODE_BLOCK, 1) if codes else Tuning(4096, 4096, 4096, 1)
-    if codes:
-        return Tuning(_blocks_of_chunk(numels, num_multiprocessors) * CODE_BLOCK, CODE_BLOCK, CODE_BLOCK, 1, 72)
+        return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
-    is_narrow = read <= 10
+    registers = 64 if read <= 8 else 72 if read <= 10 else None
     if kind.stochastic_rounding:
-        return Tuning(4096, 1024, 128, 4, 64 if is_narrow else None)
+        return Tuning(4096, 1024, 128, 4, registers)
     if len(numels) == 1:
         return Tuning(2048, 1024, 128, 4)
-    if is_narrow:
+    if registers is not None:
         # with four tiles a program, where there are so many that it does not matter how the last ones end
         is_long = sum(numels) > num_multiprocessors << 21
-        return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, 64)
+        return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, registers)
     return Tuning(1024, 1024, 128, 2)
 
 
-def _blocks_of_chunk(numels: Sequence[int], num_multiprocessors: int) -> int:
-    """Blocks of codes in a chunk, 3 to 32, for programs of one warp, 28 on a multiprocessor.
+# elements of a chunk of a lone small tensor in codes
+ONE_CHUNK = 3 * CODE_BLOCK
 
-    To start costs a program as much as 0.78 blocks, and at the end the device waits for 0.57 of a chunk: with n blocks
-    for each warp that it holds, n (1 + 0.78 / size) + 0.57 size is least at the root of 1.37 n. From eight on, a
-    multiple of eight leaves the usual matrices without a remainder, which would be masked.
+
+def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
+    """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
+
+    To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
+    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
+    that a multiprocessor holds.
     """
-    blocks = sum(-(-numel // CODE_BLOCK) for numel in numels)
-    size = math.sqrt(1.37 * blocks / (28 * num_multiprocessors))
-    return min(max(round(size), 3), 7) if size < 7.5 else min(8 * round(size / 8), MOST_BLOCKS)
+    programs = 28 * num_multiprocessors
+    sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
+    return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
 
 
 class AdamWLaunch:
     """The tensors of one signature: their tables and the compiled kernel."""
 
-    def __init__(self, members: list[PlannedTensor], grads: Sequence[Tensor]) -> None:
+    def __init__(self, members: list[PlannedTensor], grads: Sequence[Tensor], *, order: int, total: int) -> None:
         self.places = [member.place for member in members]
         # gradients that had to be brought into their parameter's layout, kept while the launch may read them
         self.copies: list[Tensor] = []
@@ -104,7 +112,8 @@ class AdamWLaunch:
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         self._memos = torch.zeros(len(self._slots), MEMOS_SIZE, dtype=torch.float64, device=self._device)
         self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
-        self._is_alone = len(members) == 1 and not self._signature.presence
+        # this launch's place among those of a step on the device, and their number
+        self._order, self._total = order, total
         self._own_aligned = [_is_aligned(member) for member in members]
         self._aligned: list[bool] = []
         # what the changing table holds, and what of it has still to be uploaded
@@ -117,6 +126,9 @@ class AdamWLaunch:
         # learning rates and betas on the device, kept while the launch may read them
         self._scalar_tensors: list[Tensor] = []
         self._grads_view = self._scalars_view = self._zero
+        # clip factor, gradient scale, found_inf
+        self._factors: tuple[Tensor, ...] = ()
+        self._is_alone = False
         self._chunks: ChunkMap
         self._rows: list[Record]
 
@@ -164,47 +176,49 @@ class AdamWLaunch:
     def _cut(self, aligned: list[bool]) -> None:
         """Cut the tensors into chunks, write their records and bind the kernel to the number of chunks."""
         from optim_kernels import adamw_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES, Launch
+        from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
 
         members, kind = self._members, self._signature
-        dtypes = (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq)
         numels = [member.param.numel() for member in members]
         on_gpu = self._device.type == "cuda"
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         tuned = tuning(kind, numels, num_multiprocessors)
+        sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
         self._aligned = aligned
-        self._chunks = ChunkMap.build(numels, aligned, tuned.chunk, self._device)
+        self._chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
         slot_chunks = dict.fromkeys(self._slots, 0)
-        for member, chunks in zip(members, self._chunks.tensors):
-            slot_chunks[member.step.data_ptr()] += chunks.num_chunks
-        self._rows = [
-            self._record(member, chunks, slot_chunks) for member, chunks in zip(members, self._chunks.tensors)
-        ]
+        for member, count in zip(members, self._chunks.counts):
+            slot_chunks[member.step.data_ptr()] += count
+        self._rows = [self._record(member, slot_chunks) for member in members]
+        # chunks of one size need no map
+        self._is_alone = len(members) == 1 and tuned.chunk > 0
         if not self._is_alone:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
 
         masters = {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}
-        overlap = not is_interpreted() and torch.cuda.get_device_capability(self._device) >= (9, 0)
-        constants = (
-            tuned.chunk,
-            tuned.tile,
-            tuned.tail_tile,
-            *(TRITON_DTYPES[dtype] for dtype in dtypes),
-            kind.amsgrad,
-            masters[kind.master],
-            kind.stochastic_rounding,
-            kind.num_slices,
+        stored = kernels.Format(
+            param=TRITON_DTYPES[kind.param],
+            grad=TRITON_DTYPES[kind.grad],
+            exp_avg=TRITON_DTYPES[kind.exp_avg],
+            exp_avg_sq=TRITON_DTYPES[kind.exp_avg_sq],
+            amsgrad=kind.amsgrad,
+            master=masters[kind.master],
+            stochastic=kind.stochastic_rounding,
+            num_slices=kind.num_slices,
         )
+        overlap = NO_OVERLAP
+        if can_overlap(self._device):
+            overlap = ALONE if self._total == 1 else LATER if self._order else FIRST
         self._launch = Launch(
             kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
             self._chunks.num_chunks,
-            (*constants, overlap) if self._is_alone else (*constants, kind.presence, overlap),
+            (tuned.chunk, tuned.tile, tuned.tail_tile, stored, overlap),
             num_warps=tuned.num_warps,
             maxnreg=tuned.max_registers,
             **({"launch_pdl": True} if overlap else {}),
         )
 
-    def _record(self, member: PlannedTensor, chunks: TensorChunks, slot_chunks: dict[int, int]) -> Record:
+    def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
         from optim_kernels.adamw_kernels import Record
 
         exp_avg, exp_avg_scale = addresses(member.exp_avg)
@@ -216,10 +230,8 @@ class AdamWLaunch:
             max_exp_avg_sq=_address(member.max_exp_avg_sq),
             master=_address(member.master),
             step=member.step.data_ptr(),
-            present=_address(member.present),
+            present=(self._one if member.present is None else member.present).data_ptr(),
             numel=member.param.numel(),
-            first_full=chunks.first_full,
-            first_masked=chunks.first_masked,
             slot=self._slots[member.step.data_ptr()],
             slot_chunks=slot_chunks[member.step.data_ptr()],
             group=member.group,
@@ -230,14 +242,14 @@ class AdamWLaunch:
             exp_avg_sq_scale=exp_avg_sq_scale,
         )
 
-    def run(
+    def get_ready(
         self,
         scalars: Sequence[AdamWScalars],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
     ) -> None:
-        """Launch on the current stream, with the gradients of the last ``refresh``."""
+        """Put on the device what ``run`` reads, with the gradients of the last ``refresh``."""
         numbers = are_numbers(scalars)
         if not numbers or scalars != self._scalars:
             self._set_scalars(scalars, numbers)
@@ -245,15 +257,21 @@ class AdamWLaunch:
             self._upload()
         if not numbers and any(on_device(beta) for each in scalars for beta in (each.beta1, each.beta2)):
             write_betas(self._scalars_view.view(len(scalars), -1), scalars)
-        factor, scale = self._as_scalar(clip_factor, self._one), self._as_scalar(grad_scale, self._one)
-        skip = self._as_scalar(found_inf, self._zero)
+        self._factors = (
+            self._as_scalar(clip_factor, self._one),
+            self._as_scalar(grad_scale, self._one),
+            self._as_scalar(found_inf, self._zero),
+        )
+
+    def run(self) -> None:
+        """Launch on the current stream."""
         chunks = self._chunks
         if is_capturing(self._device):
             self._records.keep_for_graph()
             self._changing.keep_for_graph()
-            keep_for_graphs(chunks.owners, self._counters, self._memos, self._one, self._zero)
+            keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
-        changing = (self._scalars_view, self._counters, self._memos, factor, scale, skip)
+        changing = (self._scalars_view, self._counters, self._memos, *self._factors)
         counts = (chunks.num_chunks, chunks.num_full)
         if self._is_alone:
             record = self._rows[0]
@@ -271,6 +289,7 @@ class AdamWLaunch:
                     record.exp_avg_scale,
                     record.exp_avg_sq_scale,
                     record.step,
+                    record.present,
                     record.numel,
                     record.group,
                     record.seed,
@@ -279,7 +298,7 @@ class AdamWLaunch:
                 ),
             )
         else:
-            self._launch((chunks.owners, self._records.words, self._grads_view, *changing), counts)
+            self._launch((chunks.words, self._records.words, self._grads_view, *changing), counts)
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:

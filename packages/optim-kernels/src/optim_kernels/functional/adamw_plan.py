@@ -95,7 +95,7 @@ class AdamWPlan:
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
         check_shared_steps(planned, grads.tensors)
-        self._launches = [AdamWLaunch(members, grads.tensors) for members in by_signature.values()]
+        self._launches = _launches(list(by_signature.values()), grads.tensors)
         # copies, for the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
@@ -145,7 +145,19 @@ class AdamWPlan:
         """One step; ``scalars`` holds the hyperparameters of each group."""
         self.refresh(grads)
         for launch in self._launches:
-            launch.run(scalars, grad_scale, found_inf, clip_factor)
+            launch.get_ready(scalars, grad_scale, found_inf, clip_factor)
+        for launch in self._launches:
+            launch.run()
+
+
+def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list[AdamWLaunch]:
+    """A launch for each list; on a device the largest first, for the others run under its end."""
+    lists.sort(key=lambda members: sum(member.param.numel() for member in members), reverse=True)
+    devices = [members[0].param.device for members in lists]
+    return [
+        AdamWLaunch(members, grads, order=devices[:i].count(device), total=devices.count(device))
+        for i, (members, device) in enumerate(zip(lists, devices))
+    ]
 
 
 def _are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
