@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.distributed.checkpoint"]
+# names of more modules, with commas: what every rank would import otherwise; those that are missing are passed over
+PRELOAD_VARIABLE = "RANKS_PRELOAD"
 
 
 class RankFailure(AssertionError):
@@ -49,7 +51,7 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         options = {
             "backend": backend if init_process_group else None,
