@@ -88,6 +88,64 @@ def test_a_gradient_that_was_resized_is_refused() -> None:
     assert torch.equal(params[2], before)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_gradient_without_memory_is_refused(max_norm: float | None) -> None:
+    """As where a framework frees storages and keeps the tensors."""
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton", max_norm=max_norm)
+    optimizer.step()
+    assert params[1].grad is not None
+    params[1].grad.untyped_storage().resize_(0)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="its storage was freed"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    params[1].grad = torch.randn_like(params[1])
+    optimizer.step()
+    assert not torch.equal(params[1], before[1])
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2] * 3
+
+
+def test_a_parameter_without_memory_is_refused() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    optimizer.step()
+    params[2].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"params\[2\].*its storage was freed"):
+        optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [1] * 3
+
+
+def test_gradients_that_come_and_go() -> None:
+    """A parameter whose gradient is gone is left alone, and keeps its own count."""
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    optimizer.step()
+    for absent in (0, 2, None):
+        give_gradients(params)
+        if absent is not None:
+            params[absent].grad = None
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        assert [torch.equal(p, old) for p, old in zip(params, before)] == [i == absent for i in range(3)]
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 4, 3]
+
+
+def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay would make it anew."""
+    params = make_params()
+    optimizer = TritonAdamW([("first", params[0]), ("second", params[1])], impl="triton", capturable=True)
+    params[1].grad = None
+    optimizer.step()
+    params[1].grad = torch.ones_like(params[1])
+    monkeypatch.setattr("optim_kernels.adamw.is_capturing", lambda device: True)
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match=r"second has no state yet.*run a step before"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert not optimizer.state.get(params[1])
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are:UserWarning")
 def test_a_gradient_that_became_sparse_is_named() -> None:
     table = torch.nn.Parameter(torch.zeros(3, 2, device=DEVICE))

@@ -118,9 +118,55 @@ def test_integer_steps_and_corrupt_states() -> None:
     new = TritonAdamW(params, state_dtype="int8")
     new.load_state_dict(saved)
     assert int(new.state[params[0]]["step"]) == 7
-    del saved["state"][0]["exp_avg"]["scale"]
-    with pytest.raises(ValueError, match="scale"):
-        TritonAdamW(params, state_dtype="int8").load_state_dict(saved)
+
+
+def _without_scale(state: dict[str, Any]) -> None:
+    del state["exp_avg"]["scale"]
+
+
+def _with_too_few_blocks(state: dict[str, Any]) -> None:
+    state["exp_avg_sq"]["scale"] = state["exp_avg_sq"]["scale"][:-1]
+
+
+def _with_too_few_codes(state: dict[str, Any]) -> None:
+    state["exp_avg"]["codes"] = state["exp_avg"]["codes"].flatten()[:-1]
+
+
+def _without_a_moment(state: dict[str, Any]) -> None:
+    del state["exp_avg_sq"]
+
+
+def _of_another_shape(state: dict[str, Any]) -> None:
+    state["exp_avg"] = torch.zeros(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without_scale, "scale"),
+        (_with_too_few_blocks, "scale"),
+        (_with_too_few_codes, "codes"),
+        (_without_a_moment, "exp_avg_sq"),
+        (_of_another_shape, r"exp_avg has shape \(3, 3\)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_corrupt_state_is_refused_and_leaves_the_optimizer(damage: Any, words: str) -> None:
+    params = make()
+    optimizer, other = TritonAdamW(params, state_dtype="int8"), TritonAdamW(make(), state_dtype="int8", lr=0.5)
+    steps(optimizer, params, 2)
+    steps(other, [p for group in other.param_groups for p in group["params"]], 5)
+    saved = other.state_dict()
+    damage(saved["state"][max(i for i in saved["state"] if isinstance(saved["state"][i]["exp_avg"], dict))])
+    before = {p: dict(state) for p, state in optimizer.state.items()}
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] != 0.5
+    for p, state in before.items():
+        assert state.keys() == optimizer.state[p].keys()
+        assert all(state[key] is optimizer.state[p][key] for key in state)
+    steps(optimizer, params, 1)
+    assert int(optimizer.state[params[0]]["step"]) == 3
 
 
 def test_int8_trains_as_fp32() -> None:

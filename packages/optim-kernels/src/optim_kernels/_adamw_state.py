@@ -106,6 +106,12 @@ def placed_state(
     param: Tensor, group: dict[str, Any], saved: dict[str, Any], *, step_device: torch.device
 ) -> dict[str, Any]:
     """A loaded state, of torch's AdamW or of ours in any format, in the format of this group."""
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]
+    if missing:
+        raise ValueError(
+            f"the loaded state of a parameter of shape {tuple(param.shape)} has {sorted(saved)}, but AdamW needs "
+            f"{' and '.join(missing)} too; load a state dict of an AdamW"
+        )
     dtypes = _dtypes(param, group)
     state: dict[str, Any] = {}
     for key, value in saved.items():

@@ -52,6 +52,8 @@ class GradientNorm:
         """Take note of where the gradients are; nothing is uploaded unless that changed."""
         if addresses == self._addresses and numels == self._numels:
             return
+        if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
+            raise ValueError("a gradient has elements but no memory: its storage was freed")
         aligned = [address % ALIGNMENT == 0 for address in addresses]
         if aligned != self._aligned or numels != self._numels:
             self._cut(numels, aligned)

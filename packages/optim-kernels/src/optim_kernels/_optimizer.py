@@ -32,7 +32,11 @@ class StatefulOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with."""
+        """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
+
+        One that cannot be taken over raises, and leaves the optimizer as it was.
+        """
+        before = {"state": self.state, "param_groups": self.param_groups}
         loaded: dict[str, Any] = {}
 
         # Hooks of the user's may replace the dict, and theirs run first: ours sees the one that torch loads.
@@ -48,6 +52,9 @@ class StatefulOptimizer(Optimizer):
         ]
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self.__setstate__(before)
+            raise
         finally:
             for handle in handles:
                 handle.remove()

@@ -33,7 +33,7 @@ from optim_kernels._optimizer import (
     text_table,
 )
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels.multi_tensor import TensorList, is_capturing
 
 __all__ = ["TritonAdamW"]
 
@@ -226,6 +226,11 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         """Make the state of a parameter that gets its first gradient; put its step count where it is advanced."""
         device = step_device(param, group)
         if not self.state[param]:
+            if is_capturing(param.device):
+                raise RuntimeError(
+                    f"TritonAdamW.step() is being captured into a CUDA graph, but {self._parameter_names()[param]} has "
+                    "no state yet, and every replay would make it anew; run a step before the capture"
+                )
             self.state[param] = new_state(param, group, step_device=device)
         step = self.state[param]["step"]
         if step.device != device:

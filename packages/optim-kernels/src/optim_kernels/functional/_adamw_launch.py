@@ -134,13 +134,15 @@ class AdamWLaunch:
 
     def refresh(self, grads: TensorList) -> None:
         """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
-        if grads.kinds != self._kinds or self.copies:
-            addresses = self._take(grads.tensors)
-            self._kinds = grads.kinds
-        else:
-            addresses = grads.addresses
+        addresses = grads.addresses
+        if grads.kinds == self._kinds and not self.copies:
             if addresses == self._addresses:
                 return
+            if 0 in addresses:
+                self._take(grads.tensors)
+        else:
+            addresses = self._take(grads.tensors)
+            self._kinds = grads.kinds
         self._addresses = addresses
         aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
         if aligned != self._aligned:

@@ -83,9 +83,11 @@ class PlannedTensor:
             raise ValueError(f"{name} is {p.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
         if not is_dense(p):
             raise ValueError(f"{name} has strides {p.stride()} for shape {tuple(p.shape)}: its elements are not dense")
+        _check_memory(name, p)
         for kind, state in self.states():
             if state is None:
                 continue
+            _check_memory(f"{kind}[{self.place}]", state)
             if state.shape != p.shape or state.device != p.device or not _same_layout(state, p):
                 raise ValueError(
                     f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
@@ -142,6 +144,7 @@ class PlannedTensor:
                 f"grads[{self.place}] must be like params[{self.place}], {description(p)}, or a stack of such, but is "
                 f"{description(grad)}"
             )
+        _check_memory(f"grads[{self.place}]", grad)
 
     def has_layout_of(self, grad: Tensor) -> bool:
         """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
@@ -198,6 +201,12 @@ def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]
                 f"params[{place}] and params[{tensor.place}] share a step count, but differ in dtypes, options or "
                 "'present'; give each its own step tensor"
             )
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` if the tensor has elements and no memory: its storage was resized to nothing."""
+    if tensor.numel() and addresses(tensor)[0] == 0:
+        raise ValueError(f"{name}, {description(tensor)}, has no memory: its storage was freed")
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
