@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optim_redist._direct import take_more
-from optim_redist._inside import Inside, Part
+from optim_redist._inside import Part
 from optim_redist.cost import Topology
 from optim_redist.moves import Phase, Volumes
 from optim_redist.problem import Problem
@@ -34,37 +34,65 @@ def crossings(problem: Problem, topology: Topology, limit: int | None) -> tuple[
         outbound = [[group.leaving for group in groups] for groups in levels.values()]
     else:
         outbound = [[0] * len(groups) for groups in levels.values()]
-        kept, held = problem.num_kept, problem.held_sizes
-        places: dict[Part, list[list[tuple[int, Inside]]]] = {part: [[] for _ in levels] for part in problem.holders}
+        places: dict[Part, list[_Place]] = {part: [] for part in problem.holders}
         for depth, groups in enumerate(levels.values()):
             for k, group in enumerate(groups):
-                for part in group.holders:
-                    places[part][depth].append((k, group))
-        for part, holders in problem.holders.items():
-            demand = held[part[0]] * problem.dst_replicas - sum(kept.get(rank, 0) for rank in holders)
-            taken, served = _deal(part, holders, demand, places[part], limit)
+                for part, asked in group.asked.items():
+                    places[part].append((depth, k, group.holders[part], asked))
+        for part, of_part in places.items():
+            demand = problem.demand(part)
+            if _served_at_once(of_part, demand, limit):
+                busiest = max(busiest, *[-(-asked // len(ranks)) for _, _, ranks, asked in of_part])
+                continue
+            even = _even_rest(of_part, demand, limit) if len(levels) == 1 else None
+            if even is not None:
+                busiest = max(busiest, demand // len(problem.holders[part]))
+                for depth, k, _, _ in of_part:
+                    outbound[depth][k] += even
+                continue
+            taken, served = _deal(problem.holders[part], demand, of_part, limit)
             busiest = max(busiest, *taken.values())
-            for depth, k, ranks, asked, inside in served:
+            for (depth, k, ranks, asked), inside in zip(of_part, served):
                 inbound[depth][k] += asked - inside
-                outbound[depth][k] += sum(taken[rank] for rank in ranks) - inside
+                outbound[depth][k] += sum(map(taken.__getitem__, ranks)) - inside
     widest = [max(*into, *out) for into, out in zip(inbound, outbound)]
     return {name: most for name, most in zip(levels, widest) if most}, busiest
 
 
+# where a part has holders: depth of the level, number of the group, holders in it, elements that the group asks of them
+_Place = tuple[int, int, list[int], int]
+
+
+def _served_at_once(places: Sequence[_Place], demand: int, limit: int | None) -> bool:
+    """Whether the innermost groups alone ask for a part, and their holders have room for it."""
+    inner = [(len(ranks), asked) for depth, _, ranks, asked in places if depth == 0]
+    within = limit is None or all(asked <= limit * count for count, asked in inner)
+    return within and sum(asked for _, asked in inner) == demand
+
+
+def _even_rest(places: Sequence[_Place], demand: int, limit: int | None) -> int | None:
+    """What holders in each group send elsewhere, if all of them do and send inside the same whole amounts."""
+    _, _, ranks, asked = places[0]
+    count, rest = len(ranks), demand - asked * len(places)
+    if asked % count or rest % (count * len(places)) or (limit is not None and demand > limit * count * len(places)):
+        return None
+    if any(len(ranks) != count or other != asked for _, _, ranks, other in places):
+        return None
+    return rest // len(places)
+
+
 def _deal(
-    part: Part, holders: Sequence[int], demand: int, places: Sequence[Sequence[tuple[int, Inside]]], limit: int | None
-) -> tuple[dict[int, int], list[tuple[int, int, list[int], int, int]]]:
-    """What every holder of a part sends; and for each level and group its holders, what it asks for and gets inside."""
+    holders: Sequence[int], demand: int, places: Sequence[_Place], limit: int | None
+) -> tuple[dict[int, int], list[int]]:
+    """What every holder of a part sends, and what the holders at each place send inside their group."""
     taken = dict.fromkeys(holders, 0)
     served = []
-    left = demand
-    for depth, of_level in enumerate(places):
-        for k, group in of_level:
-            ranks, asked = group.holders[part], group.asked[part]
-            before = sum(taken[rank] for rank in ranks)
-            more = sum(take_more(taken, ranks, asked - before, limit)) if asked > before else 0
-            served.append((depth, k, ranks, asked, before + more))
-            left -= more
+    for _, _, ranks, asked in places:
+        before = sum(map(taken.__getitem__, ranks))
+        if asked > before:
+            before += sum(take_more(taken, ranks, asked - before, limit))
+        served.append(before)
+    left = demand - sum(taken.values())
     if left:
         take_more(taken, holders, left, limit)
     return taken, served

@@ -113,12 +113,12 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
         phases = whole_phases(problem, method, topology)
         rounds = _num_rounds(request, phases)
         found = [listed(phase, topology) for phase in phases]
-    totals: dict[tuple[str, int], int] = {}
+    totals: tuple[dict[int, int], dict[int, int]] = ({}, {})
     steps = []
     for number, moved in enumerate(found):
-        for side, counts in (("send", moved.sent), ("recv", moved.received)):
+        for total, counts in zip(totals, (moved.sent, moved.received)):
             for rank, count in counts.items():
-                totals[side, rank] = totals.get((side, rank), 0) + count
+                total[rank] = total.get(rank, 0) + count
         recv, send = max(moved.received.values(), default=0), max(moved.sent.values(), default=0)
         if rounds == 1:
             peak = _peak_bytes(request, moved.sent, moved.received)
@@ -130,7 +130,7 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
             step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
         )
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
-    return Candidate(method, (stage,), tuple(steps), max(totals.values(), default=0))
+    return Candidate(method, (stage,), tuple(steps), max([n for total in totals for n in total.values()], default=0))
 
 
 def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:

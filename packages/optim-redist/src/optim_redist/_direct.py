@@ -128,7 +128,10 @@ def take_more(taken: dict[int, int], ranks: Sequence[int], amount: int, limit: i
     With a limit the shares themselves are as equal as they can be, no sum is above it, and what does not fit is left.
     """
     before = [taken[rank] for rank in ranks]
-    if limit is None:
+    if before.count(before[0]) == len(before):
+        room = amount if limit is None else (limit - before[0]) * len(before)
+        shares = fair_shares(min(amount, room), len(before))
+    elif limit is None:
         shares = level_shares(amount, before)
     else:
         shares = even_shares(amount, [limit - already for already in before])

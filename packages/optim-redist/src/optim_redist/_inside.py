@@ -6,13 +6,14 @@ ranks of a node usually hold and need grids of points, I = I₁ × I₂ × … a
     Σ_{j in J} |B(i, j)|            =  Π_k  Σ_{j_k in J_k} n_k(i_k, j_k)
     Σ_{i in I} Σ_{j in J} |B(i, j)| =  Π_k  Σ_{i_k in I_k} Σ_{j_k in J_k} n_k(i_k, j_k)
 
-and no pair of points is visited. Sets of points that are no grid are summed pair by pair.
+and no pair of points is visited. Dimensions on which all pairs share equally much count as a factor. Sets of points
+that are no grid on the others are summed pair by pair.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -28,40 +29,61 @@ class Inside:
     """Some ranks of a redistribution.
 
     Attributes:
-        holders: the source parts that are held here, each with the ranks that hold it here.
-        needers: the target points that are needed here, each with the ranks that need it here.
-        sources: the source points that are held here.
+        sources, targets: the source points that are held here and the target points that are needed here, each with
+            the number of ranks here that do.
         held, needed: elements of all parts held here, and of all target points needed here.
     """
 
     def __init__(self, problem: Problem, ranks: tuple[int, ...]) -> None:
         self.problem, self.ranks = problem, ranks
-        self.holders: dict[Part, list[int]] = {}
-        self.needers: dict[Point, list[int]] = {}
-        src, dst, contribution = problem.src_points, problem.dst_points, problem.contribution
-        for rank in ranks:
-            if rank in src:
-                self.holders.setdefault((src[rank], contribution[rank]), []).append(rank)
-            if rank in dst:
-                self.needers.setdefault(dst[rank], []).append(rank)
-        self.sources: Collection[Point] = [point for point, _ in self.holders]
-        self.held, self.needed = problem.sum_held(self.sources), problem.sum_needed(self.needers)
+        self.sources = _counted(problem.src_points, ranks)
+        self.targets = _counted(problem.dst_points, ranks)
+        held: Collection[Point] = self.sources
         if problem.num_contributions > 1:
-            self.sources = dict.fromkeys(self.sources)
+            held = [point for point, _ in self.holders]
+        self.held, self.needed = problem.sum_held(held), problem.sum_needed(self.targets)
         # target points by the number of ranks here that need them
-        self._needed_by: dict[int, list[Point]] = {}
-        for point, needing in self.needers.items():
-            self._needed_by.setdefault(len(needing), []).append(point)
+        self._needed_by: dict[int, Collection[Point]] = {}
+        for n in set(self.targets.values()):
+            self._needed_by[n] = [point for point, count in self.targets.items() if count == n]
+
+    @cached_property
+    def holders(self) -> dict[Part, list[int]]:
+        """The source parts that are held here, each with the ranks that hold it here."""
+        found: dict[Part, list[int]] = {}
+        points, contribution = self.problem.src_points, self.problem.contribution
+        for rank in self.ranks:
+            if rank in points:
+                found.setdefault((points[rank], contribution[rank]), []).append(rank)
+        return found
+
+    @cached_property
+    def needers(self) -> dict[Point, list[int]]:
+        """The target points that are needed here, each with the ranks that need it here."""
+        found: dict[Point, list[int]] = {}
+        points = self.problem.dst_points
+        for rank in self.ranks:
+            if rank in points:
+                found.setdefault(points[rank], []).append(rank)
+        return found
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some part that is held here is held elsewhere too."""
+        problem = self.problem
+        if problem.num_contributions > 1:
+            return any(len(ranks) < problem.src_replicas for ranks in self.holders.values())
+        return min(self.sources.values(), default=problem.src_replicas) < problem.src_replicas
 
     @cached_property
     def common(self) -> int:
         """Elements that the source points held here and the target points needed here share."""
-        return total_shared(self.problem, self.sources, self.needers)
+        return total_shared(self.problem, self.sources, self.targets)
 
     @cached_property
     def wanted(self) -> dict[Point, int]:
         """For every source point held here, how many of its elements some rank here needs, by target points."""
-        return shared(self.problem, self.sources, self.needers)
+        return shared(self.problem, self.sources, self.targets)
 
     @cached_property
     def asked(self) -> dict[Part, int]:
@@ -74,7 +96,7 @@ class Inside:
     @cached_property
     def had(self) -> dict[Point, int]:
         """For every target point needed here, how many of its elements some rank here holds; nothing is pending."""
-        return shared(self.problem, self.needers, self.sources, from_targets=True)
+        return shared(self.problem, self.targets, self.sources, from_targets=True)
 
     @cached_property
     def lacking(self) -> int:
@@ -110,21 +132,33 @@ class Inside:
         Out(g) = Σ_{i not wholly held outside} ( |S_i| - Σ_{j needed only in g} |B(i, j)| )
         """
         problem = self.problem
-        whole = only_here = self.sources
+        whole: Collection[Point] = self.sources
+        only_here: Collection[Point] = self.sources
         if problem.num_contributions > 1:
             counts = Counter(point for point, _ in self.holders)
             whole = [point for point, count in counts.items() if count == problem.num_contributions]
-        if problem.src_replicas > 1 or problem.num_contributions > 1:
             all_here = [part for part, ranks in self.holders.items() if len(ranks) == problem.src_replicas]
             only_here = dict.fromkeys([point for point, _ in all_here])
+        elif problem.src_replicas > 1:
+            only_here = [point for point, count in self.sources.items() if count == problem.src_replicas]
         stays = self._needed_by.get(problem.dst_replicas, ())
         leaving = problem.sum_held(only_here) - self._common(only_here, stays)
-        return self.needed - self._common(whole, self.needers), leaving
+        return self.needed - self._common(whole, self.targets), leaving
 
     def _common(self, sources: Collection[Point], targets: Collection[Point]) -> int:
-        if len(sources) == len(self.sources) and len(targets) == len(self.needers):
+        if len(sources) == len(self.sources) and len(targets) == len(self.targets):
             return self.common
         return total_shared(self.problem, sources, targets)
+
+
+def _counted(points: Mapping[int, Point], ranks: Sequence[int]) -> dict[Point, int]:
+    """The points of some ranks, each with the number of ranks there."""
+    found: dict[Point, int] = {}
+    for rank in ranks:
+        if rank in points:
+            point = points[rank]
+            found[point] = found.get(point, 0) + 1
+    return found
 
 
 class Groups:
@@ -139,11 +173,8 @@ class Groups:
         self.levels: dict[str, list[Inside]] = {}
         for level, ranks, _ in topology.groups(problem.ranks):
             self.levels.setdefault(level, []).append(Inside(problem, ranks))
-        replicas = problem.src_replicas
         innermost: Sequence[Inside] = next(iter(self.levels.values()), ())
-        self.spread = replicas > 1 and any(
-            len(ranks) < replicas for group in innermost for ranks in group.holders.values()
-        )
+        self.spread = problem.src_replicas > 1 and any(group.is_split for group in innermost)
 
     def __bool__(self) -> bool:
         return bool(self.levels)
@@ -153,17 +184,8 @@ def total_shared(problem: Problem, sources: Collection[Point], targets: Collecti
     """Elements that some source points and some target points share."""
     if not sources or not targets:
         return 0
-    here, there = _grid_axes(sources), _grid_axes(targets)
-    if here is None or there is None:
-        return sum(shared(problem, sources, targets).values())
-    found = 1
-    for overlap, rows, columns in zip(problem.overlaps, here, there):
-        if overlap.alike is not None:
-            found *= overlap.alike * len(rows) * len(columns)
-        else:
-            common = overlap.common
-            found *= sum(n for i in rows for j, n in common[i].items() if j in columns)
-    return found
+    keys, found = _shared(problem, sources, targets, from_targets=False)
+    return sum(map(found.__getitem__, keys))
 
 
 def shared(
@@ -173,30 +195,50 @@ def shared(
 
     ``points`` are source points and ``others`` target points, the other way round with ``from_targets``.
     """
-    axes = _grid_axes(others)
-    if axes is None:
-        pairs = (lambda a, b: problem.num_common(b, a)) if from_targets else problem.num_common
-        return {point: sum(pairs(point, other) for other in others) for point in points}
-    factor = 1
-    rows: list[tuple[int, dict[int, int]]] = []
-    for k, (overlap, there) in enumerate(zip(problem.overlaps, axes)):
-        if overlap.alike is not None:
-            factor *= overlap.alike * len(there)
-            continue
-        common, here = overlap.common, {point[k] for point in points}
-        if from_targets:
-            row = {j: sum(common[i].get(j, 0) for i in there) for j in here}
-        else:
-            row = {i: sum(n for j, n in common[i].items() if j in there) for i in here}
-        rows.append((k, row))
-    found = dict.fromkeys(points, factor)
-    for k, row in rows:
-        for point in found:
-            found[point] *= row[point[k]]
-    return found
+    keys, found = _shared(problem, points, others, from_targets)
+    return dict(zip(points, map(found.__getitem__, keys)))
 
 
-def _grid_axes(points: Collection[Point]) -> list[set[int]] | None:
-    """The coordinates on every dimension if the points are all their combinations, else None."""
-    axes = list(map(set, zip(*points)))
-    return axes if prod(map(len, axes)) == len(points) else None
+def _shared(
+    problem: Problem, points: Collection[Point], others: Collection[Point], from_targets: bool
+) -> tuple[list[Point], dict[Point, int]]:
+    """For every point its coordinates on the dimensions where they matter; by these, what ``shared`` says."""
+    alike, dims = problem.alike
+    keys = _on_dims(points, dims)
+    if not dims:
+        return keys, {(): alike * len(others)}
+    weights: dict[Point, int] = {}
+    for other in _on_dims(others, dims):
+        weights[other] = weights.get(other, 0) + 1
+    axes = list(map(set, zip(*weights)))
+    if prod(map(len, axes)) == len(weights) and len(set(weights.values())) == 1:
+        found = dict.fromkeys(keys, alike * next(iter(weights.values())))
+        for place, (k, there) in enumerate(zip(dims, axes)):
+            common, here = problem.overlaps[k].common, {key[place] for key in found}
+            if from_targets:
+                sizes = dict.fromkeys(here, 0)
+                for i in there:
+                    for j in common[i].keys() & here:
+                        sizes[j] += common[i][j]
+            else:
+                sizes = {i: sum(map(common[i].__getitem__, common[i].keys() & there)) for i in here}
+            for key in found:
+                found[key] *= sizes[key[place]]
+        return keys, found
+    rows = [problem.overlaps[k].common for k in dims]
+    found = dict.fromkeys(keys, 0)
+    for key in found:
+        for other, weight in weights.items():
+            size = alike * weight
+            for common, i, j in zip(rows, other if from_targets else key, key if from_targets else other):
+                size *= common[i].get(j, 0)
+            found[key] += size
+    return keys, found
+
+
+def _on_dims(points: Collection[Point], dims: Sequence[int]) -> list[Point]:
+    """The coordinates of points on some dimensions."""
+    if not dims or not points:
+        return [()] * len(points)
+    columns = list(zip(*points))
+    return list(zip(*[columns[k] for k in dims]))

@@ -30,12 +30,27 @@ def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(product(*map(range, sizes)))
 
 
-def _flatten(values: Any) -> Iterable[int]:
-    if isinstance(values, int):
-        yield values
-    else:
-        for value in values:
-            yield from _flatten(value)
+@lru_cache(maxsize=4096)
+def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+    """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
+    total = prod(sizes)
+    found = [0] * total
+    for axis in axes:
+        n = sizes[axis]
+        inner = prod(sizes[axis + 1 :])
+        digits = [c for c in range(n) for _ in range(inner)] * (total // (n * inner))
+        found = digits if axis == axes[0] else [c * n + digit for c, digit in zip(found, digits)]
+    return found
+
+
+def _flat(values: Iterable[Any]) -> list[int]:
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            found.append(value)
+        else:
+            found += _flat(value)
+    return found
 
 
 @dataclass(frozen=True, init=False)
@@ -66,7 +81,7 @@ class Mesh:
             names = tuple(names)
             if len(names) != len(shape) or len(set(names)) != len(names):
                 raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
-        order = tuple(range(total)) if ranks is None else tuple(_flatten(ranks))
+        order = tuple(range(total)) if ranks is None else tuple(_flat(ranks))
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
         # meshes are part of the keys of every cache, so they know their hash

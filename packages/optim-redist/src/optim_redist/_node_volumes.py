@@ -46,13 +46,12 @@ def node_volumes(problem: Problem, topology: Topology, target: int) -> list[Volu
                 if asked + sum(sending[rank] for rank in ranks) > target * len(ranks):
                     return None
                 _send(fetch, sending, ranks, asked)
-    outbound = [0] * len(groups)
+    leaving: dict[int, int] = {}
     for point, demand in _asked_from_outside(problem, groups).items():
         if demand:
             holders = problem.holders[point, 0]
-            shares = dict(zip(holders, _send(fetch, sending, holders, demand)))
-            for k, group in enumerate(groups):
-                outbound[k] += sum(shares[rank] for rank in group.holders.get((point, 0), ()))
+            leaving.update(zip(holders, _send(fetch, sending, holders, demand)))
+    outbound = [sum(leaving.get(rank, 0) for rank in group.ranks) for group in groups]
     widest = max(*inbound, *outbound)
     if widest:
         fetch.borders[level] = widest
@@ -86,7 +85,7 @@ def _send(exchange: Volumes, sending: dict[int, int], ranks: Sequence[int], amou
 
 def _asked_from_outside(problem: Problem, groups: Sequence[Inside]) -> dict[Point, int]:
     """For every source point, what goes to groups in which nobody holds it."""
-    times = Counter(point for group in groups for point in group.needers)
+    times = Counter(point for group in groups for point in group.targets)
     found = dict.fromkeys(problem.held_sizes, 0)
     for count in set(times.values()):
         alike = [point for point, n in times.items() if n == count]

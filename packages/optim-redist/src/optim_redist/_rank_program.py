@@ -10,7 +10,7 @@ The same code packs and unpacks for a process group and for a simulation of all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -287,6 +287,23 @@ def copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         targets[0].copy_(sources[0])
     elif targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+Copy = tuple[Tensor, Tensor]  # to, from
+
+
+def copy_together(copies: Iterable[Copy]) -> None:
+    """Make copies between views of one shape each, in a call for all dense ones of a dtype, which is a launch or two."""
+    dense: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in copies:
+        if target.is_contiguous() and source.is_contiguous():
+            targets, sources = dense.setdefault(target.dtype, ([], []))
+            targets.append(target.view(-1))
+            sources.append(source.view(-1))
+        else:
+            target.copy_(source)
+    for targets, sources in dense.values():
+        copy_views(targets, sources)
 
 
 def rank_phases(problem: Problem, phases: Sequence[Phase], rank: int) -> list[RankPhase]:

@@ -6,14 +6,24 @@ out of the source before the target is made; the source may be freed in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from optim_redist._rank_program import Bound, Message, Which, as_bits, bits_type, rank_phases, view_of
+from optim_redist._rank_program import (
+    Bound,
+    Copy,
+    Message,
+    Which,
+    as_bits,
+    bits_type,
+    copy_together,
+    rank_phases,
+    view_of,
+)
 from optim_redist._reduction import Reduction, fill_identity
 from optim_redist.problem import Problem
 
@@ -151,33 +161,42 @@ class StageProgram:
 
     def pack_message(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
         """Copy one message into its part of a buffer."""
+        copy_together(self.packing(message, slot, src, dst))
+
+    def packing(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
+        """The copies that bring one message into its part of a buffer."""
         tensors = {"src": _bits(src), "dst": _bits(dst)}
         place = 0
         for k, read in enumerate(message.read):
             tensor = cast(Tensor, tensors[read])
             view = message.views(tensor.stride())[k]
             size = prod(view[0])
-            slot[place : place + size].view(view[0]).copy_(view_of(tensor, view))
+            yield slot[place : place + size].view(view[0]), view_of(tensor, view)
             place += size
 
     def finish_messages(
         self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
-    ) -> None:
-        """Unpack messages that came in any buffers: every message with its flat bits."""
-        if self._reduces(k):
-            if dst is not None:
-                self.combine(k, arrived, src, dst)
-        elif arrived:
-            for message, slot in arrived:
-                self.unpack_message(message, slot, cast(Tensor, dst))
-        self.end(k, dst)
+    ) -> list[Copy]:
+        """Reduce messages that came in any buffers, each with its flat bits, or return the copies that unpack them.
+
+        The caller makes those, then calls ``end``.
+        """
+        if not self._reduces(k):
+            return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]
+        if dst is not None:
+            self.combine(k, arrived, src, dst)
+        return []
 
     def unpack_message(self, message: Message, slot: Tensor, dst: Tensor) -> None:
         """Copy one message out of its part of a buffer."""
+        copy_together(self.unpacking(message, slot, dst))
+
+    def unpacking(self, message: Message, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
+        """The copies that bring one message out of its part of a buffer."""
         target, place = as_bits(dst), 0
         for view in message.views(target.stride()):
             size = prod(view[0])
-            view_of(target, view).copy_(slot[place : place + size].view(view[0]))
+            yield view_of(target, view), slot[place : place + size].view(view[0])
             place += size
 
     def _bind(self, k: int, src: Tensor | None, dst: Tensor | None, separate: bool) -> Bound:

@@ -68,4 +68,4 @@ def _row_major_range(box: Box, sizes: list[int], start: int, stop: int) -> list[
 def fair_shares(total: int, num_shares: int) -> list[int]:
     """``total`` in whole parts that differ by at most one, larger ones first."""
     whole, rest = divmod(total, num_shares)
-    return [whole + (k < rest) for k in range(num_shares)]
+    return [whole + 1] * rest + [whole] * (num_shares - rest)

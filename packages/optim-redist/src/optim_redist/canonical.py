@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from optim_redist._mesh import grid_points
+from optim_redist._mesh import coordinates, grid_points
 from optim_redist.errors import NotRepresentableError
 from optim_redist.index_sets import EMPTY, IndexSet
 from optim_redist.layout import Block, Chunk, Cyclic, Kind, Layout, Mesh, Ragged, Split
-from optim_redist.ownership import ownership, simplest_kind
+from optim_redist.ownership import normal_form, pending_of, simplest_kind
 
 
 def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
@@ -104,7 +104,7 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Seque
         # dealt out in more than one round, so nobody goes without
         return kind
     if cuts is None:
-        sets = kind.index_sets(n, axis_sizes)
+        sets = [normal_form(held) for held in kind.index_sets(n, axis_sizes)]
         starts = [held[0].start if held else -1 for held in sets]
         return simplest_kind(sets, n, joined) if all(map(int.__lt__, [-1, *starts], starts)) else None
     points = list(cuts)
@@ -116,42 +116,59 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Seque
 
 def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
     """The canonical form from what every rank holds."""
-    owned = ownership(layout, shape)
-    num_ranks = len(owned.holdings)
-    idle = [rank for rank, holding in owned.holdings if holding is None]
-    if len(idle) == num_ranks:
-        return Layout(Mesh(num_ranks, ranks=sorted(layout.mesh.ranks)), [None] * len(shape))
-
-    # one coordinate per different index set of each dimension, in ascending order of their first index
-    numbers: list[dict[IndexSet, int]] = []
-    for k in range(len(shape)):
-        found = sorted({holding[k] for _, holding in owned.holdings if holding is not None}, key=lambda s: s[0].start)
-        numbers.append({held: c for c, held in enumerate(found)})
-    num_contributions = prod(count for _, count in owned.pending)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for (rank, holding), number in zip(owned.holdings, owned.contributions):
-        if holding is not None:
-            point = tuple(numbers[k][held] for k, held in enumerate(holding))
-            groups.setdefault(point + (number,), []).append(rank)
+    # one coordinate per index set of each dimension that is not empty, in ascending order of their first index
+    tables: list[list[IndexSet]] = []
+    columns: list[list[int]] = []  # for every dimension the coordinate of each rank, -1 if it holds nothing
+    for sets, split in zip(layout.index_sets(shape), layout.dims):
+        normal = [normal_form(held) for held in sets]
+        order = sorted([(held[0].start, c) for c, held in enumerate(normal) if held])
+        numbers = [-1] * len(normal)
+        for number, (_, c) in enumerate(order):
+            numbers[c] = number
+        tables.append([normal[c] for _, c in order])
+        columns.append([numbers[c] for c in coordinates(layout.mesh.sizes, () if split is None else split.axes)])
+    ranks = layout.mesh.ranks
+    points = dict(zip(ranks, zip(*columns) if columns else [()] * len(ranks)))
+    idle = sorted([rank for rank, point in points.items() if -1 in point])
+    if len(idle) == len(ranks):
+        return Layout(Mesh(len(ranks), ranks=sorted(ranks)), [None] * len(shape))
+    groups = _parts(layout, points)
+    pending = pending_of(layout)
+    num_contributions = prod(count for _, count in pending)
     replicas = len(next(iter(groups.values())))
 
     # the grid: dimensions, contributions, replicas; idle ranks fill the coordinates that hold nothing, in order
-    sizes = _grid_with_idle([len(n) for n in numbers], num_ranks // (num_contributions * replicas))
+    sizes = _grid_with_idle([len(table) for table in tables], len(ranks) // (num_contributions * replicas))
     grid = (*sizes, num_contributions, replicas)
     spare = iter(idle)
-    order = []
-    for point in grid_points(tuple(grid)):
-        group = groups.get(point[:-1])
-        order.append(next(spare) if group is None else group[point[-1]])
-
-    mesh, factors = _as_mesh(grid, order)
+    placed: list[int] = []
+    for place in grid_points(grid[:-1]):
+        placed += groups[place] if place in groups else [next(spare) for _ in range(replicas)]
+    mesh, factors = _as_mesh(grid, placed)
     dims: list[Split | None] = []
     for k, n in enumerate(shape):
-        table = [*numbers[k], *[EMPTY] * (sizes[k] - len(numbers[k]))]
+        table = [*tables[k], *[EMPTY] * (sizes[k] - len(tables[k]))]
         axes = factors[k]
         kind = simplest_kind(table, n, [mesh.sizes[axis] for axis in axes])
         dims.append(Split(axes, kind) if axes else None)
-    return Layout(mesh, dims, _spread_pending(owned.pending, mesh, factors[len(shape)]))
+    return Layout(mesh, dims, _spread_pending(pending, mesh, factors[len(shape)]))
+
+
+def _parts(layout: Layout, points: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    """The ranks that hold the same part, ascending, by its coordinates and the number of its contribution.
+
+    Contributions to the same elements are numbered by the smallest rank that holds them.
+    """
+    axes = [axis for axis, _ in layout.partial]
+    contribution = dict(zip(layout.mesh.ranks, coordinates(layout.mesh.sizes, tuple(axes))))
+    found: dict[tuple[int, ...], list[int]] = {}
+    numbers: dict[tuple[int, ...], dict[int, int]] = {}
+    for rank in layout.mesh.ranks if layout.mesh.is_ascending else sorted(points):
+        point = points[rank]
+        if -1 not in point:
+            known = numbers.setdefault(point, {})
+            found.setdefault((*point, known.setdefault(contribution[rank], len(known))), []).append(rank)
+    return found
 
 
 def _spread_pending(pending: Sequence[tuple[str, int]], mesh: Mesh, axes: Sequence[int]) -> dict[int | str, str]:

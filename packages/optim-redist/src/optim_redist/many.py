@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import Message
+from optim_redist._rank_program import Copy, Message, copy_together
 from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
@@ -125,10 +125,12 @@ class ManyProgram:
             for k, exchange in enumerate(rounds):
                 sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
                 received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
+                packing: list[Copy] = []
                 for segment in exchange.sends:
                     number = segment.item
                     slot = _slot(sent, segment, self.stages[number].bits)
-                    self.stages[number].pack_message(segment.message, slot, tensors[number], targets[number])
+                    packing += self.stages[number].packing(segment.message, slot, tensors[number], targets[number])
+                copy_together(packing)
                 work = None
                 if communicates:
                     assert self.team is not None, "plans that communicate have a team"
@@ -143,8 +145,13 @@ class ManyProgram:
                 for segment in exchange.receives:
                     slot = _slot(received, segment, self.stages[segment.item].bits)
                     arrived[segment.item].append((segment.message, slot))
+                unpacking: list[Copy] = []
                 for number in taking_part:
-                    self.stages[number].finish_messages(k, arrived[number], tensors[number], targets[number])
+                    stage, target = self.stages[number], targets[number]
+                    unpacking += stage.finish_messages(k, arrived[number], tensors[number], target)
+                copy_together(unpacking)
+                for number in taking_part:
+                    self.stages[number].end(k, targets[number])
             for number in numbers:
                 tensors[number] = None
         return targets

@@ -8,6 +8,7 @@ forgotten here: ``{(0, 1)}`` on a 2×4 mesh equals ``{0}`` on a mesh of 8.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,10 +61,6 @@ def ownership(layout: Layout, shape: Sequence[int]) -> Ownership:
     """Who holds which elements of a tensor of this shape."""
     tables = [[normal_form(held) for held in sets] for sets in layout.index_sets(shape)]
     axes = [() if split is None else split.axes for split in layout.dims]
-    pending: dict[str, int] = {}
-    for axis, op in layout.partial:
-        if layout.mesh.sizes[axis] > 1:
-            pending[op] = pending.get(op, 1) * layout.mesh.sizes[axis]
     partial_axes = [axis for axis, _ in layout.partial]
 
     holdings: list[tuple[int, Holding | None]] = []
@@ -78,9 +75,16 @@ def ownership(layout: Layout, shape: Sequence[int]) -> Ownership:
         else:
             contributions.append(0)
             holdings.append((rank, None))
-    if not seen:
-        pending = {}
-    return Ownership(tuple(holdings), tuple(contributions), tuple(sorted(pending.items())))
+    return Ownership(tuple(holdings), tuple(contributions), pending_of(layout) if seen else ())
+
+
+def pending_of(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """The pending operations, and how many contributions each combines."""
+    found: dict[str, int] = {}
+    for axis, op in layout.partial:
+        if layout.mesh.sizes[axis] > 1:
+            found[op] = found.get(op, 1) * layout.mesh.sizes[axis]
+    return tuple(sorted(found.items()))
 
 
 def same_ownership(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
@@ -102,25 +106,35 @@ def _without_idle(owned: Ownership) -> tuple[object, ...]:
     return active, owned.pending
 
 
-def simplest_kind(table: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -> Kind:
-    """The simplest kind that gives the coordinates these index sets: Block, Chunk, Cyclic, Ragged, else Intervals."""
-    sets = [normal_form(held) for held in table]
-    contiguous = all(len(held) <= 1 and (not held or held[0].repeats == 1) for held in sets)
-    candidates: list[Kind] = [Block(), Chunk()] if contiguous else []
-    if sets[0]:
-        candidates.append(Cyclic(sets[0][0].length))
-    for kind in candidates:
-        if [normal_form(held) for held in kind.index_sets(n, axis_sizes)] == sets:
-            return kind
-    if contiguous:
-        cuts = [0]
-        for held in sets:
-            if held and held[0].start != cuts[-1]:
-                break
-            cuts.append(held[0].stop if held else cuts[-1])
-        else:
-            return Ragged(cuts)
-    return Intervals([list(intervals(held)) for held in sets])
+def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -> Kind:
+    """The simplest kind that gives the coordinates these index sets, in normal form.
+
+    Of Block, Chunk, Cyclic, Ragged and Intervals the first that does.
+    """
+    points = _cut_points(sets)
+    if points is None:
+        # dealt out in turn, the first coordinate gets its second block after one of every other
+        first, *more = sets[0] or (None,)
+        turn = None if first is None else first.stride if first.repeats > 1 else more[0].start if more else None
+        if first is not None and turn == first.length * len(sets):
+            cyclic = Cyclic(first.length)
+            if all(map(operator.eq, map(normal_form, cyclic.index_sets(n, axis_sizes)), sets)):
+                return cyclic
+        return Intervals([list(intervals(held)) for held in sets])
+    kinds: list[Kind] = [Block(), Chunk()]
+    if points[1]:
+        kinds.append(Cyclic(points[1]))
+    return next((kind for kind in kinds if list(kind.cut_points(n, axis_sizes) or ()) == points), Ragged(points))
+
+
+def _cut_points(sets: Sequence[IndexSet]) -> list[int] | None:
+    """The points between which coordinates hold one interval each, in order; None if they do not."""
+    points = [0]
+    for held in sets:
+        if held and (len(held) > 1 or held[0].repeats > 1 or held[0].start != points[-1]):
+            return None
+        points.append(held[0].stop if held else points[-1])
+    return points
 
 
 def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[Iterable[tuple[int, int]]]]) -> Layout:

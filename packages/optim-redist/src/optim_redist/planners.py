@@ -164,10 +164,10 @@ def _least_of_sharing(request: Request, limits: Bounds) -> float:
 
 def _shares(problem: Problem, group: Inside) -> bool:
     """Whether several ranks of a group need the same elements of others; it lacks some."""
-    several = [len(ranks) > 1 for ranks in group.needers.values()]
-    if all(several) or not any(several):
-        return several[0]
-    return any(many and problem.num_needed(j) > group.had[j] for many, j in zip(several, group.needers))
+    counts = group.targets.values()
+    if max(counts) == 1 or min(counts) > 1:
+        return max(counts) > 1
+    return any(count > 1 and problem.num_needed(point) > group.had[point] for point, count in group.targets.items())
 
 
 # -- the planners

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from optim_redist._candidates import partial_bytes, phases_of
 from optim_redist._dtypes import dtype_name, itemsize
-from optim_redist._mesh import grid_points
+from optim_redist._mesh import coordinates, grid_points
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
@@ -26,7 +26,7 @@ from optim_redist.lower_bounds import Bounds, Cut, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
-from optim_redist.problem import Problem, coordinates
+from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.pictures import PictureFormat

@@ -16,12 +16,13 @@ start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from optim_redist._inside import Groups
+from optim_redist._inside import Groups, Part
+from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
@@ -124,6 +125,17 @@ class Problem:
         return prod([o.n for o in self.overlaps])
 
     @cached_property
+    def alike(self) -> tuple[int, list[int]]:
+        """Elements that any two points share on dimensions where all do equally, and the other dimensions."""
+        factor, others = 1, []
+        for k, o in enumerate(self.overlaps):
+            if o.alike is None:
+                others.append(k)
+            else:
+                factor *= o.alike
+        return factor, others
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Every rank of the source or the target, ascending."""
         src, dst = self.src.mesh, self.dst.mesh
@@ -183,6 +195,11 @@ class Problem:
         if self.is_even:
             return len(points) * self.needed_by_all
         return sum(map(self.needed_sizes.__getitem__, points))
+
+    def demand(self, part: Part) -> int:
+        """Elements of a part that ranks need which do not hold it, rank by rank."""
+        kept, held = self.num_kept, self.held_by_all if self.is_even else self.held_sizes[part[0]]
+        return held * self.dst_replicas - sum(kept.get(rank, 0) for rank in self.holders[part])
 
     def groups(self, topology: Topology) -> Groups:
         """The groups of a topology; computed once."""
@@ -254,19 +271,6 @@ class Problem:
         """What the rank must hold in the end, None if nothing has to come."""
         point = self.dst_points.get(rank)
         return None if point is None else tuple(o.dst.sets[j] for o, j in zip(self.overlaps, point))
-
-
-@lru_cache(maxsize=4096)
-def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
-    """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
-    total = prod(sizes)
-    found = [0] * total
-    for axis in axes:
-        n = sizes[axis]
-        inner = prod(sizes[axis + 1 :])
-        digits = [c for c in range(n) for _ in range(inner)] * (total // (n * inner))
-        found = digits if axis == axes[0] else [c * n + digit for c, digit in zip(found, digits)]
-    return found
 
 
 def _divisions(layout: Layout) -> tuple[list[tuple[int, ...]], list[Division]]:
