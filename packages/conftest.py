@@ -7,7 +7,7 @@ import torch
 # Kernels read this when they are defined, so it is set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # a second of every rank of every test; not where there is a GPU, which must not be looked at before ranks are forked
+    # A second less for every rank of every test; not where there is a GPU, which no process may touch before it forks.
     os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis,optim_dist,optim_kernels.functional.muon_plan")
 
 import pytest

@@ -36,12 +36,12 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
 
 def stall(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
-    optimizer = TritonDistAdamW([("w", parameter)], timeout=2)
+    optimizer = TritonDistAdamW([("w", parameter)], timeout=1)
     parameter.grad = torch.ones(100)
     optimizer.step()
     optimizer.zero_grad()
     if rank == 1:
-        time.sleep(6)
+        time.sleep(4)
         return "slept"
     parameter.grad = torch.ones(100)
     start = time.monotonic()
@@ -52,4 +52,4 @@ def stall(rank, world_size, folder):
 
 def test_a_stalled_rank_ends_the_wait_at_the_timeout(tmp_path):
     waited = run_ranks(stall, 2, str(tmp_path), timeout=60)[0]
-    assert 1.5 < waited < 5.5
+    assert 0.8 < waited < 3.8

@@ -293,7 +293,7 @@ Copy = tuple[Tensor, Tensor]  # to, from
 
 
 def copy_together(copies: Iterable[Copy]) -> None:
-    """Make copies between views of one shape each, in a call for all dense ones of a dtype, which is a launch or two."""
+    """Make copies between views of one shape each, in a call or two for all dense ones of a dtype."""
     dense: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in copies:
         if target.is_contiguous() and source.is_contiguous():
