@@ -227,8 +227,8 @@ def _measure_side_by_side(
             timers[name, "wall_ms"] = partial(timing.wall_ms, steps[name], repeats=1)
             if on_gpu:
                 rows[name] |= {"host_us": timing.host_us(steps[name][0]), "launches": timing.launches(steps[name][0])}
-                graphs[name] = timing.capture(steps[name])
-                timers[name, "graph_ms"] = partial(timing.replay_ms, graphs[name], len(sets))
+                graphs[name], num_calls = timing.capture_rounds(steps[name])
+                timers[name, "graph_ms"] = partial(timing.replay_ms, graphs[name], num_calls)
         except (RuntimeError, ImportError, TypeError) as problem:
             rows[name]["note"] = str(problem).splitlines()[0][:60]
     times = timing.alternate(timers)

@@ -135,8 +135,8 @@ def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namesp
     """A call's time by graph replay, of single calls after a flush of L2 (one shape), and back to back."""
     times: dict[str, float] = {}
     if device == "cuda":
-        graph = timing.capture(calls, warmups=arguments.warmup)
-        times["graph_ms"] = timing.replay_ms(graph, len(calls), replays=arguments.runs)
+        graph, num_calls = timing.capture_rounds(calls, warmups=arguments.warmup)
+        times["graph_ms"] = timing.replay_ms(graph, num_calls, replays=arguments.runs)
         if not arguments.suite:
             times["flushed_ms"] = timing.flushed_ms(calls[0])
     at_least = 30.0 if arguments.suite else 100.0
@@ -198,6 +198,9 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
         row = {"wall_ms": timing.wall_ms([optimizer.step])}
         if device == "cuda":
             row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
+            if plans_of(optimizer):
+                # torch.optim.Muon cannot be captured
+                row["graph_ms"] = timing.graph_ms([optimizer.step])
         launches = sum(plan.launches for plan in plans_of(optimizer))
         report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
     if len(results) == 2:

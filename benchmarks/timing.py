@@ -1,6 +1,6 @@
 """How long a call takes: replayed from a CUDA graph, called back to back, after a flush of L2, or for a whole second.
 
-    graph      device time: the calls are captured once and replayed; no host cost
+    graph      device time: calls captured in a graph and replayed, round after round of them; no host cost
     wall       what a training loop sees: eager calls in a row, one synchronisation at the end
     flushed    device time of single calls, each after L2 was overwritten
     sustained  graph replays for a second: the clocks that the power limit allows
@@ -12,6 +12,7 @@ All figures are milliseconds per call.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,21 @@ def capture(calls: Sequence[Call], *, warmups: int = 2) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     return graph
+
+
+def capture_rounds(
+    calls: Sequence[Call], *, warmups: int = 2, at_least_ms: float = 5.0
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of as many rounds of ``calls`` as last ``at_least_ms``, and how many calls that is.
+
+    The start of a graph and its end take some microseconds whatever is between them, which is not a call's time.
+    """
+    graph = capture(calls, warmups=warmups)
+    once = len(calls) * replay_ms(graph, len(calls), replays=3)
+    num_rounds = math.ceil(at_least_ms / once)
+    if num_rounds > 1:
+        graph = capture([*calls] * num_rounds, warmups=0)
+    return graph, num_rounds * len(calls)
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, num_calls: int, *, replays: int = 15, budget_ms: float = 130.0) -> float:
