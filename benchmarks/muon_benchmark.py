@@ -179,10 +179,12 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
     dtype = getattr(torch, arguments.dtype)
     makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {}
     if arguments.semantics == "torch":
-        makers["TritonMuon"] = lambda params: TritonMuon(params)
+        makers["TritonMuon"] = lambda params: TritonMuon(params, capturable=True)
         makers["torch.optim.Muon"] = lambda params: torch.optim.Muon(params)
     else:
-        makers["TritonMuonAdamW"] = lambda params: TritonMuonAdamW([{"params": params, "kind": "muon"}])
+        makers["TritonMuonAdamW"] = lambda params: TritonMuonAdamW(
+            [{"params": params, "kind": "muon"}], capturable=True
+        )
     report = Report(f"Muon step, {arguments.model}, {arguments.dtype}, {arguments.semantics} semantics")
     config = NSConfig(coefficients="keller" if arguments.semantics == "torch" else "polar_express")
     flops = sum(config.flops(*shape) for shape in shapes)
