@@ -309,7 +309,7 @@ def test_the_verifier_checks_claims() -> None:
         ({"bytes": 7}, "claims 7 bytes"),
     ):
         with pytest.raises(RedistError, match=message):
-            verify(replace(made, steps=(replace(made.steps[0], **changes),)))
+            verify(replace(made, steps=(made.steps[0]._replace(**changes),)))
     with pytest.raises(RedistError, match="claims a peak of 3"):
         verify(replace(made, peak_bytes=3))
     with pytest.raises(RedistError, match="ends at another layout"):

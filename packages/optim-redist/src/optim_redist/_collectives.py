@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from optim_redist._lazy import lazy
 from optim_redist.errors import PlanMismatchError, UnsupportedError
 
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
@@ -79,7 +79,7 @@ class Team:
             _groups[needed] = known = (everyone, made)
         return cls(known[1], needed)
 
-    @cached_property
+    @lazy
     def is_nccl(self) -> bool:
         """Whether exchanges run on CUDA streams."""
         return "nccl" in dist.get_backend(self.group)
@@ -89,7 +89,7 @@ class Team:
         """Whether every message may have a buffer of its own; gloo wants them all in one."""
         return self.is_nccl or not self.is_whole or self.members != tuple(sorted(self.members))
 
-    @cached_property
+    @lazy
     def is_whole(self) -> bool:
         """Whether the team is its whole group, so that collectives can be used."""
         return len(self.members) == dist.get_world_size(self.group)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
+
+from optim_redist._lazy import lazy
 
 if TYPE_CHECKING:
     from optim_redist.cost import Topology
@@ -47,7 +48,7 @@ class Inside:
         for n in set(self.targets.values()):
             self._needed_by[n] = [point for point, count in self.targets.items() if count == n]
 
-    @cached_property
+    @lazy
     def holders(self) -> dict[Part, list[int]]:
         """The source parts that are held here, each with the ranks that hold it here."""
         found: dict[Part, list[int]] = {}
@@ -57,7 +58,7 @@ class Inside:
                 found.setdefault((points[rank], contribution[rank]), []).append(rank)
         return found
 
-    @cached_property
+    @lazy
     def needers(self) -> dict[Point, list[int]]:
         """The target points that are needed here, each with the ranks that need it here."""
         found: dict[Point, list[int]] = {}
@@ -75,17 +76,17 @@ class Inside:
             return any(len(ranks) < problem.src_replicas for ranks in self.holders.values())
         return min(self.sources.values(), default=problem.src_replicas) < problem.src_replicas
 
-    @cached_property
+    @lazy
     def common(self) -> int:
         """Elements that the source points held here and the target points needed here share."""
         return total_shared(self.problem, self.sources, self.targets)
 
-    @cached_property
+    @lazy
     def wanted(self) -> dict[Point, int]:
         """For every source point held here, how many of its elements some rank here needs, by target points."""
         return shared(self.problem, self.sources, self.targets)
 
-    @cached_property
+    @lazy
     def asked(self) -> dict[Part, int]:
         """For every part held here, how many of its elements ranks here need that do not hold it, rank by rank."""
         kept, wanted = self.problem.num_kept, self._wanted_by_ranks
@@ -93,12 +94,12 @@ class Inside:
             part: wanted[part[0]] - sum(kept.get(rank, 0) for rank in ranks) for part, ranks in self.holders.items()
         }
 
-    @cached_property
+    @lazy
     def had(self) -> dict[Point, int]:
         """For every target point needed here, how many of its elements some rank here holds; nothing is pending."""
         return shared(self.problem, self.targets, self.sources, from_targets=True)
 
-    @cached_property
+    @lazy
     def lacking(self) -> int:
         """Elements that ranks here need and no rank here holds, by ranks and contributions."""
         by_ranks = [n * self.problem.sum_needed(points) for n, points in self._needed_by.items()]
@@ -109,14 +110,14 @@ class Inside:
         """Elements that ranks elsewhere need of what is held only here, by ranks."""
         return self.problem.dst_replicas * self.held - self._found_here
 
-    @cached_property
+    @lazy
     def _found_here(self) -> int:
         """Elements that ranks here need and find here, by ranks and contributions."""
         if self.problem.num_contributions > 1:
             return sum(self._wanted_by_ranks[point] for point, _ in self.holders)
         return sum(n * self._common(self.sources, points) for n, points in self._needed_by.items())
 
-    @cached_property
+    @lazy
     def _wanted_by_ranks(self) -> dict[Point, int]:
         """``wanted`` with every element counted once for each rank here that needs it."""
         found = dict.fromkeys(self.sources, 0)
@@ -174,7 +175,7 @@ class Groups:
         for level, ranks, _ in topology.groups(problem.ranks):
             self.levels.setdefault(level, []).append(Inside(problem, ranks))
         innermost: Sequence[Inside] = next(iter(self.levels.values()), ())
-        self.spread = problem.src_replicas > 1 and any(group.is_split for group in innermost)
+        self.spread: bool = problem.src_replicas > 1 and any(group.is_split for group in innermost)
 
     def __bool__(self) -> bool:
         return bool(self.levels)

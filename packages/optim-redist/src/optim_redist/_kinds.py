@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 
+from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import IndexSet, from_intervals, interval, strided
@@ -182,9 +182,13 @@ class Intervals(Kind):
                 raise LayoutError(f"the intervals of a coordinate are sorted and disjoint, got {row}")
         object.__setattr__(self, "table", rows)
 
-    @cached_property
+    @lazy
     def _pieces(self) -> list[tuple[int, int]]:
-        return sorted((start, stop) for row in self.table for start, stop in row if start < stop)
+        return sorted([(start, stop) for row in self.table for start, stop in row if start < stop])
+
+    @lazy
+    def _sets(self) -> tuple[IndexSet, ...]:
+        return tuple(map(from_intervals, self.table))
 
     def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
         total = prod(axis_sizes)
@@ -193,7 +197,7 @@ class Intervals(Kind):
         ends = [0] + [end for piece in self._pieces for end in piece] + [n]
         if any(ends[k] != ends[k + 1] for k in range(0, len(ends), 2)):
             raise LayoutError(f"the intervals must cover 0 … {n} once, got {self._pieces}")
-        return tuple(from_intervals(row) for row in self.table)
+        return self._sets
 
     def text(self, names: Sequence[str]) -> str:
         rows = "|".join(",".join(f"{start}:{stop}" for start, stop in row) for row in self.table)

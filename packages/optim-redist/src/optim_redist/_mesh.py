@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
 
+from optim_redist._lazy import lazy
 from optim_redist.errors import LayoutError
 
 Axis = int | str
@@ -33,13 +34,13 @@ def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=4096)
 def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
-    total = prod(sizes)
-    found = [0] * total
-    for axis in axes:
-        n = sizes[axis]
-        inner = prod(sizes[axis + 1 :])
-        digits = [c for c in range(n) for _ in range(inner)] * (total // (n * inner))
-        found = digits if axis == axes[0] else [c * n + digit for c, digit in zip(found, digits)]
+    steps, step = [0] * len(sizes), 1
+    for axis in reversed(axes):
+        steps[axis] = step
+        step *= sizes[axis]
+    found = [0]  # on the axes behind
+    for n, step in zip(reversed(sizes), reversed(steps)):
+        found = [digit + inner for digit in range(0, n * step, step) for inner in found] if step else found * n
     return found
 
 
@@ -116,7 +117,7 @@ class Mesh:
     def num_ranks(self) -> int:
         return len(self.ranks)
 
-    @cached_property
+    @lazy
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """The grid coordinates of every rank, in grid order."""
         return dict(zip(self.ranks, grid_points(self.sizes)))
@@ -131,7 +132,7 @@ class Mesh:
             raise LayoutError(f"mesh axis {axis} is outside a mesh of {self.num_axes} axes")
         return axis
 
-    @cached_property
+    @lazy
     def axis_names(self) -> tuple[str, ...]:
         """The names of the axes, or their numbers."""
         return self.names or tuple(map(str, range(len(self.sizes))))

@@ -75,6 +75,9 @@ def _predecessors(sizes: tuple[int, ...], num_dims: int) -> dict[Mapping, list[t
     return edges
 
 
+SEARCH_CACHES = (_predecessors, max_local_size)
+
+
 def _successors(sizes: tuple[int, ...], mapping: Mapping) -> set[tuple[Mapping, str, int]]:
     """One move away from ``mapping``, whatever the blocks."""
     state = State(mapping, (0,) * len(mapping))

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ def _bound(options: argparse.Namespace) -> int:
     width = itemsize(dtype_name(options.dtype))
     found = bounds(options.shape, src, dst, topology, itemsize=width)
     if options.json:
-        _print_json({"shape": list(options.shape), "dtype": options.dtype, "itemsize": width, **asdict(found)})
+        _print_json({"shape": list(options.shape), "dtype": options.dtype, "itemsize": width, **found.to_json()})
     else:
         print(f"from {src} on {src.mesh}\nto   {dst} on {dst.mesh}")
         print("\n".join(bounds_lines(found, width)))

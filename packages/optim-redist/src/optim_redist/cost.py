@@ -17,11 +17,11 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from optim_redist._lazy import lazy
 from optim_redist.errors import RedistError
 from optim_redist.layout import Axis, Mesh
 
@@ -46,7 +46,7 @@ class Level:
     size: int | None = None
     members: tuple[tuple[int, ...], ...] = ()
 
-    @cached_property
+    @lazy
     def _group_of(self) -> dict[int, int]:
         return {rank: number for number, ranks in enumerate(self.members) for rank in ranks}
 
@@ -171,7 +171,7 @@ class CommModel:
     def __hash__(self) -> int:
         return hash(self.id)
 
-    @cached_property
+    @lazy
     def id(self) -> str:
         """Name and digest: equal for equal numbers, on every rank."""
         text = json.dumps(self.to_json(), sort_keys=True)

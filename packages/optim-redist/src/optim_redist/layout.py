@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
+from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals
@@ -52,12 +52,11 @@ _FORMAT = "optim-redist.layout"
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One tensor dimension divided over mesh axes, major to minor."""
 
     axes: tuple[int, ...]
-    kind: Kind = field(default_factory=Block)
+    kind: Kind = Block()
 
 
 DimSpec = None | Axis | Split | Sequence[Any]
@@ -115,7 +114,7 @@ class Layout:
     def num_dims(self) -> int:
         return len(self.dims)
 
-    @cached_property
+    @lazy
     def replicated_axes(self) -> tuple[int, ...]:
         """The mesh axes that neither split a dimension nor hold contributions."""
         used = {axis for split in self.dims if split for axis in split.axes} | {axis for axis, _ in self.partial}
@@ -221,6 +220,10 @@ class Layout:
         return layout_picture(self, shape, dims, fmt)
 
     def __str__(self) -> str:
+        return self._text
+
+    @lazy
+    def _text(self) -> str:
         names = self.mesh.axis_names
         items = [split.kind.text([names[axis] for axis in split.axes]) if split else "-" for split in self.dims]
         ops: dict[str, list[str]] = {}

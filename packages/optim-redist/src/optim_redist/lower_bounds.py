@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from optim_redist._inside import Inside
 from optim_redist.layout import Layout
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 BoundKind = Literal["receive", "send", "reduction"]
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """What must cross the border of one group of ranks.
 
     Attributes:
@@ -56,8 +54,7 @@ class Cut:
     bandwidth: float | None = None
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Lower bounds on a redistribution, in elements unless a name says otherwise.
 
     Attributes:
@@ -90,6 +87,16 @@ class Bounds:
     def single_hop(self) -> int:
         """The busiest rank's volume in the best plan of one step."""
         return max(self.direct_recv, self.direct_send)
+
+    def to_json(self) -> dict[str, Any]:
+        """The bounds as plain data."""
+        return {**self._asdict(), "cuts": [cut._asdict() for cut in self.cuts]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Bounds:
+        """The bounds that ``to_json`` wrote."""
+        cuts = tuple(Cut(**{**cut, "ranks": tuple(cut["ranks"])}) for cut in data["cuts"])
+        return cls(**{**data, "cuts": cuts})
 
 
 def bounds(

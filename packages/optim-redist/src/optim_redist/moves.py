@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from optim_redist._inside import Groups
+from optim_redist._lazy import lazy
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import CommModel
 from optim_redist.layout import Layout
@@ -64,7 +64,7 @@ class Phase:
         """Elements that every rank sends to others."""
         return self._totals[0]
 
-    @cached_property
+    @lazy
     def traffic(self) -> dict[tuple[int, int], int]:
         """Elements that go from one rank to another, for every pair of them that meets."""
         found: dict[tuple[int, int], int] = {}
@@ -79,7 +79,7 @@ class Phase:
                 found[pair] = found.get(pair, 0) + count
         return found
 
-    @cached_property
+    @lazy
     def _totals(self) -> tuple[dict[int, int], dict[int, int]]:
         sent: dict[int, int] = {}
         received: dict[int, int] = {}
@@ -106,8 +106,7 @@ class Volumes(NamedTuple):
     reduces: bool = False
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """From one layout to the next by one method, every exchange in ``rounds`` parts."""
 
     op: str
@@ -126,8 +125,7 @@ class Stage:
         return cls(data["op"], data["method"], *layouts, data["rounds"])
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One exchange of a plan: a row of its table.
 
     Attributes:

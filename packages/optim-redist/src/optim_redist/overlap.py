@@ -7,9 +7,10 @@ made only of what has to be moved, or where a division is not contiguous.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 
+from optim_redist._lazy import lazy
 from optim_redist.index_sets import IndexSet, intersect, interval, num_below, size
 from optim_redist.layout import Kind
 
@@ -32,14 +33,14 @@ class Side:
         if self._kind is None:
             self.cuts, self.sizes, self.is_even = (0, n), [n], True
             return
-        self.cuts = self._kind.cut_points(n, self._axis_sizes)
-        if self.cuts is not None:
-            self.sizes = [stop - start for start, stop in pairwise(self.cuts)]
-        else:
-            self.sizes = [size(held) for held in self.sets]
+        self.cuts = cuts = self._kind.cut_points(n, self._axis_sizes)
+        if isinstance(cuts, range):
+            self.sizes, self.is_even = [cuts.step] * (len(cuts) - 1), True
+            return
+        self.sizes = list(map(size, self.sets)) if cuts is None else [b - a for a, b in pairwise(cuts)]
         self.is_even = self.sizes.count(self.sizes[0]) == len(self.sizes)
 
-    @cached_property
+    @lazy
     def sets(self) -> tuple[IndexSet, ...]:
         """What every coordinate holds."""
         return (interval(0, self._n),) if self._kind is None else self._kind.index_sets(self._n, self._axis_sizes)
@@ -64,7 +65,7 @@ class Overlap:
         elif len(self.dst.sizes) == 1 and self.src.is_even:
             self.alike = self.src.sizes[0]
 
-    @cached_property
+    @lazy
     def common(self) -> list[dict[int, int]]:
         """For every source coordinate i the target coordinates j that it meets, ascending, and in how many indices:
 
@@ -94,13 +95,13 @@ class Overlap:
                     found[i][j] = n
         return found
 
-    @cached_property
+    @lazy
     def from_src(self) -> list[list[tuple[int, IndexSet]]]:
         """For every source coordinate, the target coordinates it meets and where."""
         here, there = self.src.sets, self.dst.sets
         return [[(j, intersect(here[i], there[j])) for j in row] for i, row in enumerate(self.common)]
 
-    @cached_property
+    @lazy
     def from_dst(self) -> list[list[tuple[int, IndexSet]]]:
         """For every target coordinate, the source coordinates it meets and where."""
         found: list[list[tuple[int, IndexSet]]] = [[] for _ in self.dst.sizes]

@@ -22,7 +22,6 @@ what is already there is not asked; the plan then says so among its alternatives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from optim_redist._borders import listed
@@ -54,8 +53,9 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     hopeless: Losers = []
     refused: list[str] = []
     best = float("inf")
-    for name, planner in _PLANNERS.items():
-        if name not in (_DEFAULT if asked is None else asked) or not planner.applies(request, limits):
+    for name in _DEFAULT if asked is None else [name for name in _PLANNERS if name in asked]:
+        planner = _PLANNERS[name]
+        if not planner.applies(request, limits):
             continue
         if asked is None and found:
             least = planner.least_seconds(request, limits)
@@ -205,7 +205,7 @@ def _packed(request: Request, limits: Bounds) -> Candidate:
     step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
     # what stays is copied twice
     kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
-    step = replace(step, seconds=step.seconds + kept)
+    step = step._replace(seconds=step.seconds + kept)
     return Candidate("packed", (Stage(step.op, "packed", problem.src, problem.dst),), (step,), limits.single_hop)
 
 

@@ -10,19 +10,20 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from optim_redist._candidates import partial_bytes, phases_of
 from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates, grid_points
+from optim_redist._multi_axis_search import SEARCH_CACHES
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout
-from optim_redist.lower_bounds import Bounds, Cut, bounds_of
+from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
@@ -37,8 +38,7 @@ _CACHE_SIZE = 4096
 _CHUNK = 64 * 1024  # bytes of buffers that rounds can always be cut down to
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A plan that was not chosen, and why."""
 
     planner: str
@@ -91,7 +91,7 @@ class Plan:
     def itemsize(self) -> int:
         return itemsize(self.dtype)
 
-    @cached_property
+    @lazy
     def hash(self) -> str:
         """SHA-256 of ``canonical_text``."""
         return hashlib.sha256(self.canonical_text().encode()).hexdigest()
@@ -117,7 +117,7 @@ class Plan:
         """Whether any rank sends anything."""
         return any(step.recv for step in self.steps)
 
-    @cached_property
+    @lazy
     def phases(self) -> tuple[tuple[Problem, tuple[Phase, ...]], ...]:
         """For every stage its problem and the transfers of its phases."""
         found = []
@@ -158,13 +158,13 @@ class Plan:
             "donate": self.donate,
             "deterministic": self.deterministic,
             "stages": [stage.to_json() for stage in self.stages],
-            "steps": [asdict(step) for step in self.steps],
-            "bounds": asdict(self.bounds),
+            "steps": [step._asdict() for step in self.steps],
+            "bounds": self.bounds.to_json(),
             "time": self.time,
             "peak_bytes": self.peak_bytes,
             "gap": self.gap,
             "volume_ratio": self.volume_ratio,
-            "alternatives": [asdict(other) for other in self.alternatives],
+            "alternatives": [other._asdict() for other in self.alternatives],
         }
 
     @classmethod
@@ -175,8 +175,6 @@ class Plan:
             raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
         found = dict(data)
         del found["format"]
-        limits = found["bounds"]
-        cuts = tuple(Cut(**{**cut, "ranks": tuple(cut["ranks"])}) for cut in limits["cuts"])
         return cls(
             **{
                 **found,
@@ -186,7 +184,7 @@ class Plan:
                 "topology": Topology.from_json(found["topology"]),
                 "stages": tuple(Stage.from_json(stage) for stage in found["stages"]),
                 "steps": tuple(Step(**{**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
-                "bounds": Bounds(**{**limits, "cuts": cuts}),
+                "bounds": Bounds.from_json(found["bounds"]),
                 "alternatives": tuple(Alternative(**other) for other in found["alternatives"]),
             }
         )
@@ -219,7 +217,7 @@ def clear_cache() -> None:
     """Forget all plans, and what they share."""
     _plans.clear()
     _decisions.clear()
-    for shared in (overlap, coordinates, grid_points):
+    for shared in (overlap, coordinates, grid_points, *SEARCH_CACHES):
         shared.cache_clear()
 
 
@@ -256,18 +254,18 @@ def plan(
     Raises:
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
     """
-    model = cost_model or CommModel.preset("flat")
-    if topology is not None and topology != model.topology:
-        model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    options = (model, memory_limit, donate, deterministic, asked, budget)
-    key = (tuple(shape), name, src, dst, relabel, *options)
+    options = (memory_limit, donate, deterministic, asked, budget)
+    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, *options)
     known = _plans.find(key)
     if known is None:
+        model = cost_model or CommModel.preset("flat")
+        if topology is not None and topology != model.topology:
+            model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        known = _as_written(_decided(tuple(shape), itemsize(name), src, dst, *options), name, src, dst)
+        known = _as_written(_decided(tuple(shape), itemsize(name), src, dst, model, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
@@ -278,8 +276,11 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
     steps, text = decision["steps"], str(dst)
     last = steps[-1].layout
     if last != text:
-        steps = tuple([step if step.layout != last else Step(**{**vars(step), "layout": text}) for step in steps])
-    return Plan(**{**decision, "dtype": dtype, "src": src, "dst": dst, "steps": steps})
+        steps = tuple([step if step.layout != last else step._replace(layout=text) for step in steps])
+    made = object.__new__(Plan)
+    # setting one by one what is frozen takes as long as all bounds
+    vars(made).update(decision, dtype=dtype, src=src, dst=dst, steps=steps)
+    return made
 
 
 def _decided(

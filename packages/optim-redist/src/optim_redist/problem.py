@@ -16,17 +16,17 @@ start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
 from optim_redist._inside import Groups, Part
+from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
-from optim_redist.layout import Block, Layout
+from optim_redist.layout import Block, Layout, Mesh
 from optim_redist.overlap import Division, overlap
 
 if TYPE_CHECKING:
@@ -98,16 +98,16 @@ class Problem:
         self.started = tuple((a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1)
         return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
 
-    @cached_property
+    @lazy
     def src_points(self) -> dict[int, Point]:
         """Each source rank's coordinates on the dimensions."""
         return _by_rank(self.src, self._src_axes)
 
-    @cached_property
+    @lazy
     def _all_dst_points(self) -> dict[int, Point]:
         return _by_rank(self.dst, self._dst_axes)
 
-    @cached_property
+    @lazy
     def dst_points(self) -> dict[int, Point]:
         """Each target rank's coordinates on the dimensions; only of ranks that need anything."""
         if not self.started:
@@ -119,12 +119,12 @@ class Problem:
             if not any(places[rank][axis] for axis, _ in self.started)
         }
 
-    @cached_property
+    @lazy
     def num_elements(self) -> int:
         """Elements of the tensor, kept contributions counted one by one."""
         return prod([o.n for o in self.overlaps])
 
-    @cached_property
+    @lazy
     def alike(self) -> tuple[int, list[int]]:
         """Elements that any two points share on dimensions where all do equally, and the other dimensions."""
         factor, others = 1, []
@@ -135,7 +135,7 @@ class Problem:
                 factor *= o.alike
         return factor, others
 
-    @cached_property
+    @lazy
     def ranks(self) -> tuple[int, ...]:
         """Every rank of the source or the target, ascending."""
         src, dst = self.src.mesh, self.dst.mesh
@@ -143,7 +143,7 @@ class Problem:
             return src.ranks
         return tuple(sorted({*src.ranks, *dst.ranks}))
 
-    @cached_property
+    @lazy
     def holders(self) -> dict[tuple[Point, int], list[int]]:
         """The ranks at each source point with each contribution, ascending."""
         found: dict[tuple[Point, int], list[int]] = {}
@@ -152,7 +152,7 @@ class Problem:
             found.setdefault((points[rank], contribution[rank]), []).append(rank)
         return found
 
-    @cached_property
+    @lazy
     def needers(self) -> dict[Point, list[int]]:
         """The ranks at each target point, ascending."""
         found: dict[Point, list[int]] = {}
@@ -160,7 +160,7 @@ class Problem:
             found.setdefault(self.dst_points[rank], []).append(rank)
         return found
 
-    @cached_property
+    @lazy
     def held_sizes(self) -> dict[Point, int]:
         """``num_held`` of every source point."""
         points = self.src_points.values()
@@ -168,7 +168,7 @@ class Problem:
             return dict.fromkeys(points, prod([o.src.sizes[0] for o in self.overlaps]))
         return {point: self.num_held(point) for point in set(points)}
 
-    @cached_property
+    @lazy
     def needed_sizes(self) -> dict[Point, int]:
         """``num_needed`` of every target point, also of ranks that only fill in the identity."""
         points = self._all_dst_points.values()
@@ -216,26 +216,27 @@ class Problem:
                 return 0
         return found
 
-    @cached_property
+    @lazy
     def num_kept(self) -> dict[int, int]:
         """Elements each rank both holds and needs, for ranks on both sides."""
         here, there = self.src.mesh, self.dst.mesh
-        if here.ranks != there.ranks or self.started:
-            src, dst = self.src_points, self.dst_points
-            return {rank: self.num_common(src[rank], dst[rank]) for rank in dst if rank in src}
-        alike = 1
+        ranks: Sequence[int] = here.ranks
+        moved = ranks != there.ranks or bool(self.started)
+        if moved:
+            ranks = [rank for rank in self.dst_points if rank in self.src_points]
+            src_places, dst_places = _places(here, ranks), _places(there, ranks)
+        factor, dims = self.alike
         found: list[int] | None = None
-        for o, src_axes, dst_axes in zip(self.overlaps, self._src_axes, self._dst_axes):
-            if o.alike is not None:
-                alike *= o.alike
-                continue
-            rows = o.common
-            places = zip(coordinates(here.sizes, src_axes), coordinates(there.sizes, dst_axes))
-            common = [rows[i].get(j, 0) for i, j in places]
+        for k in dims:
+            rows = self.overlaps[k].common
+            src_at, dst_at = coordinates(here.sizes, self._src_axes[k]), coordinates(there.sizes, self._dst_axes[k])
+            if moved:
+                src_at, dst_at = [src_at[place] for place in src_places], [dst_at[place] for place in dst_places]
+            common = [rows[i].get(j, 0) for i, j in zip(src_at, dst_at)]
             found = common if found is None else [n * more for n, more in zip(found, common)]
         if found is None:
-            return dict.fromkeys(here.ranks, alike)
-        return dict(zip(here.ranks, found if alike == 1 else [n * alike for n in found]))
+            return dict.fromkeys(ranks, factor)
+        return dict(zip(ranks, found if factor == 1 else [n * factor for n in found]))
 
     def common(self, src: Point, dst: Point) -> Box | None:
         """The atom B(src, dst), None if it is empty."""
@@ -253,7 +254,7 @@ class Problem:
         choices = [o.from_dst[j] for o, j in zip(self.overlaps, dst)]
         return [(tuple(i for i, _ in atom), tuple(held for _, held in atom)) for atom in product(*choices)]
 
-    @cached_property
+    @lazy
     def num_stored(self) -> dict[int, tuple[int, int]]:
         """Elements of each rank's source and target tensors, also where it only fills in the identity."""
         held, needed = self.held_sizes, self.needed_sizes
@@ -293,6 +294,14 @@ def _by_rank(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point
     mesh = layout.mesh
     points = zip(*[coordinates(mesh.sizes, used) for used in axes]) if axes else [()] * mesh.num_ranks
     return dict(zip(mesh.ranks, points))
+
+
+def _places(mesh: Mesh, ranks: Sequence[int]) -> list[int]:
+    """Where ranks are in the row-major order of their mesh."""
+    if mesh.ranks[-1] == mesh.num_ranks - 1 and mesh.is_ascending:
+        return list(ranks)
+    place = {rank: k for k, rank in enumerate(mesh.ranks)}
+    return [place[rank] for rank in ranks]
 
 
 def _kept_axes(src: Layout, dst: Layout) -> list[tuple[int, int]]:
