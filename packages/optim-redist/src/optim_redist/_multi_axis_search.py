@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import chain, combinations, count
 from math import inf, prod
 
 from optim_redist._multi_axis_moves import (
@@ -29,7 +29,6 @@ from optim_redist._multi_axis_moves import (
     State,
     axes_size,
     max_local_size,
-    replace_dims,
     swap_axes,
 )
 
@@ -42,16 +41,20 @@ MAX_MAPPINGS = 20_000
 
 def _all_mappings(num_axes: int, num_dims: int) -> list[Mapping]:
     """Every way to put distinct axes, in order, on the dimensions; axes may stay unused."""
-    mappings: set[Mapping] = {((),) * num_dims}
+    mappings: list[Mapping] = [((),) * num_dims]
     for axis in range(num_axes):
-        grown = set()
-        for mapping in mappings:
-            for tensor_dim, axes in enumerate(mapping):
-                for place in range(len(axes) + 1):
-                    placed = (*axes[:place], axis, *axes[place:])
-                    grown.add((*mapping[:tensor_dim], placed, *mapping[tensor_dim + 1 :]))
-        mappings |= grown
-    return sorted(mappings)
+        mappings += [
+            _with(mapping, tensor_dim, (*axes[:place], axis, *axes[place:]))
+            for mapping in mappings
+            for tensor_dim, axes in enumerate(mapping)
+            for place in range(len(axes) + 1)
+        ]
+    return mappings
+
+
+def _with(mapping: Mapping, tensor_dim: int, axes: Axes) -> Mapping:
+    """The mapping with other axes on one dimension."""
+    return (*mapping[:tensor_dim], axes, *mapping[tensor_dim + 1 :])
 
 
 def _num_mappings(num_axes: int, num_dims: int) -> int:
@@ -63,50 +66,42 @@ def _num_mappings(num_axes: int, num_dims: int) -> int:
     return total
 
 
-@lru_cache(maxsize=256)
-def _predecessors(sizes: tuple[int, ...], num_dims: int) -> dict[Mapping, list[tuple[Mapping, str, int]]]:
-    """For each mapping, the (mapping, collective, n_procs) that lead to it by one move other than a leap."""
-    edges: dict[Mapping, list[tuple[Mapping, str, int]]] = {
-        mapping: [] for mapping in _all_mappings(len(sizes), num_dims)
-    }
-    for mapping in edges:
-        for successor, collective, n_procs in _successors(sizes, mapping):
-            edges[successor].append((mapping, collective, n_procs))
-    return edges
-
-
-SEARCH_CACHES = (_predecessors, max_local_size)
-
-
-def _successors(sizes: tuple[int, ...], mapping: Mapping) -> set[tuple[Mapping, str, int]]:
-    """One move away from ``mapping``, whatever the blocks."""
-    state = State(mapping, (0,) * len(mapping))
+@lru_cache(maxsize=65536)
+def _leading_to(sizes: tuple[int, ...], mapping: Mapping) -> list[tuple[Mapping, str, int]]:
+    """The (mapping, collective, n_procs) from which one move other than a leap leads to ``mapping``."""
+    found: list[tuple[Mapping, str, int]] = []
     used = set(chain.from_iterable(mapping))
-    found: set[tuple[Mapping, str, int]] = set()
-
-    def add(collective: str, n_procs: int, *changes: tuple[int, Axes]) -> None:
-        found.add((replace_dims(state, *((i, axes, 0) for i, axes in changes)).mapping, collective, n_procs))
-
     for tensor_dim, axes in enumerate(mapping):
-        for axis in range(len(sizes)):
+        # a gather has freed the first or the last axis
+        for axis, size in enumerate(sizes):
             if axis not in used:
-                add("split", 0, (tensor_dim, (axis, *axes)))
-                add("split", 0, (tensor_dim, (*axes, axis)))
+                found.append((_with(mapping, tensor_dim, (axis, *axes)), "allgather", size))
+                if axes:
+                    found.append((_with(mapping, tensor_dim, (*axes, axis)), "allgather", size))
         if not axes:
             continue
-        add("allgather", sizes[axes[-1]], (tensor_dim, axes[:-1]))
-        add("allgather", sizes[axes[0]], (tensor_dim, axes[1:]))
-        for moved in (axes, axes[-1:]):
-            left = axes[: len(axes) - len(moved)]
-            for target, there in enumerate(mapping):
-                if target != tensor_dim:
-                    add("alltoall", axes_size(sizes, moved), (tensor_dim, left), (target, (*moved, *there)))
-                    add("alltoall", axes_size(sizes, moved), (tensor_dim, left), (target, (*there, *moved)))
-    for first in range(len(sizes)):
-        for second in range(first):
-            if sizes[first] == sizes[second] and (first in used or second in used):
-                found.add((swap_axes(state, first, second).mapping, "permute", 2))
+        # a split has added the first or the last axis
+        for rest in {axes[1:], axes[:-1]}:
+            found.append((_with(mapping, tensor_dim, rest), "split", 0))
+        # an all-to-all has brought the first or the last axes: all that another dimension had, or its last one
+        for moved, rest in _ends_of(axes):
+            before = _with(mapping, tensor_dim, rest)
+            for source, there in enumerate(mapping):
+                if source != tensor_dim and (not there or len(moved) == 1):
+                    found.append((_with(before, source, (*there, *moved)), "alltoall", axes_size(sizes, moved)))
+    for first, second in combinations(range(len(sizes)), 2):
+        if sizes[first] == sizes[second] and (first in used or second in used):
+            found.append((swap_axes(State(mapping, ()), first, second).mapping, "permute", 2))
     return found
+
+
+def _ends_of(axes: Axes) -> set[tuple[Axes, Axes]]:
+    """The first or last axes, any number of them, each with the rest."""
+    cuts = range(1, len(axes) + 1)
+    return {(axes[:n], axes[n:]) for n in cuts} | {(axes[-n:], axes[:-n]) for n in cuts}
+
+
+SEARCH_CACHES = (_leading_to, max_local_size)
 
 
 class Estimate:
@@ -125,6 +120,7 @@ class Estimate:
         enough: float,
     ) -> None:
         self._shape, self._sizes, self._limit = shape, sizes, memory_limit
+        self._shares: dict[tuple[int, Axes], tuple[float, int]] = {}
         self._known: dict[Mapping, float] | None = None
         if _num_mappings(len(sizes), len(shape)) <= MAX_MAPPINGS:
             self._known = self._backwards(target.mapping, max_local_size(shape, sizes, target), price, enough)
@@ -132,39 +128,45 @@ class Estimate:
     def __call__(self, mapping: Mapping) -> float:
         return 0.0 if self._known is None else self._known.get(mapping, inf)
 
-    def _least_local_size(self, mapping: Mapping) -> float:
-        """The least the most loaded rank can hold; infinite if a process stays empty or the limit is broken."""
-        least = 1
-        for length, axes in zip(self._shape, mapping):
-            n_procs = axes_size(self._sizes, axes)
-            if length < n_procs:
-                return inf
-            least *= -(-length // n_procs)
-        return least if least <= self._limit else inf
+    def _least_local_size(self, mapping: Mapping) -> tuple[float, int]:
+        """The least the most loaded rank can hold, and how many processes share the tensor.
+
+        It is infinite if a process stays empty or the limit is broken.
+        """
+        least: float = 1
+        total = 1
+        for place in enumerate(mapping):
+            if place not in self._shares:
+                length, n_procs = self._shape[place[0]], axes_size(self._sizes, place[1])
+                self._shares[place] = inf if length < n_procs else -(-length // n_procs), n_procs
+            share, n_procs = self._shares[place]
+            least *= share
+            total *= n_procs
+        return (least if least <= self._limit else inf), total
 
     def _backwards(self, target: Mapping, target_size: int, price: Price, enough: float) -> dict[Mapping, float]:
-        predecessors = _predecessors(self._sizes, len(self._shape))
-        least = {mapping: self._least_local_size(mapping) for mapping in predecessors}
+        least: dict[Mapping, int] = {}
         n_procs_all = prod(self._sizes)
         distance = {target: 0.0}
-        for mapping, elements in least.items():
-            if elements < inf and mapping != target:
-                used = axes_size(self._sizes, chain.from_iterable(mapping))
-                exchange = price("alltoall", n_procs_all, max(int(elements), target_size))
-                distance[mapping] = min(exchange, price("allgather", used, int(elements)))
-        queue = [(cost, mapping) for mapping, cost in distance.items()]
+        for mapping in _all_mappings(len(self._sizes), len(self._shape)):
+            size, used = self._least_local_size(mapping)
+            if size < inf:
+                elements = least[mapping] = int(size)
+                if mapping != target:
+                    exchange = price("alltoall", n_procs_all, max(elements, target_size))
+                    distance[mapping] = min(exchange, price("allgather", used, elements))
+        queue = [(cost, mapping) for mapping, cost in distance.items() if cost <= enough]
         heapify(queue)
         while queue:
             cost, mapping = heappop(queue)
-            if cost > enough:
-                break
             if cost > distance[mapping]:
                 continue
-            for predecessor, collective, n_procs in predecessors[mapping]:
-                elements = least[predecessor]
-                if elements < inf:
-                    through = cost if collective == "split" else cost + price(collective, n_procs, int(elements))
-                    if through < distance[predecessor]:
+            for predecessor, collective, n_procs in _leading_to(self._sizes, mapping):
+                if predecessor in least:
+                    through = cost
+                    if collective != "split":
+                        through += price(collective, n_procs, least[predecessor])
+                    if through < distance[predecessor] and through <= enough:
                         distance[predecessor] = through
                         heappush(queue, (through, predecessor))
         return distance
