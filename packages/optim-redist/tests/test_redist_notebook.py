@@ -12,7 +12,8 @@ import torch
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_moves import max_block_size
+from optim_redist._multi_axis_moves import MoveSet, State, max_block_size
+from optim_redist._multi_axis_search import _all_mappings, _leading_to, _num_mappings
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
 NOTEBOOK = EXAMPLES["notebook"]
@@ -280,3 +281,20 @@ def test_options_of_the_search():
     weighted, _ = OptimalRedist(TextbookCM(), alpha=1e6).redistribute(shape, start, target)
     assert sum(not name.startswith("split") for name, *_ in weighted) == 2
     assert len(free) > 1
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2), (2, 3, 2)])
+def test_every_move_is_among_those_that_lead_to_its_mapping(sizes):
+    # else the estimate of the search could be too high
+    mappings = _all_mappings(len(sizes), 2)
+    assert len(mappings) == len(set(mappings)) == _num_mappings(len(sizes), 2)
+    moves = MoveSet((24, 24), sizes, [(1,), (1,)])
+    found = set()
+    for mapping in mappings:
+        for block in (1, 2):
+            for move in moves.moves(State(mapping, tuple(block if axes else -1 for axes in mapping))):
+                if not move.name.endswith("*") and move.state.mapping != mapping:
+                    found.add((mapping, move.collective, move.n_procs, move.state.mapping))
+    leading = {(*move, mapping) for mapping in mappings for move in _leading_to(sizes, mapping)}
+    assert found <= leading
+    assert len(found) > len(mappings)

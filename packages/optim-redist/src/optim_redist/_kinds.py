@@ -10,7 +10,7 @@ from math import prod
 from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
 from optim_redist.errors import LayoutError
-from optim_redist.index_sets import IndexSet, from_intervals, interval, strided
+from optim_redist.index_sets import IndexSet, from_intervals, interval, intervals, strided
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,13 @@ class Intervals(Kind):
             if ends != sorted(ends):
                 raise LayoutError(f"the intervals of a coordinate are sorted and disjoint, got {row}")
         object.__setattr__(self, "table", rows)
+
+    @classmethod
+    def of_sets(cls, sets: Iterable[IndexSet]) -> Intervals:
+        """What coordinates hold that hold these sets; nothing is checked."""
+        made = cls.__new__(cls)
+        vars(made)["table"] = tuple([tuple(intervals(held)) for held in sets])
+        return made
 
     @lazy
     def _pieces(self) -> list[tuple[int, int]]:

@@ -104,9 +104,11 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Seque
         # dealt out in more than one round, so nobody goes without
         return kind
     if cuts is None:
-        sets = [normal_form(held) for held in kind.index_sets(n, axis_sizes)]
+        sets = kind.index_sets(n, axis_sizes)
         starts = [held[0].start if held else -1 for held in sets]
-        return simplest_kind(sets, n, joined) if all(map(int.__lt__, [-1, *starts], starts)) else None
+        if not all(map(int.__lt__, [-1, *starts], starts)):
+            return None
+        return simplest_kind(list(map(normal_form, sets)), n, joined)
     points = list(cuts)
     if not all(map(int.__lt__, points, points[1:])):
         return None

@@ -120,7 +120,7 @@ def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -
             cyclic = Cyclic(first.length)
             if all(map(operator.eq, map(normal_form, cyclic.index_sets(n, axis_sizes)), sets)):
                 return cyclic
-        return Intervals([list(intervals(held)) for held in sets])
+        return Intervals.of_sets(sets)
     kinds: list[Kind] = [Block(), Chunk()]
     if points[1]:
         kinds.append(Cyclic(points[1]))
@@ -146,7 +146,8 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
     """
     dims: list[Split | None] = []
     for k, n in enumerate(shape):
-        held = {rank: normal_form(from_intervals(sorted(slices[rank][k]))) for rank in mesh.ranks}
+        pieces = {rank: sorted([(int(start), int(stop)) for start, stop in slices[rank][k]]) for rank in mesh.ranks}
+        held = {rank: normal_form(from_intervals(pieces[rank])) for rank in mesh.ranks}
         axes = tuple(axis for axis in range(mesh.num_axes) if _varies(mesh, held, axis))
         if not axes:
             if held[mesh.ranks[0]] != interval(0, n):
