@@ -1,6 +1,7 @@
 """Newton–Schulz in one launch on a GPU: against fp64, alone and inside a step, captured, with NaN."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -12,10 +13,11 @@ from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
 
 pytest.importorskip("triton")
 from optim_kernels import _hopper_chain as chain
-from optim_kernels import muon_kernels
+from optim_kernels._chain_jobs import Ending
 from optim_kernels._normalize_kernels import divisors_of
+from optim_kernels._product_launches import has_gluon
 from optim_kernels._triton import triton
-from optim_kernels.functional import _muon_chains as step_chains
+from optim_kernels.functional import _muon_tables as tables_of_a_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,6 +29,7 @@ import sys
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
@@ -43,9 +46,13 @@ def kind(name):
         return block(64, 128)
     if "_load" in name or "_tile" in name:
         return block(128, 64 if "_load" in name else 128)
-    return {"entries": "*i32", "state": "*i32", "total": "i32", "m": "i32", "n": "i32"}.get(name, "*fp32")
+    if name in ("entries", "matrices", "state"):
+        return "*i32"
+    return {"total": "i32", "counter": "i32", "addresses": "*i64"}.get(name, "*fp32")
 
-constants = dict(DEPTH=64, STAGES=5)
+panels, ending, parameter, master = sys.argv[2:]
+constants = dict(DEPTH=64, STAGES=5, PANELS=panels == "1", ENDING=int(ending))
+constants |= dict(P_DTYPE=getattr(tl, parameter), MASTER_KIND=int(master), CAUTIOUS=master != "0")
 names = [parameter.name for parameter in chain_kernel.params]
 signature = {name: "constexpr" if name in constants else kind(name) for name in names}
 values = {(names.index(name),): value for name, value in constants.items()}
@@ -63,21 +70,34 @@ print(compiled.metadata.shared)
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) or sys.platform != "linux", reason="needs Triton 3.6"
 )
-def test_the_chain_compiles_for_hopper(tmp_path: object) -> None:
-    """Within its shared memory, without spills, and without products that wait for one another."""
+@pytest.mark.parametrize(
+    ("panels", "ending", "parameter", "master"),
+    [
+        (False, Ending.STORE, "float16", 0),
+        (True, Ending.UPDATE, "bfloat16", 2),
+        (True, Ending.UPDATE, "float32", 0),
+        (True, Ending.SQUARES, "bfloat16", 0),
+    ],
+    ids=str,
+)
+def test_the_chain_compiles_for_hopper(
+    panels: bool, ending: Ending, parameter: str, master: int, tmp_path: object
+) -> None:
+    """Within its shared memory, no more spilled than an address, and without products that wait for one another."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", COMPILE, f"{tmp_path}/chain.ptx"]
+    variant = map(str, (int(panels), ending.value, parameter, master))
+    command = [sys.executable, "-c", COMPILE, f"{tmp_path}/chain.ptx", *variant]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     *messages, shared = result.stdout.strip().splitlines()
     assert int(shared) <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in " ".join(messages)
-    assert " 0 bytes spill stores" in " ".join(messages)
+    assert int(re.findall(r"(\d+) bytes spill stores", " ".join(messages))[-1]) <= 8
 
 
 def needs_hopper() -> None:
-    if not muon_kernels.has_gluon(None):
+    if not has_gluon(None):
         pytest.skip("needs Hopper and Triton 3.6")
 
 
@@ -102,7 +122,9 @@ def test_divisors(eps_mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300), (16, 1000, 1040)], ids=str
+)
 def test_one_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Right against fp64, the same bits twice and in a graph, both iterations, inputs left alone."""
     needs_hopper()
@@ -113,7 +135,8 @@ def test_one_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for name, method in (("keller", "standard"), ("you", "gram"), ("cubic5", "standard")):
         result = newton_schulz(x, coefficients=name, method=method)
         expected = reference.newton_schulz(x.double(), NSConfig(coefficients=name).triples)
-        limit = (5e-3 if m == n and method == "gram" else 2.2e-3) + (2e-3 if dtype == torch.bfloat16 else 0)
+        # Gram is meant for wide matrices
+        limit = (5e-3 if n < 1.5 * m and method == "gram" else 2.2e-3) + (2e-3 if dtype == torch.bfloat16 else 0)
         errors = (result.double() - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))
         assert errors.max() <= limit
         assert torch.equal(result, newton_schulz(x, coefficients=name, method=method))
@@ -164,24 +187,56 @@ def test_two_at_the_same_time() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("master", [None, "split16"])
+@pytest.mark.parametrize("master", [None, "fp32", "split16"])
 @pytest.mark.parametrize("variant", ["torch", "nanochat-2026-07"])
-def test_step(variant: str, master: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with one launch for each shape equal those with one for each product, to rounding; few launches."""
+@pytest.mark.parametrize("m", [512, 576])
+def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with one launch for each short side equal those with one for each product, to rounding; few launches.
+
+    Sides that tiles divide and that they do not, tall, wide and square, and lengths that no panel divides.
+    """
     needs_hopper()
-    shapes = [(512, 512)] * 24 + [(1024, 512)] * 20 + [(512, 2048)] * 20
+    shapes = [(m, m)] * 24 + [(1032, m)] * 20 + [(m, 2056)] * 20 + [(m, m + 8)] * 3
     runs = []
     for chained in (True, False):
-        monkeypatch.setattr(step_chains, "takes_chain", chain.takes_chain if chained else lambda *_: False)
+        monkeypatch.setattr(tables_of_a_plan, "takes_chain", chain.takes_chain if chained else lambda *_: False)
         torch.manual_seed(0)
         params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
-        optimizer = TritonMuon([{"params": params, "variant": variant}], lr=0.02, master_weights=master)
+        optimizer = TritonMuon([{"params": params, "variant": variant, "lr": 0.02, "master_weights": master}])
         for _ in range(4):
             for p in params:
                 p.grad = torch.randn_like(p)
             optimizer.step()
         runs.append((params, sum(plan.launches for plan in optimizer.plans())))
     (params, launches), (plain, more_launches) = runs
-    assert launches <= 20 < more_launches
+    assert launches <= 5 < more_launches
     for p, q in zip(params, plain, strict=True):
         assert (p.float() - q.float()).norm() <= 1e-3 * q.float().norm()
+
+
+@pytest.mark.gpu
+def test_found_inf_in_a_step() -> None:
+    """Nothing is written, and the step after it is as if there had been none; the same bits in every run."""
+    needs_hopper()
+    runs = []
+    for skipped in (False, True, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(512, n, device="cuda").bfloat16()) for n in [512] * 24 + [1032] * 20]
+        optimizer = TritonMuon(params, lr=0.02)
+        grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
+        for number, its in enumerate(grads):
+            for p, grad in zip(params, its, strict=True):
+                p.grad = grad
+            optimizer.step()
+            if skipped and number == 1:
+                before = [p.detach().clone() for p in params]
+                for p in params:
+                    p.grad = torch.full_like(p, float("nan"))
+                optimizer.found_inf = torch.ones((), device="cuda")
+                optimizer.step()
+                optimizer.found_inf = None
+                assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+        runs.append(params)
+    for p, q, again in zip(*runs, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(q, again)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
-from optim_kernels.orthogonalization import TorchProducts, iterate
+from optim_kernels._iterations import TorchProducts, iterate
 
 # The band of result singular values for inputs with σ/‖X‖ ≥ 0.01.
 BANDS = {

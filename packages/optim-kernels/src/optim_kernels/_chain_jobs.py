@@ -4,9 +4,9 @@ A job is one product, for every matrix of a batch. It reads and writes buffers o
 rectangular ones [m, n]. A tile waits until all tiles of its matrix's earlier jobs are done: with no more buffers than
 the iteration needs, every job reads or overwrites something of the one before it.
 
-Tiles of all jobs and matrices make one list, in which no tile waits for a later one. Matrices follow one another in
-groups: enough of them that, while the last tiles of one job are computed, those of the next can start, and few enough
-that what they hand on is still in the L2 cache.
+Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices advance alike, those
+of different shapes too: a job starts in the list where as much of its matrix's work is done as of the others'. So what
+a tile waits for was drawn long before it, and in the end all last products are there to fill the chip.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from optim_kernels._tiles import cdiv
-from optim_kernels.orthogonalization import NSConfig
+import torch
+from torch import Tensor
+
+from optim_kernels._ns_config import NSConfig
 
 # Side of a tile.
 BLOCK = 128
 # Numbers of a tile's entry in the list, and of a job's in the table.
-ENTRY_FIELDS, JOB_FIELDS = 8, 8
-# Tiles of a symmetric job that a group of matrices has at least, for each multiprocessor.
-ROUNDS = 4
+ENTRY_FIELDS, JOB_FIELDS = 4, 16
+# What a tile takes beside its products, as a length of its sums.
+TILE_END = 180
 
 
 class Kind(IntEnum):
@@ -37,6 +39,12 @@ class Scale(IntEnum):
     """Which numbers of each matrix multiply a job's result."""
 
     NONE, SCALE, SQUARED = range(3)
+
+
+class Ending(IntEnum):
+    """What follows the last product: nothing, the update of the parameters, or sums of O² over lines."""
+
+    STORE, UPDATE, SQUARES = range(3)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class Job:
     @property
     def _result(self) -> str:
         return "rectangle" if self.kind is Kind.RECTANGLE else "square"
+
+    def length(self, m: int, n: int) -> int:
+        """Of its sums."""
+        return n if self.kind is Kind.GRAM else m
 
     def tiles(self, m: int, n: int) -> list[tuple[int, int]]:
         """(row, column) where its tiles begin."""
@@ -134,47 +146,76 @@ def num_squares(jobs: Sequence[Job]) -> int:
     return 1 + max(number for job in jobs for shape, number in job.writes if shape == "square")
 
 
-def tile_list(jobs: Sequence[Job], count: int, m: int, n: int, num_sms: int) -> list[tuple[int, ...]]:
-    """An entry of ENTRY_FIELDS numbers for every tile, in order.
+@dataclass(frozen=True)
+class Members:
+    """Matrices of one shape, numbered from ``first`` on.
 
-    (job, matrix, row, column, kind, tiles of the matrix to wait for, place of a, place of b). A place is that of the
-    matrix among the square ones, all matrices' first buffers first, or the number of a rectangular buffer.
+    Args:
+        x_step: places that one matrix takes in a buffer of X.
     """
-    tiles = [job.tiles(m, n) for job in jobs]
-    needed = [0, *accumulate(len(its) for its in tiles)]
-    blocks = cdiv(m, BLOCK)
-    size = cdiv(ROUNDS * num_sms, blocks * (blocks + 1) // 2)
-    groups = max(1, count // size)
-    starts = [count * group // groups for group in range(groups + 1)]
 
-    def place(job: Job, number: int, matrix: int, is_square: bool) -> int:
-        return number * count + matrix if is_square else number
+    jobs: tuple[Job, ...]
+    first: int
+    count: int
+    n: int
+    x_step: int = 1
 
-    return [
-        (
-            number,
-            matrix,
-            row,
-            column,
-            job.kind,
-            needed[number],
-            place(job, job.a, matrix, job.kind is not Kind.GRAM),
-            place(job, job.b, matrix, job.kind is Kind.SQUARE),
-        )
-        for first, end in pairwise(starts)
-        for number, job in enumerate(jobs)
-        for matrix in range(first, end)
-        for row, column in tiles[number]
-    ]
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
-def job_table(jobs: Sequence[Job], count: int) -> list[tuple[float, ...]]:
-    """(place of c or −1, of d, of q or −1, which scale, α, β, ω, 0) of every job; places are of matrix 0."""
+def tile_list(groups: Sequence[Members], m: int) -> Tensor:
+    """Every tile in order: int32 [tiles, ENTRY_FIELDS], (job, matrix, row, column).
 
-    def place(job: Job, number: int) -> int:
-        return number if number < 0 or job.kind is Kind.RECTANGLE else number * count
+    Jobs are numbered over all groups.
+    """
+    units: list[tuple[float, int, Tensor]] = []
+    first_job = 0
+    for group in groups:
+        tiles = [job.tiles(m, group.n) for job in group.jobs]
+        work = [len(its) * (job.length(m, group.n) + TILE_END) for job, its in zip(group.jobs, tiles, strict=True)]
+        for number, (its, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
+            rows, columns = torch.tensor(its, dtype=torch.int32).unbind(1)
+            entries = torch.stack([torch.full_like(rows, first_job + number), rows, rows, columns], 1)
+            for index, matrix in enumerate(group.numbers):
+                # the matrices of a job one after another
+                progress = (before + work[number] * index / group.count) / sum(work)
+                units.append((progress, matrix, entries))
+        first_job += len(group.jobs)
+    units.sort(key=lambda unit: unit[:2])
+    result = torch.cat([entries for _, _, entries in units])
+    matrices = torch.tensor([matrix for _, matrix, _ in units], dtype=torch.int32)
+    result[:, 1] = matrices.repeat_interleave(torch.tensor([len(entries) for _, _, entries in units]))
+    return result
 
-    return [
-        (place(job, job.c), place(job, job.d), place(job, job.q), job.scale, job.alpha, job.beta, job.omega, 0)
-        for job in jobs
-    ]
+
+def job_table(groups: Sequence[Members], m: int) -> Tensor:
+    """The numbers of every job: fp32 [jobs, JOB_FIELDS].
+
+    (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
+    matrix to wait for; a, b: buffers; length of its sums)
+    """
+    rows = []
+    for group in groups:
+        needed = accumulate((len(job.tiles(m, group.n)) for job in group.jobs), initial=0)
+        for job, tiles in zip(group.jobs, needed):
+            is_last = job is group.jobs[-1]
+            row = (job.c, job.d, job.q, job.scale, job.alpha, job.beta, job.omega, is_last, job.kind, tiles)
+            rows.append([*row, job.a, job.b, job.length(m, group.n), 0, 0, 0])
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
+    """Where each matrix's X and its first square buffer are: int32 [matrices, 2].
+
+    Places of X are numbered from each group to the next, and so are square ones.
+    """
+    result = torch.zeros(num_matrices, 2, dtype=torch.int32)
+    x, square = 0, 0
+    for group in groups:
+        squares = num_squares(group.jobs)
+        for matrix in group.numbers:
+            result[matrix, 0], result[matrix, 1] = x, square
+            x, square = x + group.x_step, square + squares
+    return result

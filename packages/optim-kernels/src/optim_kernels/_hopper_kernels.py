@@ -103,8 +103,12 @@ def multiply(
     SYMMETRIC: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    B_FIRST: gl.constexpr = 0,
 ):
-    """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on."""
+    """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on.
+
+    Slots of B are numbered from B_FIRST on in their ring.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     a_ring, b_ring, ready, empty = ring
     acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
@@ -115,9 +119,9 @@ def multiply(
         mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
         a = a_ring.index(slot).reshape([BLOCK, DEPTH])
         if SYMMETRIC:
-            b = b_ring.index(slot).reshape([BLOCK, DEPTH]).permute((1, 0))
+            b = b_ring.index(slot + B_FIRST).reshape([BLOCK, DEPTH]).permute((1, 0))
         else:
-            b = b_ring.index(slot).reshape([DEPTH, BLOCK])
+            b = b_ring.index(slot + B_FIRST).reshape([DEPTH, BLOCK])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         # all but this step's product are done
         acc = warpgroup_mma_wait(1, deps=(acc,))

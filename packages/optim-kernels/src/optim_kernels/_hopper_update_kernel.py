@@ -47,6 +47,7 @@ def _consume(
     numbers,
     parameters,
     flags: gl.constexpr,
+    update: gl.constexpr,
 ):
     HAS_C: gl.constexpr = flags[2]
     HAS_SCALE: gl.constexpr = flags[4]
@@ -84,17 +85,20 @@ def _consume(
         number = (first_matrix + batch).to(gl.int64)
         # all have read C, or the O before
         barrier()
-        _update(
-            table + number * NUM_FIELDS, hyper, gl.load(lr_scales + number), matrix, acc.to(c_desc.dtype), i, j, flags
-        )
+        lr_scale = gl.load(lr_scales + number)
+        o = acc.to(c_desc.dtype)
+        update_tile(table + number * NUM_FIELDS, hyper, lr_scale, matrix, o, i, j, update)
 
 
 @gluon.jit
-def _update(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
-    """Update the parameters of tile (i, j) of X, whose O is ``o``; ``matrix`` is room for it in shared memory."""
-    P_DTYPE: gl.constexpr = flags[8]
-    MASTER_KIND: gl.constexpr = flags[9]
-    CAUTIOUS: gl.constexpr = flags[10]
+def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
+    """Update the parameters of tile (i, j) of X, whose O is ``o``.
+
+    ``matrix`` is room for it in shared memory that nobody uses any more.
+    """
+    P_DTYPE: gl.constexpr = flags[0]
+    MASTER_KIND: gl.constexpr = flags[1]
+    CAUTIOUS: gl.constexpr = flags[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     outer_size, inner_size = sizes(record, True)
     if outer_size > inner_size:
@@ -159,14 +163,12 @@ def update_product_kernel(
         GROUP,
         DEPTH,
         STAGES,
-        P_DTYPE,
-        MASTER_KIND,
-        CAUTIOUS,
     )
+    update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(
         [
-            (_consume, (0, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
-            (_consume, (1, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags)),
+            (_consume, (0, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags, update)),
+            (_consume, (1, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags, update)),
             (produce, (s_desc, x_desc, ring, schedule, flags)),
         ],
         [4, 1],

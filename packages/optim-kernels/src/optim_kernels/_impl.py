@@ -13,10 +13,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Impl = Literal["auto", "torch", "triton"]
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Other classes may stand for tensors that hold no values.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def check_impl(impl: str) -> None:
@@ -63,3 +66,24 @@ def use_triton(impl: Impl, tensor: Tensor, name: str, *, dtypes: tuple[torch.dty
     if reason is not None and impl == "triton":
         raise RuntimeError(f"impl='triton' cannot update {name}: {reason}; use impl='auto' or 'torch'")
     return reason is None
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a function of ``tensors`` may compute at once: nothing is traced and no gradient wanted.
+
+    Else it goes through its registered operator, which costs tens of microseconds.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*tensors)
+    wants_grad = torch.is_grad_enabled()
+    return all(x is None or (type(x) in PLAIN_TYPES and not (wants_grad and x.requires_grad)) for x in tensors)
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "Newton–Schulz and its products have no forward-mode derivative (jvp), and one of their tensors has a "
+            "tangent; use reverse mode (backward), or detach it"
+        )

@@ -217,6 +217,8 @@ def norm_kernel(
     sums,
     scales,
     squared_scales,
+    progress,
+    num_chains,
     norm_scale,
     eps,
     G_DTYPE: tl.constexpr,
@@ -253,6 +255,15 @@ def norm_kernel(
         scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
         tl.store(scales + matrix, scale.to(tl.float32))
         tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
+        _clear(progress, num_chains)
+
+
+@triton.jit
+def _clear(progress, num_chains):
+    """Nothing of this program's matrix is done; of the chains, the first programs clear a counter each."""
+    matrix = tl.program_id(0)
+    tl.store(progress + matrix, 0)
+    tl.store(progress + tl.num_programs(0) + matrix, 0, mask=matrix < num_chains)
 
 
 @triton.jit
@@ -330,7 +341,16 @@ def strips_kernel(
 
 @triton.jit
 def equilibrate_kernel(
-    table, row_squares, scales, squared_scales, norm_scale, eps, ADD_EPS: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    row_squares,
+    scales,
+    squared_scales,
+    progress,
+    num_chains,
+    norm_scale,
+    eps,
+    ADD_EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """σ and σ² of a matrix of equilibrated rows. One program a matrix."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -350,3 +370,4 @@ def equilibrate_kernel(
     scale = of_row / (_divisor(norm, norm_scale, eps, ADD_EPS) * _ROW_NORM)
     tl.store(scales + matrix, scale.to(tl.float32))
     tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
+    _clear(progress, num_chains)

@@ -12,7 +12,7 @@ from optim_kernels._triton import tl
 # Addresses, 0 where there is none: of the matrix's first element in parameter, gradient, momentum buffer, second
 # moment, master, and Newton–Schulz's first and last X; of its parameter's step count.
 P, G, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(8))
-# One stride for parameter, gradient, buffer and master, one for both X.
+# One stride for parameter, gradient, buffer and master, one for both X (and see X_PANEL).
 STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(8, 12))
 # Where the matrix's own begin in buffers of tiles, of lines and of parts of lines; and how many parts a line has.
 FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(12, 15))
@@ -20,13 +20,17 @@ FIRST_LINE, FIRST_PART, NUM_PARTS = (tl.constexpr(column) for column in range(15
 # Whether the inner index numbers the rows; the group; and for random bits the parameter's place, the matrix's first
 # element in the parameter's memory, and the seed.
 ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(18, 23))
-NUM_FIELDS = tl.constexpr(23)
+# X is cut into panels of PANEL columns: elements from one to the next, which are PANEL where X is not cut; and how many
+# columns may be written, zeros beyond the matrix.
+X_PANEL, X_COLUMNS = (tl.constexpr(column) for column in range(23, 25))
+NUM_FIELDS = tl.constexpr(25)
 
 # Columns of a group's hyperparameters.
 LR, WEIGHT_DECAY, MOMENTUM, BETA2 = (tl.constexpr(column) for column in range(4))
 NUM_HYPER = tl.constexpr(4)
 
-# Side of a tile; and of a strip, which is STRIP whole rows, walked STRIP_STEP columns at a time.
+# Columns of a panel; side of a tile; and of a strip, which is STRIP whole rows, walked STRIP_STEP columns at a time.
+PANEL = tl.constexpr(128)
 TILE = tl.constexpr(64)
 STRIP, STRIP_STEP = tl.constexpr(16), tl.constexpr(256)
 

@@ -14,9 +14,12 @@ from optim_kernels._muon_table import (
     FIRST_LINE,
     INNER,
     OUTER,
+    PANEL,
     ROWS_ARE_INNER,
     STRIDE,
     TILE,
+    X_COLUMNS,
+    X_PANEL,
     X_STRIDE,
 )
 from optim_kernels._triton import tl, triton
@@ -77,10 +80,16 @@ def pointer_in(record, field: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.con
 
 
 @triton.jit
-def _x_offsets(record, row, column, rows, columns):
-    """Offsets of a piece of X from (row, column) on, and the mask of what exists in ``rows × columns``."""
+def _x_offsets(record, first_row, first_column, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of a piece of X [ROWS, COLUMNS], and the mask of what may be touched; it starts at half a panel."""
     stride = tl.multiple_of(tl.load(record + X_STRIDE), 8)
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    panel = tl.multiple_of(tl.load(record + X_PANEL), 8)
+    row, inside = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    column = first_column + inside + first_column // PANEL * (panel - PANEL)
+    if COLUMNS > PANEL:
+        column += inside // PANEL * (panel - PANEL)
+    columns = tl.multiple_of(tl.load(record + X_COLUMNS), 8)
+    mask = (row < rows)[:, None] & (first_column + inside < columns)[None, :]
     return row.to(tl.int64)[:, None] * stride + column[None, :], mask
 
 
@@ -95,13 +104,12 @@ def load_x(
 ):
     """A tile of X in fp32, in the storage's order."""
     outer_size, inner_size = sizes(record, ALIGNED)
-    outer, inner = first_outer + tl.arange(0, TILE), first_inner + tl.arange(0, TILE)
     pointer = pointer_in(record, field, dtype, True)
     if outer_size > inner_size:
-        offsets, mask = _x_offsets(record, inner, outer, inner_size, outer_size)
+        offsets, mask = _x_offsets(record, first_inner, first_outer, inner_size, TILE, TILE)
         x = tl.trans(tl.load(pointer + offsets, mask=mask, other=0.0))
     else:
-        offsets, mask = _x_offsets(record, outer, inner, outer_size, inner_size)
+        offsets, mask = _x_offsets(record, first_outer, first_inner, outer_size, TILE, TILE)
         x = tl.load(pointer + offsets, mask=mask, other=0.0)
     return x.to(tl.float32)
 
@@ -110,17 +118,16 @@ def load_x(
 def store_x(record, field: tl.constexpr, first_outer, first_inner, x, ALIGNED: tl.constexpr):
     """Store a piece that is in the storage's order to X, which rounded values ``x`` have the dtype of."""
     outer_size, inner_size = sizes(record, ALIGNED)
-    outer, inner = first_outer + tl.arange(0, x.shape[0]), first_inner + tl.arange(0, x.shape[1])
     pointer = pointer_in(record, field, x.dtype, True)
     if outer_size > inner_size:
-        _store_piece(record, pointer, inner, outer, inner_size, outer_size, tl.trans(x))
+        _store_piece(record, pointer, first_inner, first_outer, inner_size, tl.trans(x))
     else:
-        _store_piece(record, pointer, outer, inner, outer_size, inner_size, x)
+        _store_piece(record, pointer, first_outer, first_inner, outer_size, x)
 
 
 @triton.jit
-def _store_piece(record, pointer, row, column, rows, columns, x):
-    offsets, mask = _x_offsets(record, row, column, rows, columns)
+def _store_piece(record, pointer, first_row, first_column, rows, x):
+    offsets, mask = _x_offsets(record, first_row, first_column, rows, x.shape[0], x.shape[1])
     tl.store(pointer + offsets, x, mask=mask)
 
 

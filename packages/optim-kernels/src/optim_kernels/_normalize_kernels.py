@@ -4,21 +4,30 @@
     scale_kernel        adds the parts in their order, divides, rounds once
     divisors_kernel     in its place where X stays G: 1/N and 1/N² for the first products
 
+and of the set "aol4" behind the first Gram matrix A = XXᵀ, with D = diag(rsqrt(Σ_j |A_ij|)):
+
+    factors_kernel      D
+    row_factors_kernel  X ← DX  and  A ← DAD
+
 G is [batch, M, N] with any strides, X row-major. Squares are added in fp32 within a tile where they cannot overflow or
 vanish (fp16), else in fp64, and tiles in fp64; a NaN stays in its matrix.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from optim_kernels._tiles import cdiv
-from optim_kernels._triton import div_rn, narrow, tl, triton
+from optim_kernels._triton import Launch, div_rn, narrow, tl, triton
 
 BLOCK_M, BLOCK_N = 32, 256
 # Of one launch, over all matrices: enough to fill the chip, few enough to be added by every program of the next.
 MAX_PARTS = 1056
+# Kept launches of each kernel.
+NUM_LAUNCHES = 256
 
 
 @triton.jit
@@ -111,60 +120,139 @@ def divisors_kernel(partials, inverses, parts, norm_scale, eps, ADD_EPS: tl.cons
     tl.store(inverses + tl.num_programs(0) + batch, (inverse * inverse).to(tl.float32))
 
 
+@triton.jit
+def factors_kernel(a, factors, batch_stride, row_stride, M, BLOCK: tl.constexpr):
+    """A row's factor: 0 for a row of zeros, NaN where there is one."""
+    row, batch = tl.program_id(0), tl.program_id(1)
+    start = a + batch.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, M, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.abs(tl.load(start + at, mask=at < M, other=0.0).to(tl.float32))
+    sums = tl.sum(total, 0)
+    tl.store(factors + batch * M + row, tl.where(sums == 0.0, 0.0, 1.0 / tl.sqrt(tl.where(sums == 0.0, 1.0, sums))))
+
+
+@triton.jit
+def row_factors_kernel(
+    x,
+    factors,
+    batch_stride,
+    row_stride,
+    M,
+    N,
+    columns,
+    BOTH_SIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Multiply a tile's rows, and with BOTH_SIDES its columns, by their factors, in place."""
+    tile, batch = tl.program_id(0), tl.program_id(1)
+    at, exists = _tile(x, batch, tile, columns, batch_stride, row_stride, 1, M, N, BLOCK_M, BLOCK_N)
+    row = (tile // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    value *= tl.load(factors + batch * M + row, mask=row < M, other=0.0)[:, None]
+    if BOTH_SIDES:
+        column = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+        value *= tl.load(factors + batch * M + column, mask=column < N, other=0.0)[None, :]
+    tl.store(at, narrow(value, x.dtype.element_ty), mask=exists)
+
+
 def normalize_into(
     x: Tensor, g: Tensor, *, norm_scale: float, eps: float, add_eps: bool, state: Tensor | None = None
 ) -> None:
     """``x = g / N`` for ``g [batch, M, N]`` and a row-major ``x``; ``state`` is set to zero."""
-    batch, m, n = g.shape
     partials = _squares(g, state)
-    columns = cdiv(n, BLOCK_N)
-    scale_kernel[(cdiv(m, BLOCK_M) * columns, batch)](
-        g,
-        partials,
-        x,
-        *g.stride(),
-        *x.stride()[:2],
-        m,
-        n,
-        columns,
-        partials.shape[1],
-        norm_scale,
-        eps,
-        ADD_EPS=add_eps,
-        PARTS=triton.next_power_of_2(partials.shape[1]),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-    )
+    launch, numbers = _scale_launch(_layout(g), _layout(x), partials.shape[1], add_eps)
+    launch((g, partials, x), (*numbers, norm_scale, eps))
+
+
+class Division:
+    """`normalize_into` once more, of matrices like ``g`` into such as ``x``, by their addresses."""
+
+    def __init__(self, x: Tensor, g: Tensor, *, norm_scale: float, eps: float, add_eps: bool) -> None:
+        self._squares, parts, self._of_squares = _squares_launch(_layout(g), False)
+        self._scale, numbers = _scale_launch(_layout(g), _layout(x), parts, add_eps)
+        self._of_scale = (*numbers, norm_scale, eps)
+
+    def __call__(self, x: int, g: int, sums: int) -> None:
+        """``sums`` has room for `bytes_of_sums`."""
+        self._squares.again((g, sums, sums, *self._of_squares))
+        self._scale.again((g, sums, x, *self._of_scale))
+
+
+def bytes_of_sums(g: Tensor) -> int:
+    """Of the parts of Σ g²."""
+    _, parts, _ = _squares_launch(_layout(g), False)
+    return 8 * len(g) * parts
 
 
 def divisors_of(g: Tensor, *, norm_scale: float, eps: float, add_eps: bool, state: Tensor | None = None) -> Tensor:
     """[2, batch]: 1/N and 1/N² of ``g [batch, M, N]``; ``state`` is set to zero."""
     partials = _squares(g, state)
     inverses = torch.empty(2, len(g), device=g.device)
-    parts = partials.shape[1]
-    divisors_kernel[(len(g),)](
-        partials, inverses, parts, norm_scale, eps, ADD_EPS=add_eps, PARTS=triton.next_power_of_2(parts)
-    )
+    launch = _divisors_launch(*partials.shape, g.device.index, add_eps)
+    launch((partials, inverses), (partials.shape[1], norm_scale, eps))
     return inverses
+
+
+def apply_row_factors(x: Tensor, a: Tensor) -> None:
+    """Bring the rows of ``x [batch, M, N]``, and of ``a = x xᵀ``, to the norm at which ‖x‖₂ ≤ 1; both are row-major."""
+    batch, m, n = x.shape
+    factors = torch.empty(batch, m, device=x.device)
+    factors_kernel[(m, batch)](a, factors, *a.stride()[:2], m, BLOCK=1024)
+    for each, width in ((x, n), (a, m)):
+        columns = cdiv(width, BLOCK_N)
+        row_factors_kernel[(cdiv(m, BLOCK_M) * columns, batch)](
+            each,
+            factors,
+            *each.stride()[:2],
+            m,
+            width,
+            columns,
+            BOTH_SIDES=each is a,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+        )
 
 
 def _squares(g: Tensor, state: Tensor | None) -> Tensor:
     """Σ g² in parts, fp64 [batch, parts]."""
-    batch, m, n = g.shape
+    launch, parts, numbers = _squares_launch(_layout(g), state is not None)
+    partials = torch.empty(len(g), parts, dtype=torch.float64, device=g.device)
+    launch((g, partials, partials if state is None else state), numbers)
+    return partials
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, int | None]
+
+
+def _layout(x: Tensor) -> Layout:
+    """What a kernel may be compiled for: shape, strides, dtype, whether loads can be wide; and the device."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device.index
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _squares_launch(g: Layout, has_state: bool) -> tuple[Launch, int, tuple[int, ...]]:
+    """The launch, how many parts it makes of a matrix, and its numbers."""
+    (batch, m, n), strides, *_ = g
     columns = cdiv(n, BLOCK_N)
     tiles = cdiv(m, BLOCK_M) * columns
-    partials = torch.empty(batch, min(tiles, max(1, MAX_PARTS // batch)), dtype=torch.float64, device=g.device)
-    squares_kernel[(partials.shape[1], batch)](
-        g,
-        partials,
-        partials if state is None else state,
-        *g.stride(),
-        m,
-        n,
-        tiles,
-        columns,
-        HAS_STATE=state is not None,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-    )
-    return partials
+    parts = min(tiles, max(1, MAX_PARTS // batch))
+    launch = Launch(squares_kernel, (parts, batch, 1), (has_state, BLOCK_M, BLOCK_N))
+    return launch, parts, (*strides, m, n, tiles, columns)
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _scale_launch(g: Layout, x: Layout, parts: int, add_eps: bool) -> tuple[Launch, tuple[int, ...]]:
+    """The launch, and its numbers up to those of the norm."""
+    (batch, m, n), strides, *_ = g
+    columns = cdiv(n, BLOCK_N)
+    constants = (add_eps, triton.next_power_of_2(parts), BLOCK_M, BLOCK_N)
+    launch = Launch(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants)
+    return launch, (*strides, *x[1][:2], m, n, columns, parts)
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _divisors_launch(batch: int, parts: int, device: int | None, add_eps: bool) -> Launch:
+    return Launch(divisors_kernel, batch, (add_eps, triton.next_power_of_2(parts)))

@@ -6,7 +6,8 @@
 Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like the
 product; s is 1 or a number of each matrix, read on the device; α and β are numbers, or addresses of fp32 ones. Operands
 arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with zeros and drop what
-is stored there, so no size has to divide a tile. Sums are fp32 and rounded once.
+is stored there, so no size has to divide a tile. Sums are fp32 and rounded once. Descriptors of C and Q where
+there is none, of B where it is A, and of mirror images that are shaped like their tiles, are ``None``.
 
 D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
 a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
@@ -67,6 +68,16 @@ def _numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
 
 
 @triton.jit
+def _store_both(desc, mirror_desc, d, batch, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile and its mirror image; a square one has blocks of one shape for both."""
+    desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
+    if BLOCK_M == BLOCK_N:
+        desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+    else:
+        mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+
+
+@triton.jit
 def _symmetric_tile(
     operands,
     results,
@@ -91,7 +102,10 @@ def _symmetric_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
-        b = b_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
+        if SAME and BLOCK_M == BLOCK_N:
+            b = a_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
+        else:
+            b = b_desc.load([batch, column, k]).reshape(BLOCK_N, BLOCK_K)
         acc = dot(a, b.T, acc)
     acc = acc * alpha
     if HAS_C:
@@ -102,11 +116,9 @@ def _symmetric_tile(
     d = narrow(acc, d_desc.dtype)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if not is_diagonal:
-        d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
-        mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+        _store_both(d_desc, mirror_desc, d, batch, row, column, BLOCK_M, BLOCK_N)
         if HAS_Q:
-            q_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
-            q_mirror_desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
+            _store_both(q_desc, q_mirror_desc, d, batch, row, column, BLOCK_M, BLOCK_N)
     else:
         if not SAME:
             tl.static_assert(BLOCK_M == BLOCK_N)
@@ -213,7 +225,7 @@ def quartered_kernel(
         i, j = triangle_tile(pid % count, T - 1, GROUP)
         _symmetric_tile(
             (a_desc, b_desc, c_desc),
-            (d_desc, d_desc, q_desc, q_desc),
+            (d_desc, None, q_desc, None),
             pid // count,
             (i + 1) * BLOCK,
             j * BLOCK,
@@ -234,7 +246,7 @@ def quartered_kernel(
         first = (pid - whole) % (3 * T) // 3 * BLOCK
         _symmetric_tile(
             (small_a_desc, small_b_desc, small_c_desc),
-            (small_d_desc, small_d_desc, small_q_desc, small_q_desc),
+            (small_d_desc, None, small_q_desc, None),
             (pid - whole) // (3 * T),
             first + (quarter + 1) // 2 * HALF,
             first + quarter // 2 * HALF,

@@ -4,23 +4,55 @@
     symmetric_matmul    alpha a b + beta c               d a = alpha g bᵀ,  d b = alpha aᵀ g,  d c = beta g
     matmul_add          alpha a b + beta c               likewise;  d alpha = ⟨g, a b⟩,  d beta = ⟨g, c⟩
 
-alpha and beta are numbers, or 0-d tensors that are read on the device. On CUDA the kernels of `muon_kernels` run;
+alpha and beta are numbers, or 0-d tensors that are read on the device. On CUDA the kernels of `_product_launches` run;
 elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
 """
 
 from __future__ import annotations
 
-from math import prod
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from optim_kernels import muon_kernels
-from optim_kernels._impl import use_triton
-from optim_kernels.orthogonalization import TorchProducts
+from optim_kernels._impl import is_plain, use_triton
+from optim_kernels._iterations import TorchProducts
 
 Number = float | Tensor
+
+
+def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
+    """``alpha a b + beta c``; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
+    if not (a.is_cuda and use_triton("auto", a, "a")):
+        products = TorchProducts()
+        multiply = products.symmetric_matmul if symmetric else products.matmul_add
+        return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
+    launches = _product_launches()
+    left = launches.as_batch(a)
+    right = left if symmetric and _is_same(a, b) else launches.as_batch(b)
+    columns = b.shape[-2] if symmetric else b.shape[-1]
+    added = None if c is None else launches.as_batch(c.expand(*a.shape[:-1], columns))
+    product = launches.symmetric_product if symmetric else launches.general_product
+    tile = None
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        tile = launches.portable_tile(left, right, symmetric=symmetric)
+    result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
+    if a.ndim == 2:
+        return result[0]
+    return result if a.ndim == 3 else result.reshape(*a.shape[:-1], columns)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+@cache
+def _product_launches() -> Any:
+    """The kernels' module, which needs Triton."""
+    from optim_kernels import _product_launches
+
+    return _product_launches
 
 
 @torch.library.custom_op(
@@ -30,24 +62,9 @@ Number = float | Tensor
     "bool symmetric) -> Tensor",
 )
 def _product(a: Any, b: Any, c: Any, alpha_tensor: Any, beta_tensor: Any, alpha: Any, beta: Any, symmetric: Any) -> Any:
-    """``alpha a b + beta c``, by tensors if given; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
-    shape = (*a.shape[:-1], b.shape[-2] if symmetric else b.shape[-1])
-    given = alpha_tensor is not None or beta_tensor is not None
     alpha = alpha if alpha_tensor is None else alpha_tensor
     beta = beta if beta_tensor is None else beta_tensor
-    if not use_triton("auto", a, "a"):
-        products = TorchProducts()
-        multiply = products.symmetric_matmul if symmetric else products.matmul_add
-        return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
-    same = a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
-    left = muon_kernels.as_batch(a)
-    right = left if symmetric and same else muon_kernels.as_batch(b)
-    added = None if c is None else muon_kernels.as_batch(c.expand(shape))
-    multiply_batches = muon_kernels.symmetric_product if symmetric else muon_kernels.general_product
-    tile = muon_kernels.portable_tile(left, right, symmetric=symmetric) if given else None
-    result = multiply_batches(left, right, c=added, alpha=alpha, beta=beta, tile=tile)
-    assert len(result) == prod(shape[:-2])
-    return result.reshape(shape).contiguous()
+    return _multiply(a, b, c, alpha, beta, symmetric)
 
 
 @_product.register_fake
@@ -88,21 +105,24 @@ _product.register_autograd(_backward, setup_context=_save)
 
 
 def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
-    """`_product`, with numbers and tensors told apart."""
-    tensors: list[Tensor | None] = []
-    numbers: list[float] = []
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
-            wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-            tensors.append(value.reshape(()).to(a.device, wide))
-            numbers.append(0.0)
-        else:
-            tensors.append(None)
-            numbers.append(float(value))
-    result: Tensor = _product(a, b, c, *tensors, *numbers, symmetric)
+    """`_multiply`, through the operator where something has to know of it."""
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
+    alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))
+    if is_plain(a, b, c, alpha_tensor, beta_tensor):
+        return _multiply(a, b, c, alpha, beta, symmetric)
+    numbers = (0.0 if isinstance(x, Tensor) else float(x) for x in (alpha, beta))
+    result: Tensor = _product(a, b, c, alpha_tensor, beta_tensor, *numbers, symmetric)
     return result
+
+
+def _checked_factor(name: str, value: Number, like: Tensor) -> Number:
+    """A number, or a 0-d tensor in the precision of the sums."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+    return value.reshape(()).to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
 def gram(

@@ -152,7 +152,7 @@ class Launch:
         if self._run is None:
             self._first(tensors[0].device, (*tensors, *numbers))
         else:
-            self._again((*map(torch.Tensor.data_ptr, tensors), *numbers))
+            self.again((*map(torch.Tensor.data_ptr, tensors), *numbers))
 
     def _first(self, device: torch.device, arguments: Sequence[Any]) -> None:
         if INTERPRETED.value:
@@ -163,7 +163,8 @@ class Launch:
             compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
         self._run = compiled[self._grid]
 
-    def _again(self, arguments: Sequence[Any]) -> None:
+    def again(self, arguments: Sequence[Any]) -> None:
+        """Launch, not for the first time, with tensors by their addresses."""
         if torch.cuda.current_device() == self._device:
             self._run(*arguments, *self._constants)
         else:

@@ -1,302 +1,47 @@
-"""Newton–Schulz orthogonalisation: the coefficient tables and the iterations, written over three products.
+"""Newton–Schulz orthogonalisation as a function with gradients, usable inside ``torch.compile``.
 
-For G = UΣVᵀ (M ≤ N; a tall matrix is handled as its transpose) both iterations compute U p(Σ/N) Vᵀ with an odd
-polynomial p that maps (0, 1] to about 1:
+    X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
-    standard, each step     A = XXᵀ,  S = bA + cA²,  X ← aX + SX
+`_ns_config` says what can be chosen, `_iterations` how it is computed; on CUDA `_newton_schulz_plan` runs it. One step
+X' = aX + SX, S = bA + cA², has the derivative, given dX',
 
-    Gram, each block        R = XXᵀ,  then for each step of the block, all of them m×m,
-                                Z = bR + cR²,  Q ← QZ + aQ  (first: Q = Z + aI)
-                                P = RZ + aR,   R ← ZP + aP  (unless it is the block's last)
-                            X ← QX
+    D = dX' Xᵀ,  E = D + Dᵀ,  F = bE + c(EA + AE),  dX = a dX' + S dX' + F X
 
-In exact arithmetic they agree: the m×m factors are polynomials in one symmetric R, so they commute and every product of
-them is symmetric; only one triangle has to be computed. Rounding makes R drift from XXᵀ, and a restart (a new block)
-forms it anew. For n = 4m and five steps the standard iteration takes 65 m³ flops with symmetric halves counted once,
-Gram with a restart after two steps 38 m³; for n = m they tie at 20 m³, and the standard one is more accurate.
+and the normalisation X₀ = G/N
 
-Products come from an implementation of `Products`: plain torch, or the Triton kernels of `muon_kernels`.
+    dG = dX₀/N − (⟨dX₀, G⟩/N²) (norm_scale G/‖G‖), without the second term where N is the constant eps
+
+The backward runs the standard iteration again, whatever the forward used, and keeps the X of each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
-from math import prod
-from typing import Any, Literal, Protocol, get_args
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from optim_kernels._coefficients import COEFFICIENTS, Triple, resolve
-from optim_kernels._impl import Impl, check_impl, use_triton
-from optim_kernels.reference.newton_schulz import frobenius_norm, norm_divisor
+from optim_kernels._coefficients import COEFFICIENTS
+from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
+from optim_kernels._iterations import TorchProducts, iterate, normalize
+from optim_kernels._ns_config import RESTARTS, Coefficients, EpsMode, Method, NSConfig
+from optim_kernels.reference.newton_schulz import frobenius_norm
 
-__all__ = ["COEFFICIENTS", "NSConfig", "iterate", "newton_schulz", "orthogonalize"]
-
-Method = Literal["auto", "standard", "gram"]
-EpsMode = Literal["clamp", "add"]
-Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[float]]
-
-# From which n/m on "auto" takes the Gram iteration, by the slope at 0 of the whole polynomial: how much the iteration
-# enlarges small singular values, and with them the rounding of R. Below 1.5 Gram wins no time; the other limits keep
-# Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see "Newton–Schulz and Muon" in the benchmarks'
-# notes for the errors measured.
-GRAM_ASPECTS = ((600.0, 1.5), (900.0, 3.0), (float("inf"), 4.0))
-# Short sides from which it does: of smaller matrices a Gaussian one may be so badly conditioned that the errors of Gram
-# are 1e-2, and their time is that of the launches, of which the standard iteration has fewer.
-GRAM_SIDE = 256
-RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
-COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NSConfig:
-    """Everything that determines a Newton–Schulz run beside the matrix; validated once.
-
-    Args:
-        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
-        steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, else ``"standard"``.
-        dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices).
-        restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
-            is ``(1, 3)``.
-        norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
-    """
-
-    coefficients: Coefficients = "keller"
-    steps: int = 5
-    method: Method = "auto"
-    dtype: torch.dtype | None = None
-    restarts: tuple[int, ...] | Literal["accurate"] | None = None
-    norm_scale: float = 1.0
-    eps: float = 1e-7
-    eps_mode: EpsMode = "clamp"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 0 <= self.steps < 100:
-            raise ValueError(f"steps must be an int from 0 to 99, got {self.steps!r}")
-        if not isinstance(self.coefficients, str):
-            object.__setattr__(self, "coefficients", resolve(self.coefficients, self.steps))
-        if self.method not in get_args(Method):
-            raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
-        if self.dtype is not None and self.dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype must be None or one of {COMPUTE_DTYPES}, got {self.dtype}")
-        if self.eps_mode not in get_args(EpsMode):
-            raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
-        if not self.eps >= 0:
-            raise ValueError(f"eps must be at least 0, got {self.eps}")
-        if not self.norm_scale > 0:
-            raise ValueError(f"norm_scale must be above 0, got {self.norm_scale}")
-        restarts = RESTARTS[self.restarts] if self.restarts in RESTARTS else tuple(int(s) for s in self.restarts or ())
-        if any(later <= earlier for earlier, later in zip((0, *restarts), restarts)):
-            raise ValueError(f"restarts must be increasing step numbers from 1, got {self.restarts!r}")
-        object.__setattr__(self, "restarts", restarts)
-        self.triples  # noqa: B018  (an unknown name, or a wrong number of steps for it, is found here)
-
-    @cached_property
-    def triples(self) -> tuple[Triple, ...]:
-        """(a, b, c) of every step."""
-        return resolve(self.coefficients, self.steps)
-
-    @property
-    def row_factors(self) -> bool:
-        """Whether the first Gram matrix supplies row factors ``rsqrt(Σ_j |A_ij|)`` (the set ``"aol4"``)."""
-        return self.coefficients == "aol4"
-
-    @cached_property
-    def blocks(self) -> tuple[tuple[Triple, ...], ...]:
-        """The triples between restarts of the Gram iteration."""
-        assert isinstance(self.restarts, tuple)
-        cuts = [0, *(after for after in self.restarts if after < self.steps), self.steps]
-        return tuple(self.triples[start:stop] for start, stop in pairwise(cuts) if start < stop)
-
-    def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
-        """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
-        if self.method == "auto":
-            return "gram" if m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
-        return self.method
-
-    @cached_property
-    def gram_aspect(self) -> float:
-        """n/m from which ``"auto"`` takes the Gram iteration: 1.5, 3 or 4, the steeper the polynomial the larger."""
-        slope = prod(a for a, _, _ in self.triples)
-        return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
-
-    def flops(self, rows: int, columns: int) -> int:
-        """Of one ``rows × columns`` matrix, with symmetric halves counted once."""
-        m, n = sorted((rows, columns))
-        cube, rectangle = m**3, m * m * n  # a symmetric m×m product; a symmetric XXᵀ (SX and QX take two)
-        if self.method_for(m, n) == "standard":
-            return sum(3 * rectangle + (cube if c != 0.0 else 0) for _, _, c in self.triples)
-        total = 0
-        for block in self.blocks:
-            squares = sum(1 for _, _, c in block if c != 0.0)
-            total += 3 * rectangle + cube * (squares + 2 * (len(block) - 1) + len(block) - 1)
-        return total
-
-    def compute_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype of the operands of every product for input ``x``."""
-        if self.dtype is not None:
-            return self.dtype
-        if x.is_cuda:
-            return torch.float16
-        return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-class Products(Protocol):
-    """The three products of the iterations, on batches ``[..., M, K]``. Sums are fp32 at least, rounded once.
-
-    An iteration runs on a family: tensors of matrices with one short side M, whose m×m factors are one batch.
-    """
-
-    def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
-        """``x / N`` in the compute dtype, as the other methods take it."""
-
-    def orthogonalize(self, x: Tensor, config: NSConfig, /) -> Tensor | None:
-        """The result for ``x [..., M, N]``, M ≤ N, as a batch; ``None`` where it takes the single products."""
-
-    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
-        """``x xᵀ`` of every x of the family, as one batch."""
-
-    def symmetric_matmul(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
-    ) -> Tensor:
-        """``alpha a b + beta c`` for symmetric operands that commute; symmetric to the last bit.
-
-        What is left of a b − b a is rounding, but the Gram iteration would multiply it: in fp16, errors by 3 to 20.
-        """
-
-    def matmul_add(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
-    ) -> Tensor:
-        """``alpha a b + beta c`` for symmetric ``a`` and rectangular ``b``."""
-
-    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
-        """``z = b r + c r²`` for symmetric ``r``, and ``z + a I`` where ``a`` is given."""
-
-
-class TorchProducts:
-    """Plain torch. On the CPU 16-bit operands are multiplied in fp32 and the result is rounded, as tensor cores do."""
-
-    def normalize(self, x: Tensor, config: NSConfig, /) -> Tensor:
-        return normalize(x, config)[0]
-
-    def orthogonalize(self, x: Tensor, config: NSConfig, /) -> Tensor | None:
-        return None
-
-    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
-        grams = [self.matmul_add(x, x.mT) for x in xs]
-        return grams[0] if len(grams) == 1 else torch.cat(grams)
-
-    def matmul_add(
-        self,
-        a: Tensor,
-        b: Tensor,
-        /,
-        *,
-        c: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 0.0,
-    ) -> Tensor:
-        dtype = a.dtype
-        if not a.is_cuda and dtype.itemsize == 2:
-            a, b, c = a.float(), b.float(), None if c is None else c.float()
-        product = a @ b
-        if isinstance(alpha, Tensor) or alpha != 1.0:
-            product = alpha * product
-        if c is not None:
-            product = product + beta * c
-        return product.to(dtype)
-
-    def symmetric_matmul(
-        self,
-        a: Tensor,
-        b: Tensor,
-        /,
-        *,
-        c: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 0.0,
-    ) -> Tensor:
-        product = self.matmul_add(a, b, c=c, alpha=alpha, beta=beta)
-        return product.tril() + product.tril(-1).mT
-
-    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
-        z = self.symmetric_matmul(r, r, c=r, alpha=c, beta=b)
-        if a is None:
-            return z, None
-        # in fp32 at least: a rounded to fp16 would shift every singular value alike
-        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-        return z, (z.to(wide) + a * torch.eye(z.shape[-1], dtype=wide, device=z.device)).to(z.dtype)
-
-
-def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
-    """The iteration ``config`` chooses for a family of normalised ``x [..., M, N]``, M ≤ N.
-
-    A family has one M and takes one iteration; with several tensors each is a ``[batch, M, N]``.
-    """
-    gram = config.method_for(*xs[0].shape[-2:]) == "gram"
-    return gram_iteration(xs, config, products) if gram else standard_iteration(xs, config, products)
-
-
-def standard_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
-    """X ← aX + (bA + cA²)X, A = XXᵀ, for every triple."""
-    xs = list(xs)
-    for step, (a, b, c) in enumerate(config.triples):
-        gram = products.gram(xs)
-        if step == 0 and config.row_factors:
-            xs, gram = apply_row_factors(xs, gram)
-        if c == 0.0:  # cubic: S is a multiple of A
-            xs = [products.matmul_add(s, x, c=x, alpha=b, beta=a) for s, x in _split(gram, xs)]
-            continue
-        factors, _ = products.quadratic(gram, b, c)
-        xs = [products.matmul_add(s, x, c=x, beta=a) for s, x in _split(factors, xs)]
-    return xs
-
-
-def gram_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
-    """The Gram iteration with restarts; see the module's formulas."""
-    xs = list(xs)
-    for number, block in enumerate(config.blocks):
-        r = products.gram(xs)
-        if number == 0 and config.row_factors:
-            xs, r = apply_row_factors(xs, r)
-        q: Tensor | None = None
-        for step, (a, b, c) in enumerate(block, start=1):
-            z, shifted = products.quadratic(r, b, c, a if q is None else None)
-            if step < len(block):
-                p = products.symmetric_matmul(r, z, c=r, beta=a)
-                r = products.symmetric_matmul(z, p, c=p, beta=a)
-            q = shifted if q is None else products.symmetric_matmul(q, z, c=q, beta=a)
-        assert q is not None
-        xs = [products.matmul_add(factor, x) for factor, x in _split(q, xs)]
-    return xs
-
-
-def _split(factors: Tensor, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each x of the family with its own part of the batch of m×m factors."""
-    if len(xs) == 1:
-        return [(factors, xs[0])]
-    return list(zip(factors.split([len(x) for x in xs]), xs, strict=True))
-
-
-def apply_row_factors(xs: Sequence[Tensor], gram: Tensor) -> tuple[list[Tensor], Tensor]:
-    """``DX`` and ``DAD`` with D = diag(rsqrt(Σ_j |A_ij|)): by Gershgorin ‖DX‖₂ ≤ 1, whatever the norm was."""
-    sums = gram.abs().sum(-1, keepdim=True, dtype=torch.float64 if gram.dtype == torch.float64 else torch.float32)
-    factors = torch.where(sums > 0, sums.rsqrt(), torch.zeros_like(sums))
-    scaled = [x.copy_(x * d) for d, x in _split(factors, xs)]
-    return scaled, gram.copy_(gram * factors * factors.mT)
-
-
-def normalize(x: Tensor, config: NSConfig) -> tuple[Tensor, Tensor]:
-    """``x / N`` in the compute dtype, divided in fp32 or better, and N ``[..., 1, 1]``."""
-    divisor = norm_divisor(frobenius_norm(x), norm_scale=config.norm_scale, eps=config.eps, eps_mode=config.eps_mode)
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide / divisor.to(wide.dtype)).to(config.compute_dtype(x)), divisor
+__all__ = [
+    "COEFFICIENTS",
+    "Coefficients",
+    "EpsMode",
+    "Method",
+    "NSConfig",
+    "iterate",
+    "newton_schulz",
+    "newton_schulz_with",
+    "orthogonalize",
+]
 
 
 def newton_schulz(
@@ -313,101 +58,224 @@ def newton_schulz(
     out: Tensor | Sequence[Tensor] | None = None,
     impl: Impl = "auto",
 ) -> Any:
-    """``x [..., M, N]`` with its singular values moved to about 1, in ``x.dtype``; a list is done matrix by matrix.
-
-        X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
+    """``x [..., M, N]`` with its singular values moved to about 1, in ``x.dtype``.
 
     The options are those of `NSConfig`. Differentiable; the gradient is that of the standard iteration in fp32 (fp64
     for fp64 input), whatever the forward used. ``out`` (same shape, any dtype and strides) receives the result.
+
+    A list gives a list. On CUDA its matrices of one shape are done together where that is faster, and their results
+    are parts of one tensor.
 
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
         TypeError: integer or complex input.
     """
     check_impl(impl)
-    config = NSConfig(
-        coefficients=coefficients,
-        steps=steps,
-        method=method,
-        dtype=compute_dtype,
-        restarts=restarts,
-        norm_scale=norm_scale,
-        eps=eps,
-        eps_mode=eps_mode,
-    )
-    if isinstance(x, Tensor):
-        if out is not None and not isinstance(out, Tensor):
-            raise TypeError(f"out must be a tensor when x is one, got {type(out).__name__}")
-        return _newton_schulz_one(x, config, out, impl)
-    outs: Sequence[Tensor | None] = [None] * len(x) if out is None else list(out)
-    if len(outs) != len(x):
-        raise ValueError(f"out has {len(outs)} tensors for {len(x)} matrices")
-    return [_newton_schulz_one(matrix, config, target, impl) for matrix, target in zip(x, outs)]
+    values = (_hashable(coefficients), steps, method, compute_dtype, _hashable(restarts), norm_scale, eps, eps_mode)
+    if not isinstance(x, Tensor):
+        results = _many(x, values, impl)
+        if out is None:
+            return results
+        if len(out) != len(results):
+            raise ValueError(f"out has {len(out)} tensors for {len(results)} matrices")
+        return [_into(target, result) for target, result in zip(out, results)]
+    result = _one(x, values, impl)
+    if out is None:
+        return result
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor when x is one, got {type(out).__name__}")
+    return _into(out, result)
 
 
 orthogonalize = newton_schulz
 
 
-def _newton_schulz_one(x: Tensor, config: NSConfig, out: Tensor | None, impl: Impl) -> Tensor:
-    result = newton_schulz_with(x, config, impl)
-    if out is None:
-        return result
-    if out.shape != x.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)} for x of shape {tuple(x.shape)}")
+def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tensor:
+    """`newton_schulz` of one tensor with the options of ``config``."""
+    return _one(x, _values(config), impl)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _into(out: Tensor, result: Tensor) -> Tensor:
+    if out.shape != result.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)} for x of shape {tuple(result.shape)}")
     return out.copy_(result)
 
 
-def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tensor:
-    """`newton_schulz` of one tensor with the options of ``config``."""
+# The fields of an `NSConfig`, in their order.
+Values = tuple[Any, int, Any, torch.dtype | None, Any, float, float, Any]
+
+
+def _values(config: NSConfig) -> Values:
+    return (
+        config.coefficients,
+        config.steps,
+        config.method,
+        config.dtype,
+        config.restarts,
+        config.norm_scale,
+        config.eps,
+        config.eps_mode,
+    )
+
+
+@lru_cache(maxsize=256)
+def _config(
+    coefficients: Any,
+    steps: int,
+    method: Any,
+    dtype: torch.dtype | None,
+    restarts: Any,
+    norm_scale: float,
+    eps: float,
+    eps_mode: Any,
+) -> NSConfig:
+    return NSConfig(
+        coefficients=coefficients,
+        steps=steps,
+        method=method,
+        dtype=dtype,
+        restarts=restarts,
+        norm_scale=norm_scale,
+        eps=eps,
+        eps_mode=eps_mode,
+    )
+
+
+def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
+    if is_plain(x):
+        return _forward(x, values, impl)
+    _check(x)
+    result: Tensor = _operator(x, *_taken_apart(*values), impl)
+    return result
+
+
+def _check(x: Tensor) -> None:
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices [..., M, N], got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"newton_schulz takes floating-point matrices, got {x.dtype}")
-    result: Tensor = _NewtonSchulz.apply(x, config, impl)
-    return result
 
 
-def products_for(x: Tensor, config: NSConfig, impl: Impl) -> Products:
-    """The products that ``impl`` takes for matrices like ``x``."""
-    dtype = config.compute_dtype(x)
-    if dtype != torch.float64 and use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}"):
-        from optim_kernels.muon_kernels import TritonProducts
+def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
+    """`_one` of each, small ones of one shape as a batch."""
+    groups: dict[Any, list[int]] = {}
+    for number, x in enumerate(xs):
+        key = (x.shape, x.dtype, x.device) if x.is_cuda and _gains_by_batches(x, values, impl) else number
+        groups.setdefault(key, []).append(number)
+    results = list(xs)
+    for numbers in groups.values():
+        if len(numbers) == 1:
+            results[numbers[0]] = _one(xs[numbers[0]], values, impl)
+            continue
+        batch = _one(torch.stack([xs[number] for number in numbers]), values, impl)
+        for number, result in zip(numbers, batch.unbind()):
+            results[number] = result
+    return results
 
-        return TritonProducts()
-    return TorchProducts()
+
+def _gains_by_batches(x: Tensor, values: Values, impl: Impl) -> bool:
+    if torch.compiler.is_compiling() or x.ndim < 2 or not _takes_triton(x, _config(*values), impl):
+        return False
+    from optim_kernels import _newton_schulz_plan
+
+    return _newton_schulz_plan.is_small(x.shape, _config(*values))
 
 
-def _forward(x: Tensor, config: NSConfig, products: Products) -> Tensor:
+# What computes matrices of a kind (shape, strides, dtype, device, alignment, options), the latest last.
+_plans: OrderedDict[Any, Callable[[Tensor], Tensor]] = OrderedDict()
+NUM_PLANS = 256
+
+
+def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
+    """Contiguous, or for tall matrices the transpose of what is."""
+    kind = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, values, impl)
+    plan = _plans.get(kind)
+    if plan is None:
+        _check(x)
+        plan = _plans[kind] = _plan_for(x, _config(*values), impl)
+        if len(_plans) > NUM_PLANS:
+            _plans.popitem(last=False)
+    else:
+        _plans.move_to_end(kind)
+    return plan(x)
+
+
+def _plan_for(x: Tensor, config: NSConfig, impl: Impl) -> Callable[[Tensor], Tensor]:
+    if _takes_triton(x, config, impl):
+        from optim_kernels import _newton_schulz_plan
+
+        return _newton_schulz_plan.plan_for(x, config)
+    return partial(_by_torch, config=config)
+
+
+def _takes_triton(x: Tensor, config: NSConfig, impl: Impl) -> bool:
+    is_double = config.compute_dtype(x) == torch.float64
+    return not is_double and use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")
+
+
+def _by_torch(x: Tensor, config: NSConfig) -> Tensor:
     if x.shape[-2] > x.shape[-1]:
-        return _forward(x.mT, config, products).mT
+        return _by_torch(x.mT, config).mT
     if x.numel() == 0:
-        return x.clone()
-    at_once = products.orthogonalize(x, config)
-    if at_once is not None:
-        return at_once.reshape(x.shape).to(x.dtype)
-    return iterate([products.normalize(x, config)], config, products)[0].reshape(x.shape).to(x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return iterate([normalize(x, config)[0]], config, TorchProducts())[0].to(x.dtype).contiguous()
 
 
-class _NewtonSchulz(torch.autograd.Function):
-    """Saves the input alone; the backward runs the standard iteration again and keeps the X of each step.
+def _taken_apart(
+    coefficients: Any, steps: int, method: str, dtype: torch.dtype | None, restarts: Any, *norm: Any
+) -> Any:
+    """The values as an operator may take them: coefficients as a name and numbers, restarts as numbers."""
+    name = coefficients if isinstance(coefficients, str) else ""
+    triples = () if name else coefficients
+    numbers = [number for triple in triples for number in (triple if isinstance(triple, tuple) else (triple,))]
+    if restarts is None or isinstance(restarts, str):
+        restarts = RESTARTS[restarts]
+    return name, numbers, steps, method, dtype, list(restarts), *norm
 
-    One step X' = aX + SX, S = bA + cA², A = XXᵀ, given dX':
-        D = dX' Xᵀ,  E = D + Dᵀ,  F = bE + c(EA + AE),  dX = a dX' + S dX' + F X
-    Normalisation X₀ = G/N:
-        dG = dX₀/N − (⟨dX₀, G⟩/N²) (norm_scale G/‖G‖), without the second term where N is the constant eps
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, config: NSConfig, impl: Impl) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.config = config
-        return _forward(x, config, products_for(x, config, impl))
+def _put_together(
+    name: str, numbers: Sequence[float], steps: int, method: str, dtype: Any, restarts: Any, *norm: Any
+) -> NSConfig:
+    triples = tuple(tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3))
+    return _config(name or triples, steps, method, dtype, tuple(restarts), *norm)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return newton_schulz_backward(x, grad, ctx.config), None, None
+
+@torch.library.custom_op(
+    "optim_kernels::newton_schulz",
+    mutates_args=(),
+    schema="(Tensor x, str coefficients, float[] triples, int steps, str method, ScalarType? dtype, int[] restarts, "
+    "float norm_scale, float eps, str eps_mode, str impl) -> Tensor",
+)
+def _operator(x: Any, *apart_and_impl: Any) -> Any:
+    *apart, impl = apart_and_impl
+    return _forward(x, _values(_put_together(*apart)), impl)
+
+
+@_operator.register_fake
+def _(x: Tensor, *apart_and_impl: Any) -> Tensor:
+    # bad options are found where they are traced
+    _put_together(*apart_and_impl[:-1])
+    if x.shape[-2] > x.shape[-1]:
+        return x.new_empty(x.mT.shape).mT
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *apart, _ = inputs
+    ctx.save_for_backward(x)
+    ctx.apart = apart
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    return newton_schulz_backward(x, grad, _put_together(*ctx.apart)), *(None for _ in range(10))
+
+
+_operator.register_autograd(_backward, setup_context=_save)
 
 
 def newton_schulz_backward(x: Tensor, grad: Tensor, config: NSConfig) -> Tensor:

@@ -2,62 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels._hopper_chain import chain_of, run_chain, takes_chain
-from optim_kernels.functional._muon_products import LastProduct
-from optim_kernels.functional._muon_tables import Batch, MuonTables
-from optim_kernels.orthogonalization import NSConfig
+from optim_kernels._chain_jobs import Ending, Members, jobs_of
+from optim_kernels._hopper_chain import Chain, run_chain
+from optim_kernels._ns_config import NSConfig
+from optim_kernels._tiles import cdiv
+from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables
 
 
-class BatchChain:
-    """The chain of a batch, for one step after another.
+class StepChain:
+    """The chain of all matrices of one short side, for one step after another.
 
     Args:
-        tables: holds σ and σ².
-        state: int32 [1 + count], which is zero whenever `run` starts.
-        leave_last: do not compute the last product; `run` returns it.
+        number: of the chain in the plan, which chooses its counter.
+        ending: what follows the last product; an update takes ``hyper``, ``control`` and the compile-time arguments
+            ``of_update``.
     """
 
-    def __init__(self, batch: Batch, ns: NSConfig, tables: MuonTables, state: Tensor, *, leave_last: bool) -> None:
-        count, m, n = batch.x.shape
-        self._batch, self._state, self._leave_last = batch, state, leave_last
-        self._scales = tables.scales[batch.numbers], tables.squared_scales[batch.numbers]
-        self._chain = chain_of(ns, count, m, n, batch.x.device, leave_last=leave_last)
+    def __init__(
+        self,
+        batches: ChainedBatches,
+        number: int,
+        ns: NSConfig,
+        tables: MuonTables,
+        *,
+        ending: Ending,
+        hyper: Tensor,
+        control: Tensor,
+        of_update: dict[str, Any],
+    ) -> None:
+        self._xs = (batches.x, batches.other, batches.x)
+        self._tables, self._counter = tables, len(tables.matrices) + number
+        self._ending, self._of_update = ending, of_update if ending is Ending.UPDATE else {}
+        of_last = (tables.matrices, hyper, control, tables.lr_scales, tables.parts)
+        self._addresses = torch.tensor([x.data_ptr() for x in of_last], dtype=torch.int64, device=batches.x.device)
+        m = batches.x.shape[1]
+        groups = [
+            Members(tuple(jobs_of(ns, m, n)), batch.first, count, n, cdiv(n, PANEL))
+            for batch in batches.batches
+            for count, _, n in (batch.shape,)
+        ]
+        self._chain = Chain.of(groups, m, batches.x.device, in_panels=True)
 
-    def run(self) -> LastProduct | None:
-        """Run it; the last product if that is left to the caller."""
-        xs = (self._batch.x, self._batch.other, self._batch.x)
-        squares = run_chain(self._chain, xs, *self._scales, self._state)
-        if not self._leave_last:
-            return None
-        last = self._chain.jobs[-1]
-        return LastProduct(
-            batch=self._batch,
-            s=squares[last.a],
-            x=xs[last.b],
-            c=xs[last.c] if last.c >= 0 else None,
-            out=xs[last.d],
-            alpha=last.alpha,
-            beta=last.beta,
-            scale=self._scales[0] if last.b == 0 else None,
+    def run(self) -> None:
+        """Launch it; the counts of finished tiles must be zero."""
+        tables = self._tables
+        run_chain(
+            self._chain,
+            self._xs,
+            tables.scales,
+            tables.squared_scales,
+            tables.progress,
+            self._counter,
+            ending=self._ending,
+            addresses=self._addresses,
+            **self._of_update,
         )
-
-
-def is_chained(batch: Batch, ns: NSConfig) -> bool:
-    """Whether the matrices of a batch are orthogonalised in one launch."""
-    count, m, n = batch.x.shape
-    return takes_chain(count, m, n, ns, batch.x.dtype, batch.x.device)
-
-
-def chains_of(
-    batches: Sequence[Batch], ns: NSConfig, tables: MuonTables, *, leave_last: bool
-) -> tuple[list[BatchChain], Tensor]:
-    """A chain for each of the batches, and the state of all of them."""
-    state = torch.zeros(sum(1 + len(batch.x) for batch in batches), dtype=torch.int32, device=tables.matrices.device)
-    parts = state.split([1 + len(batch.x) for batch in batches])
-    pairs = zip(batches, parts, strict=True)
-    return [BatchChain(batch, ns, tables, part, leave_last=leave_last) for batch, part in pairs], state

@@ -13,14 +13,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from optim_kernels import _muon_momentum_kernels as front
 from optim_kernels import _muon_table as fields
 from optim_kernels import _muon_update_kernels as back
+from optim_kernels._chain_jobs import Ending
 from optim_kernels._impl import is_interpreted
+from optim_kernels._iterations import iterate
+from optim_kernels._ns_config import NSConfig
 from optim_kernels._tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES
-from optim_kernels.functional._muon_chains import chains_of, is_chained
+from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
-from optim_kernels.functional._muon_tables import Family, MuonTables, num_multiprocessors, takes_ping_pong
-from optim_kernels.orthogonalization import NSConfig, iterate
+from optim_kernels.functional._muon_tables import (
+    ChainedBatches,
+    Family,
+    MuonTables,
+    num_multiprocessors,
+    takes_ping_pong,
+)
 from optim_kernels.reference.muon import MuonRule
 
 # Values that one program of a per-matrix kernel reduces at a time.
@@ -39,15 +47,18 @@ class StepOptions:
     ns: NSConfig
     variance: bool
     stochastic_rounding: bool
+    x_dtype: torch.dtype
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     buffer_dtype: torch.dtype
     master_dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, tensors: MuonTensors, **options: Any) -> StepOptions:
+    def of(cls, tensors: MuonTensors, ns: NSConfig, **options: Any) -> StepOptions:
         master = None if tensors.master is None else tensors.master.dtype
         return cls(
+            ns=ns,
+            x_dtype=ns.compute_dtype(tensors.param),
             param_dtype=tensors.param.dtype,
             grad_dtype=tensors.grad.dtype,
             buffer_dtype=tensors.momentum_buffer.dtype,
@@ -89,6 +100,7 @@ class Launches:
         self,
         tables: MuonTables,
         families: Sequence[Family],
+        chains: Sequence[ChainedBatches],
         hyper: Tensor,
         control: Tensor,
         options: StepOptions,
@@ -98,13 +110,13 @@ class Launches:
         self._tables, self._options = tables, options
         self._hyper, self._control = hyper, control
         self._state_is_aligned = state_is_aligned
-        self._x_dtype = TRITON_DTYPES[families[0][0].x.dtype]
+        self._x_dtype = TRITON_DTYPES[options.x_dtype]
         ns, leave_last = options.ns, self._updates_in_last_product or options.has_factors
-        chained = [batch for family in families for batch in family if is_chained(batch, ns)]
-        self._chains, self._chain_state = chains_of(chained, ns, tables, leave_last=leave_last)
-        singles = [[batch for batch in family if not is_chained(batch, ns)] for family in families]
-        self._families = [family for family in singles if family]
-        self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in self._families]
+        self._families = families
+        self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in families]
+        ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
+        common: dict[str, Any] = {"ending": ending, "hyper": hyper, "control": control, "of_update": options.of_update}
+        self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
 
     def launch(self, *, recorded: bool = False) -> None:
         """The whole step; recorded in a graph, small families are on branches of their own."""
@@ -112,7 +124,8 @@ class Launches:
             self._equilibrated_momentum()
         else:
             self._momentum()
-        self._run_chains()
+        for chain in self._chains:
+            chain.run()
         if recorded and self._gains_by_branches:
             self._orthogonalize_in_parallel()
         else:
@@ -131,8 +144,7 @@ class Launches:
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
         around += options.has_factors + options.draws_bits + (not self._updates_in_last_product)
-        chains = len(self._chains) * (2 if self._updates_in_last_product or options.has_factors else 1)
-        return around + chains + sum(_iteration_launches(family, options.ns) for family in self._families)
+        return around + len(self._chains) + sum(_iteration_launches(family, options.ns) for family in self._families)
 
     @property
     def _gains_by_branches(self) -> bool:
@@ -175,6 +187,8 @@ class Launches:
             t.sums,
             t.scales,
             t.squared_scales,
+            t.progress,
+            len(self._chains),
             **self._of_norm,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
@@ -192,16 +206,14 @@ class Launches:
             X_DTYPE=self._x_dtype,
         )
         front.equilibrate_kernel[(len(t.matrices),)](
-            t.matrices, t.row_squares, t.scales, t.squared_scales, **self._of_norm
+            t.matrices,
+            t.row_squares,
+            t.scales,
+            t.squared_scales,
+            t.progress,
+            len(self._chains),
+            **self._of_norm,
         )
-
-    def _run_chains(self) -> None:
-        if self._chains:
-            self._chain_state.zero_()
-        for chain in self._chains:
-            last = chain.run()
-            if last is not None:
-                self._last_product(last)
 
     def _orthogonalize_in_parallel(self) -> None:
         main = torch.cuda.current_stream()

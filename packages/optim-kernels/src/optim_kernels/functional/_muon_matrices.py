@@ -12,8 +12,8 @@ from torch import Tensor
 
 from optim_kernels import _muon_table as fields
 from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
+from optim_kernels._ns_config import NSConfig
 from optim_kernels._tiles import cdiv
-from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule, lr_scale
 from optim_utils.param_groups import MatrixView
 

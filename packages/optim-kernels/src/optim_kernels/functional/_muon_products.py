@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from optim_kernels._ns_config import NSConfig
+from optim_kernels._product_launches import TritonProducts, empty_matrices, general_product, symmetric_product
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
-from optim_kernels.muon_kernels import TritonProducts, empty_matrices, general_product, symmetric_product
-from optim_kernels.orthogonalization import NSConfig
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What a Muon plan keeps on the device: tables of its matrices and tiles, X buffers, room for sums.
 
 Matrices are numbered so that those of one shape are neighbours, a batch, and batches that share a short side and an
-iteration are too, a family.
+iteration are too, a family. Where all batches of one short side are orthogonalised in one launch, they are a chain
+whatever their iterations, and their X is cut into panels (`_hopper_chain_kernel`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _muon_table as fields
+from optim_kernels._hopper_chain import takes_chain
 from optim_kernels._impl import is_interpreted
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile
+from optim_kernels._ns_config import NSConfig
+from optim_kernels._product_launches import has_gluon
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
-from optim_kernels.muon_kernels import has_gluon
-from optim_kernels.orthogonalization import NSConfig
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
 ROW_STEP = 8
 STRIP: int = fields.STRIP.value
+PANEL: int = fields.PANEL.value
 # Of the last product: its epilogue hides behind the other program's main loop; and where those are too few.
 LAST_TILE, SMALL_LAST_TILE = Tile(128, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)
 
@@ -34,42 +37,80 @@ class Batch:
     """The matrices ``first …`` of one shape.
 
     Args:
-        x, other: two buffers ``[count, m, n]`` that X goes back and forth between.
+        shape: (count, m, n).
+        x, other: two buffers that X goes back and forth between: ``[count, m, n]``, or those panels of the chain's that
+            are the batch's.
         last_tile: of the last product.
     """
 
     first: int
+    shape: tuple[int, int, int]
     x: Tensor
     other: Tensor
     last_tile: Tile
+    in_panels: bool = False
 
     @property
     def numbers(self) -> slice:
-        return slice(self.first, self.first + len(self.x))
+        return slice(self.first, self.first + self.shape[0])
 
 
 Family = list[Batch]
 
 
+@dataclass(frozen=True)
+class ChainedBatches:
+    """All batches of one short side, with their two buffers ``[panels, m, PANEL]``."""
+
+    batches: list[Batch]
+    x: Tensor
+    other: Tensor
+
+
 def in_order(matrices: Sequence[Matrix], ns: NSConfig) -> list[Matrix]:
-    """The matrices by family, then by shape."""
+    """The matrices by short side, then by family, then by shape."""
     return sorted(matrices, key=lambda matrix: _family_key(matrix, ns))
 
 
-def families_of(matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device) -> list[Family]:
-    """The families of ordered matrices, with their buffers."""
+def families_of(
+    matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Family], list[ChainedBatches]]:
+    """The families of ordered matrices, and those batches that make chains, with their buffers."""
     families: list[Family] = []
+    chains: list[ChainedBatches] = []
     first = 0
-    for _, family in groupby(matrices, key=lambda matrix: _family_key(matrix, ns)[:2]):
-        batches = []
-        for (m, n), members in groupby(family, key=lambda matrix: matrix.shape):
-            count = len(list(members))
-            padded = cdiv(n, ROW_STEP) * ROW_STEP
-            x, other = (torch.empty(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
-            batches.append(Batch(first, x, other, _last_tile(x)))
-            first += count
-        families.append(batches)
-    return families
+    for m, members in groupby(matrices, key=lambda matrix: matrix.shape[0]):
+        of_families = [
+            [(n, len(list(each))) for n, each in groupby(family, key=lambda matrix: matrix.shape[1])]
+            for _, family in groupby(members, key=lambda matrix: _family_key(matrix, ns)[1])
+        ]
+        shapes = [shape for family in of_families for shape in family]
+        if takes_chain(sum(count for _, count in shapes), m, m, ns, dtype, device):
+            chains.append(_chained(shapes, first, m, dtype, device))
+        else:
+            number = first
+            for family in of_families:
+                families.append([])
+                for n, count in family:
+                    padded = cdiv(n, ROW_STEP) * ROW_STEP
+                    x, other = (torch.empty(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+                    families[-1].append(Batch(number, (count, m, n), x, other, _last_tile(x)))
+                    number += count
+        first += sum(count for _, count in shapes)
+    return families, chains
+
+
+def _chained(
+    shapes: Sequence[tuple[int, int]], first: int, m: int, dtype: torch.dtype, device: torch.device
+) -> ChainedBatches:
+    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels."""
+    panels = [count * cdiv(n, PANEL) for n, count in shapes]
+    x, other = (torch.empty(sum(panels), m, PANEL, dtype=dtype, device=device) for _ in range(2))
+    batches = []
+    for (n, count), its_x, its_other in zip(shapes, x.split(panels), other.split(panels), strict=True):
+        batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, in_panels=True))
+        first += count
+    return ChainedBatches(batches, x, other)
 
 
 def num_rectangular(shape: Sequence[int], ns: NSConfig) -> int:
@@ -109,17 +150,26 @@ class MuonTables:
     """Device tensors of a plan over ordered ``matrices``; see `_muon_table` for the columns."""
 
     def __init__(
-        self, tensors: Sequence[MuonTensors], matrices: Sequence[Matrix], families: Sequence[Family], ns: NSConfig
+        self,
+        tensors: Sequence[MuonTensors],
+        matrices: Sequence[Matrix],
+        families: Sequence[Family],
+        chains: Sequence[ChainedBatches],
+        ns: NSConfig,
     ) -> None:
         rows: list[list[int]] = []
         tile_map: list[tuple[int, int, int]] = []
         strips: list[tuple[int, int, int]] = []
         num_lines, num_parts = 0, 0
-        xs = [place for family in families for batch in family for place in _places(batch, ns)]
+        batches = [batch for its in (*families, *(chain.batches for chain in chains)) for batch in its]
+        batches.sort(key=lambda batch: batch.first)
+        xs = [place for batch in batches for place in _places(batch, ns)]
         for number, (matrix, (x, o, tile)) in enumerate(zip(matrices, xs, strict=True)):
             t = tensors[matrix.parameter]
             outer_tiles, inner_tiles = matrix.tiles
             m, n = matrix.shape
+            # sums of a product over X's columns reach to the end of a step
+            step = TILE if x.ndim == 3 else ROW_STEP
             parts = cdiv(m, tile.rows) if matrix.lines_are_columns else cdiv(n, tile.columns)
             row = [0] * fields.NUM_FIELDS.value
             for column, value in (
@@ -132,7 +182,9 @@ class MuonTables:
                 (fields.O, o.data_ptr()),
                 (fields.STEP, address_of(t.step, 0)),
                 (fields.STRIDE, matrix.stride),
-                (fields.X_STRIDE, x.stride(0)),
+                (fields.X_STRIDE, x.stride(-2)),
+                (fields.X_PANEL, x.stride(0) if x.ndim == 3 else PANEL),
+                (fields.X_COLUMNS, cdiv(n, step) * step),
                 (fields.OUTER, matrix.outer),
                 (fields.INNER, matrix.inner),
                 (fields.FIRST_TILE, len(tile_map)),
@@ -151,7 +203,9 @@ class MuonTables:
             rows.append(row)
             tile_map += [(number, i * TILE, j * TILE) for i, j in product(range(outer_tiles), range(inner_tiles))]
             num_rows, num_columns = matrix.rows_and_columns
-            strips += [(-num_columns, number, row_number) for row_number in range(0, num_rows, STRIP)]
+            # X's columns reach as far where they are the rows
+            last_row = cdiv(num_rows, step) * step if num_rows == n else num_rows
+            strips += [(-num_columns, number, row_number) for row_number in range(0, last_row, STRIP)]
             num_lines += n
             num_parts += n * parts
         device = tensors[0].param.device
@@ -171,6 +225,8 @@ class MuonTables:
         self.steps = on_device(sorted(steps), torch.int64)
         # of each matrix: the power of two that X is first written with, what is missing to norm 1, and its square
         self.units, self.scales, self.squared_scales = (room(len(rows), dtype=torch.float32) for _ in range(3))
+        # of each matrix the tiles that are done, and of each chain the next tile's number
+        self.progress = room(len(rows) + len(chains), dtype=torch.int32)
         # Σ U² of each tile, or of each row; Σ O² of each part of a line; the factor of each line
         self.sums = room(len(tile_map), dtype=torch.float64)
         self.row_squares = room(num_lines, dtype=torch.float64)
@@ -179,6 +235,8 @@ class MuonTables:
 
 
 def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor, Tile]]:
-    """Where each matrix's first and last X are, and the tile of the last product."""
-    last = batch.other if num_rectangular(batch.x.shape, ns) % 2 else batch.x
-    return [(x, o, batch.last_tile) for x, o in zip(batch.x, last, strict=True)]
+    """Each matrix's first and last X, ``[m, n]`` or ``[panels, m, PANEL]``, and the tile of the last product."""
+    last = batch.other if num_rectangular(batch.shape, ns) % 2 else batch.x
+    count = batch.shape[0]
+    pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)
+    return [(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]

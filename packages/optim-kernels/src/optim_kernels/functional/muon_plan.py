@@ -1,6 +1,9 @@
 """The whole Muon step of many matrices as a fixed sequence of grouped launches: tables once, then run.
 
-    guess → momentum → norm → Newton–Schulz, family by family → last product and update
+    guess → momentum → norm → Newton–Schulz with the update in its last products
+
+Newton–Schulz is one launch for all matrices of a short side where these fill a Hopper chip (`_muon_chains`), elsewhere
+one for each product of a family, and of a batch for the last one with its update.
 
 With row equilibration the front is  strips → equilibrate.  Where an update needs all of O first (NorMuon,
 renormalisation) the last product leaves sums of squares, and  variance → update  follow; stochastic rounding has
@@ -21,7 +24,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _muon_table as fields
-from optim_kernels.functional._muon_explain import tiles_of
+from optim_kernels._ns_config import NSConfig
+from optim_kernels.functional._muon_explain import tiles_in_chain, tiles_of
 from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     MuonTensors,
@@ -33,7 +37,6 @@ from optim_kernels.functional._muon_matrices import (
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
-from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule
 
 __all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
@@ -73,21 +76,26 @@ class MuonPlan:
         if variance:
             check_moments(tensors, unordered)
         self._matrices = in_order(unordered, ns)
-        families = families_of(self._matrices, ns, ns.compute_dtype(first.param), self._device)
-        self._tile_words = [tiles_of(family, batch, ns) for family in families for batch in family for _ in batch.x]
-        self._tables = MuonTables(tensors, self._matrices, families, ns)
+        families, chains = families_of(self._matrices, ns, ns.compute_dtype(first.param), self._device)
+        self._tile_words = [""] * len(self._matrices)
+        words = [(batch, tiles_of(family, batch, ns)) for family in families for batch in family]
+        for batch, its in words + [(batch, tiles_in_chain()) for chain in chains for batch in chain.batches]:
+            self._tile_words[batch.numbers] = [its] * batch.shape[0]
+        self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._hyper = torch.zeros(num_groups, NUM_HYPER, device=self._device)
         self._hyper_values: list[list[Any]] | None = None
         # what gradients are multiplied with, and found_inf
         self._control = torch.tensor([1.0, 0.0], device=self._device)
         self._control_is_default = True
-        options = StepOptions.of(first, rule=rule, ns=ns, variance=variance, stochastic_rounding=stochastic_rounding)
+        options = StepOptions.of(first, ns, rule=rule, variance=variance, stochastic_rounding=stochastic_rounding)
         aligned = all(
             is_aligned(matrix, t.param, t.momentum_buffer, t.master)
             for matrix in self._matrices
             for t in (tensors[matrix.parameter],)
         )
-        self._launches = Launches(self._tables, families, self._hyper, self._control, options, state_is_aligned=aligned)
+        self._launches = Launches(
+            self._tables, families, chains, self._hyper, self._control, options, state_is_aligned=aligned
+        )
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,

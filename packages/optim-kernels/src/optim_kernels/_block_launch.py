@@ -1,0 +1,71 @@
+"""A kept launch of a kernel whose first arguments are blocks of matrices, which the bulk copy engine moves.
+
+Triton describes such a matrix by a `TensorDescriptor`, and checks it whenever one is made. Here the first launch makes
+and checks them; later ones differ in nothing but where the matrices are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from optim_kernels._triton import INTERPRETED, Launch
+
+Block = tuple[int, int]
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+
+class BlockLaunch(Launch):
+    """A kernel with its grid, its blocks and compile-time arguments, launched again and again.
+
+    Args:
+        blocks: (rows, columns) of each matrix argument's blocks.
+        describe: makes a matrix's descriptor.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int | tuple[int, int, int],
+        blocks: Sequence[Block],
+        constants: Sequence[Any],
+        *,
+        describe: Callable[[Tensor, int, int], Any] = descriptor,
+        **options: Any,
+    ) -> None:
+        super().__init__(kernel, grid, constants, **options)
+        self._blocks = blocks
+        self._describe = describe
+        self._known: list[Any] = []
+
+    def launch(self, matrices: Sequence[Tensor | None], others: Sequence[Any]) -> None:
+        """Launch with matrices of the first launch's shapes and strides, then tensors and numbers in their order.
+
+        A kernel that does without one of its matrices is given ``None``.
+        """
+        if self._run is not None:
+            self.again((*map(_moved, self._known, matrices), *others))
+            return
+        pairs = zip(matrices, self._blocks, strict=True)
+        known = [None if x is None else self._describe(x, *block) for x, block in pairs]
+        device = next(x.device for x in matrices if x is not None)
+        self._first(device, (*known, *others))
+        if not INTERPRETED.value:
+            # of the first matrices only their shapes are kept
+            self._known = [None if each is None else _moved(each, None) for each in known]
+
+
+def _moved(known: Any, x: Tensor | None) -> Any:
+    """The descriptor of ``x``, which is like the one ``known`` describes in all but its place."""
+    if known is None:
+        return None
+    moved = object.__new__(type(known))
+    moved.__dict__.update(known.__dict__, base=x)
+    return moved

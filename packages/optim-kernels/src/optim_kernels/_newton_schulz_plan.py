@@ -1,0 +1,178 @@
+"""Newton–Schulz on the GPU as users call it: what one call has to decide is decided once for matrices of a kind.
+
+A kind is shape, strides, dtype and options. Its plan knows the products to launch (`_chain_jobs` lists them) and where
+X and the m×m factors lie (`_newton_schulz_buffers`).
+
+    squares → divisors or scale → products    large matrices; fp16 ones are read where they are, for the first products
+                                              bring them to norm 1, others are divided and rounded first
+    squares → scale → replay → copy           small ones, whose products take the device less time than the host
+    squares → scale → products                the same in a CUDA graph of the caller's
+    squares → divisors or scale → chain       batches that fill the chip (`_hopper_chain`)
+
+A replay is of a CUDA graph that knows the products' addresses in the allocation of the call. PyTorch gives a
+call that repeats the memory of the one before; a graph is kept for each of the latest such places, and recorded where a
+place is seen again. Memory that a call holds is its own, so replays of one graph, on whatever streams, never meet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._chain_jobs import Kind, Scale, jobs_of
+from optim_kernels._hopper_chain import orthogonalize_batch, takes_chain
+from optim_kernels._newton_schulz_buffers import Buffers
+from optim_kernels._normalize_kernels import (
+    Division,
+    apply_row_factors,
+    bytes_of_sums,
+    divisors_of,
+    normalize_into,
+)
+from optim_kernels._ns_config import NSConfig
+from optim_kernels._product_launches import ALIGNMENT, general_product, is_readable, symmetric_product
+
+# Flops under which the products' launches take longer than the products.
+MOST_REPLAYED_FLOPS = 6e11
+# Places in memory for which a plan keeps a graph.
+NUM_GRAPHS = 16
+
+
+def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
+    """What computes ``newton_schulz`` of ``x [..., M, N]`` and of what has its shape, strides, dtype and alignment.
+
+    The result is contiguous, or the transpose of what is.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        plan = plan_for(x.mT, config)
+        return lambda x: plan(x.mT).mT
+    shape = x.shape
+    if x.numel() == 0:
+        return lambda x: torch.empty(shape, dtype=x.dtype, device=x.device)
+    count, m, n = prod(shape[:-2]), *shape[-2:]
+    if x.is_cuda and takes_chain(count, m, n, config, config.compute_dtype(x), x.device):
+        return lambda x: orthogonalize_batch(x, config).reshape(shape).to(x.dtype).contiguous()
+    return Plan(x.reshape(count, m, n), shape, config)
+
+
+def is_small(shape: Sequence[int], config: NSConfig) -> bool:
+    """Whether the products of ``shape [..., M, N]`` take the device less time than launching them takes the host."""
+    return prod(shape[:-2]) * config.flops(shape[-2], shape[-1]) < MOST_REPLAYED_FLOPS
+
+
+class Plan:
+    """Newton–Schulz of matrices like ``g [batch, M, N]``, product by product.
+
+    Args:
+        shape: ``[..., M, N]``, in which they come and the results go.
+    """
+
+    def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
+        dtype = config.compute_dtype(g)
+        self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
+        self._jobs = jobs_of(config, *g.shape[-2:])
+        self._has_row_factors = config.row_factors
+        self._norm: Any = {
+            "norm_scale": config.norm_scale,
+            "eps": config.eps,
+            "add_eps": config.eps_mode == "add",
+        }
+        self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
+        # small ones are divided in either way: a captured call has the bits of others
+        is_read = g.dtype == dtype == torch.float16 and is_readable(g) and not self._is_replayed
+        self._direct = Buffers(
+            self._jobs,
+            g.shape,
+            dtype,
+            reads_x=is_read and config.steps > 0 and not config.row_factors,
+            writes_result=g.dtype == dtype and shape[-1] * dtype.itemsize % ALIGNMENT == 0,
+        )
+        self._movable = Buffers(self._jobs, g.shape, dtype, extra_bytes=bytes_of_sums(g))
+        self._device = g.device
+        # by place, the latest last; None where the launches have been seen once
+        self._graphs: OrderedDict[int, torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._divide: Division | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result for ``x [..., M, N]``."""
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(x)
+        result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if self._is_replayed and not torch.cuda.is_current_stream_capturing():
+            self._replay(x.reshape(self._batch), result.view(self._batch))
+        else:
+            self._run(x.reshape(self._batch), result.view(self._batch))
+        return result
+
+    def _run(self, g: Tensor, result: Tensor) -> None:
+        buffers = self._direct
+        room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
+        squares, xs = buffers.of(room, g, result)
+        scales = None
+        if buffers.reads_x:
+            scales = divisors_of(g, **self._norm)
+        else:
+            normalize_into(xs[0], g, **self._norm)
+        self._multiply(squares, xs, scales)
+        if not buffers.writes_result:
+            result.copy_(buffers.last_x(room))
+
+    def _replay(self, g: Tensor, result: Tensor) -> None:
+        buffers = self._movable
+        room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
+        place = room.data_ptr()
+        graph = self._graphs.get(place)
+        if graph is None or self._divide is None:
+            squares, xs = buffers.of(room)
+            normalize_into(xs[0], g, **self._norm)
+            self._multiply(squares, xs)
+            self._divide = Division(xs[0], g, **self._norm)
+            self._graphs[place] = self._recorded(squares, xs) if place in self._graphs else None
+            if len(self._graphs) > NUM_GRAPHS:
+                self._graphs.popitem(last=False)
+        else:
+            self._divide(place + buffers.first_place, g.data_ptr(), place + buffers.extra_place)
+            graph.replay()
+        self._graphs.move_to_end(place)
+        result.copy_(buffers.last_x(room))
+
+    def _multiply(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None = None) -> None:
+        """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided."""
+        for number, job in enumerate(self._jobs):
+            scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
+            if job.kind is Kind.RECTANGLE:
+                c = xs[job.c] if job.c >= 0 else None
+                a, b, d = squares[job.a], xs[job.b], xs[job.d]
+                general_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, scale=scale)
+                continue
+            operands = xs if job.kind is Kind.GRAM else squares
+            c = squares[job.c] if job.c >= 0 else None
+            q = (squares[job.q], job.omega) if job.q >= 0 else None
+            a, b, d = operands[job.a], operands[job.b], squares[job.d]
+            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, shifted=q, scale=scale)
+            if number == 0 and self._has_row_factors:
+                apply_row_factors(a, d)
+
+    def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+        # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_side_stream(self._device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._multiply(squares, xs)
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on, for the default one cannot be."""
+    return torch.cuda.Stream(device)

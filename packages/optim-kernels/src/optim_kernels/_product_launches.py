@@ -1,0 +1,332 @@
+"""The two products of Newton–Schulz on the GPU: their tiles, their checks and their launches.
+
+    symmetric_product    s (α a bᵀ + β c)      one triangle computed and mirrored
+    general_product      s (α a b + β c)
+
+Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
+operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). The kernels stand in
+`_product_kernels` and `_hopper_kernels`. Launches are kept for matrices of the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from optim_kernels import _product_kernels as kernels
+from optim_kernels._block_launch import BlockLaunch
+from optim_kernels._impl import is_interpreted
+from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, symmetric_tiles
+
+# Rows of tiles that share a column's operand while it is in the L2 cache.
+PANEL = 8
+# The bulk copy engine wants addresses and row strides in multiples of 16 bytes.
+ALIGNMENT = 16
+# Kept launches of each product.
+NUM_LAUNCHES = 1024
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
+    out: Tensor | None = None,
+    shifted: tuple[Tensor, float] | None = None,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
+
+    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
+    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
+    multiplies each matrix before it is rounded.
+    """
+    batch, m, k = a.shape
+    if out is None:
+        out = empty_matrices(batch, m, m, like=a)
+    if out.numel() == 0:
+        return out
+    same = a is b
+    q, omega = (None, 0.0) if shifted is None else shifted
+    factors = _factors(alpha, beta, out)
+    key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
+    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device)
+    if launch is None:
+        _check_numbers(tile, factors)
+        if tile.ping_pong:
+            _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
+            return out
+        if not same or q is not None:
+            raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
+        return _wide_product(a, None, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+    matrices: tuple[Tensor | None, ...]
+    if tile.quartered:
+        matrices = 2 * (a, None if same else b, c, out, q)
+    elif tile.rows == tile.columns:
+        matrices = (a, None if same else b, c, out, None, q, None)
+    else:
+        matrices = (a, b, c, out, out, q, q)
+    launch.launch(matrices, (out if scale is None else scale, *counts, k, *factors, omega))
+    return out
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _symmetric_launch(
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
+) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
+    """The tile; the launch if its kernel is one of `_product_kernels`; by which numbers of tiles that counts."""
+    same, ((batch, m, k), _), _, c, _, q, scale, alpha, _ = key
+    tile = given or choose_tile(
+        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same and q is None, hopper)
+    )
+    if tile.on_hopper:
+        return tile, None, ()
+    flags = (c is not None, q is not None, scale is not None, alpha is not None, same)
+    sides, depth = cdiv(m, tile.side), tile.depth
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.quartered:
+        whole = batch * (sides * (sides - 1) // 2)
+        blocks = [block for side in (tile.side, tile.side // 2) for block in (2 * [(side, depth)] + 3 * [(side, side)])]
+        constants: tuple[Any, ...] = (*flags, tile.side, depth, PANEL)
+        launch = BlockLaunch(kernels.quartered_kernel, whole + 3 * batch * sides, blocks, constants, **options)
+        return tile, launch, (whole, sides)
+    rows, columns = tile.rows, tile.columns
+    blocks = [(rows, depth), (columns, depth), (rows, columns), *(2 * [(rows, columns), (columns, rows)])]
+    constants = (*flags, rows, columns, depth, PANEL)
+    tiles = symmetric_tiles(m, tile)
+    launch = BlockLaunch(kernels.symmetric_kernel, batch * tiles, blocks, constants, **options)
+    return tile, launch, (tiles, sides)
+
+
+def general_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given."""
+    batch, m, k = a.shape
+    n = b.shape[-1]
+    if out is None:
+        out = empty_matrices(batch, m, n, like=b)
+    if out.numel() == 0:
+        return out
+    factors = _factors(alpha, beta, out)
+    key = (*map(_layout, (a, b, c, out)), *map(_place, (scale, *factors)))
+    tile, launch, counts = _general_launch(key, a.dtype, tile, a.device)
+    if launch is None:
+        _check_numbers(tile, factors)
+        if tile.ping_pong:
+            _ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
+            return out
+        return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+    launch.launch((a, b, c, out), (out if scale is None else scale, *counts, k, *factors))
+    return out
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _general_launch(
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
+) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
+    """The tile; the launch if its kernel is one of `_product_kernels`; by which numbers of tiles that counts."""
+    ((batch, m, k), _), ((_, _, n), _), c, _, scale, alpha, _ = key
+    tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
+    if tile.on_hopper:
+        return tile, None, ()
+    rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    square = (tile.rows, tile.columns)
+    launch = BlockLaunch(
+        kernels.general_kernel,
+        batch * rows * columns,
+        [(tile.rows, tile.depth), (tile.depth, tile.columns), square, square],
+        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return tile, launch, (rows * columns, rows, columns)
+
+
+def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a descriptor says of a matrix beside its place."""
+    return None if x is None else (x.shape, x.stride())
+
+
+def _place(x: Tensor | float | None) -> int | None:
+    """What the compiler may know of a scalar's address, if it comes by its address."""
+    return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
+
+
+def _factors(alpha: float | Tensor, beta: float | Tensor, like: Tensor) -> tuple[Any, Any]:
+    """α and β as the kernels take them: two numbers, or two fp32 tensors of one element."""
+    if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+        return alpha, beta
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+    alpha, beta = (x.to(**fp32) if isinstance(x, Tensor) else torch.full((), x, **fp32) for x in (alpha, beta))
+    return alpha, beta
+
+
+def _check_numbers(tile: Tile, factors: tuple[Any, Any]) -> None:
+    if isinstance(factors[0], Tensor):
+        raise ValueError(f"{tile} takes alpha and beta as numbers; `portable_tile` gives one for tensors")
+
+
+def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+    """Either product in tiles of both consumers."""
+    from optim_kernels._hopper_wide_kernel import wide_product
+
+    return wide_product(a, b, **options, panel=PANEL, programs=num_multiprocessors(a.device.index))
+
+
+def _ping_pong(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    d: Tensor,
+    q: Tensor | None,
+    scale: Tensor | None,
+    tile: Tile,
+    numbers: tuple[float, float, float],
+    *,
+    is_symmetric: bool,
+) -> None:
+    """Either product on the ping-pong schedule; ``numbers``: α, β and ω."""
+    hopper = _hopper_kernels()
+    (batch, m, n), side, depth = d.shape, tile.rows, tile.depth
+    rows, columns = cdiv(m, side), cdiv(n, side)
+    tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
+    total = batch * tiles
+    hopper.product_kernel[(min(total, num_multiprocessors(a.device.index)),)](
+        hopper.descriptor(a, side, depth),
+        hopper.descriptor(b, *((side, depth) if is_symmetric else (depth, side))),
+        *(hopper.descriptor(d if x is None else x, side, side) for x in (c, d, q)),
+        d if scale is None else scale,
+        total,
+        tiles,
+        rows,
+        columns,
+        a.shape[-1],
+        *numbers,
+        SYMMETRIC=is_symmetric,
+        SAME=a is b,
+        HAS_C=c is not None,
+        HAS_Q=q is not None,
+        HAS_SCALE=scale is not None,
+        GROUP=PANEL,
+        DEPTH=depth,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+
+
+def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
+    """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
+    step = ALIGNMENT // like.element_size()
+    return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the copy engine can read ``x [batch, M, N]`` where it is."""
+    step = ALIGNMENT // x.element_size()
+    batch_stride, row_stride, column_stride = x.stride()
+    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
+    return (
+        column_stride == 1
+        and row_stride > 0
+        and batch_stride > 0
+        and row_stride % step == 0
+        and batch_stride % step == 0
+        and x.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """``x [..., M, N]`` as ``[batch, M, N]`` that the copy engine can read: a view where strides allow, else a copy."""
+    if x.ndim == 2:
+        flat = x[None]
+    else:
+        flat = x if x.ndim == 3 else x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
+    if is_readable(flat):
+        return flat
+    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
+
+
+def choose_tile(dtype: torch.dtype, device: torch.device, choose: Callable[[int, bool], Tile]) -> Tile:
+    """The tile that ``choose`` takes, from the multiprocessors of the device and whether it runs `_hopper_kernels`."""
+    if is_interpreted():
+        return INTERPRETED
+    if dtype == torch.float32:
+        return FULL_PRECISION
+    return choose(num_multiprocessors(device.index), has_gluon(device.index))
+
+
+def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
+    """A tile of `_product_kernels` for ``a bᵀ``, symmetric, or ``a b``: only there α and β may be tensors."""
+    batch, m, k = a.shape
+
+    def choose(num_sms: int, _: bool) -> Tile:
+        if symmetric:
+            return symmetric_tile(m, k, batch, num_sms, a is b)
+        return general_tile(m, b.shape[-1], k, batch, num_sms)
+
+    return choose_tile(a.dtype, a.device, choose)
+
+
+@cache
+def has_gluon(device: int | None) -> bool:
+    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _hopper_kernels() -> Any:
+    from optim_kernels import _hopper_kernels
+
+    return _hopper_kernels
+
+
+@cache
+def num_multiprocessors(device: int | None) -> int:
+    """Of the device with this number."""
+    return torch.cuda.get_device_properties(device or 0).multi_processor_count
+
+
+class TritonProducts:
+    """The three products of `_iterations`, on ``[batch, M, K]``."""
+
+    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+        m = xs[0].shape[-2]
+        out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
+        for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
+            symmetric_product(x, x, out=part)
+        return out
+
+    def symmetric_matmul(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return symmetric_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def matmul_add(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return general_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+        if a is None:
+            return symmetric_product(r, r, c=r, alpha=c, beta=b), None
+        q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
+        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a)), q

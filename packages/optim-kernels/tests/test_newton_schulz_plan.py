@@ -1,0 +1,265 @@
+"""Newton–Schulz by kept plans: buffers, every kind of input and result, replays, the operator."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from optim_kernels import NSConfig, newton_schulz, reference
+
+pytest.importorskip("triton")
+
+from optim_kernels._chain_jobs import jobs_of
+from optim_kernels._iterations import apply_row_factors
+from optim_kernels._newton_schulz_buffers import Buffers
+from optim_kernels._normalize_kernels import apply_row_factors as apply_row_factors_by_kernels
+from optim_kernels.orthogonalization import _operator, _taken_apart, _values
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+gpu = pytest.mark.gpu
+
+
+def expected_of(x: Tensor, **options: object) -> Tensor:
+    config = NSConfig(**options)
+    return reference.newton_schulz(
+        x.double(), config.triples, norm_scale=config.norm_scale, eps=config.eps, eps_mode=config.eps_mode
+    )
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    return float((x.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("shape", [(20, 40), (40, 20), (2, 24, 24), (2, 2, 9, 33), (1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_kernels_compute_the_reference(shape: tuple[int, ...], method: str) -> None:
+    x = torch.randn(shape, device=DEVICE)
+    result = newton_schulz(x, method=method, compute_dtype=torch.float32, impl="triton")
+    assert relative_error(result, expected_of(x)) <= 2e-5
+    assert (result if shape[-2] <= shape[-1] else result.mT).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "unaligned"])
+def test_dtypes_and_strides(dtype: torch.dtype, layout: str) -> None:
+    """fp16 rows are read where they are; the input stays as it was."""
+    x = torch.randn(2, 24, 40, device=DEVICE).to(dtype)
+    if layout == "columns":
+        x = x.mT.contiguous().mT
+    elif layout == "gaps":
+        x = torch.empty(2, 48, 80, dtype=dtype, device=DEVICE)[:, ::2, ::2].copy_(x)
+    elif layout == "unaligned":
+        x = torch.empty(2 * 24 * 40 + 1, dtype=dtype, device=DEVICE)[1:].view(2, 24, 40).copy_(x)
+    before = x.clone()
+    result = newton_schulz(x, compute_dtype=torch.float16, impl="triton")
+    assert result.dtype == dtype
+    assert torch.equal(x, before)
+    assert relative_error(result, expected_of(x)) <= (6e-3 if dtype == torch.bfloat16 else 3e-3)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_few_steps(steps: int) -> None:
+    """Where the last X is: in the result for fp16, in the plan's buffers else."""
+    for dtype in (torch.float16, torch.float32):
+        x = torch.randn(3, 16, 24, device=DEVICE).to(dtype)
+        for method in ("standard", "gram"):
+            result = newton_schulz(x, steps, method=method, compute_dtype=torch.float16, impl="triton")
+            assert relative_error(result, expected_of(x, steps=steps)) <= 2e-3
+
+
+@pytest.mark.parametrize("name", ["polar_express", "cubic5", "aol4"])
+def test_sets(name: str) -> None:
+    steps = 4 if name == "aol4" else 5
+    x = torch.randn(2, 20, 50, device=DEVICE)
+    for method in ("standard", "gram"):
+        options = {"coefficients": name, "method": method, "compute_dtype": torch.float32}
+        result = newton_schulz(x, steps, impl="triton", **options)
+        assert relative_error(result, newton_schulz(x.double(), steps, coefficients=name)) <= 2e-5
+
+
+def test_a_nan_and_a_zero_stay_in_their_matrices() -> None:
+    x = torch.randn(4, 16, 24, device=DEVICE)
+    x[0] = 0
+    x[1, 2, 3] = float("nan")
+    for name, dtype in (("keller", torch.float16), ("aol4", torch.float32)):
+        result = newton_schulz(x.to(dtype), 4, coefficients=name, compute_dtype=dtype, impl="triton")
+        assert not result[0].any()
+        assert result[1].isnan().all()
+        assert result[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_scale_does_not_matter_without_eps(scale: float) -> None:
+    x = torch.randn(12, 30, device=DEVICE)
+    options = {"eps": 0.0, "impl": "triton", "compute_dtype": torch.float32}
+    torch.testing.assert_close(newton_schulz(x * scale, **options), newton_schulz(x, **options), atol=1e-5, rtol=0)
+
+
+def test_row_factors() -> None:
+    x = torch.randn(2, 37, 300, device=DEVICE)
+    x[0, 5] = 0
+    a = x @ x.mT
+    (scaled,), gram = apply_row_factors([x.clone()], a.clone())
+    apply_row_factors_by_kernels(x, a)
+    torch.testing.assert_close(x, scaled)
+    torch.testing.assert_close(a, gram)
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("reads_x", [True, False])
+@pytest.mark.parametrize("writes_result", [True, False])
+def test_buffers_do_not_overlap(steps: int, method: str, reads_x: bool, writes_result: bool) -> None:
+    """One X and the m×m factors beside the caller's and the result; X is not overwritten while it is read."""
+    count, m, n = 2, 13, 21
+    jobs = jobs_of(NSConfig(steps=steps, method=method), m, n)
+    buffers = Buffers(jobs, (count, m, n), torch.float16, reads_x=reads_x, writes_result=writes_result)
+    room = torch.zeros(buffers.size, dtype=torch.float16)
+    x, result = torch.full((count, m, n), -1.0).half(), torch.full((count, m, n), -2.0).half()
+    squares, xs = buffers.of(room, x, result)
+    given = {x.data_ptr()} if reads_x else set()
+    given |= {result.data_ptr()} if writes_result else set()
+    own = {each.data_ptr(): each for each in (*squares, *xs) if each.data_ptr() not in given}
+    assert len(own) <= len(squares) + 2 - writes_result
+    for number, each in enumerate(own.values(), start=1):
+        each.fill_(number)
+    for number, each in enumerate(own.values(), start=1):
+        assert (each == number).all()
+        assert each.stride(1) % 8 == each.stride(0) % 8 == each.data_ptr() % 16 == 0
+    for job in jobs:
+        if job.kind.name == "RECTANGLE":
+            assert xs[job.b].data_ptr() != xs[job.d].data_ptr()
+    last = xs[jobs[-1].d]
+    assert last.data_ptr() == (result.data_ptr() if writes_result else buffers.last_x(room).data_ptr())
+    assert all(first < second for first, second in pairwise(sorted(own)))
+
+
+def test_the_operator_is_registered() -> None:
+    for shape in ((4, 6), (6, 4)):
+        fields = _taken_apart(*_values(NSConfig(coefficients=((2.0, -1.5, 0.5),), steps=2, restarts=(1,))))
+        torch.library.opcheck(_operator, (torch.randn(shape, requires_grad=True), *fields, "auto"))
+
+
+def test_it_is_compiled_without_a_break() -> None:
+    def f(x: Tensor) -> Tensor:
+        return 2 * newton_schulz(x + 1, 3, coefficients=[(2.0, -1.5, 0.5)], restarts="accurate", norm_scale=1.01)
+
+    x = torch.randn(5, 9, requires_grad=True)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), f(x))
+    torch.testing.assert_close(*(torch.autograd.grad(each(x).square().sum(), x)[0] for each in (compiled, f)))
+
+
+def test_tangents_are_refused() -> None:
+    """Forward-mode derivatives are not dropped in silence."""
+    x = torch.randn(4, 6, device=DEVICE)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        newton_schulz(forward_ad.make_dual(x, x.cos()))
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize(
+    "shape", [(256, 1000), (1024, 1024), (1024, 256), (3, 512, 640), (2048, 8192), (12, 768, 768)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_repeated_calls_are_right_and_do_not_synchronise(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The first call compiles, the second records, later ones replay; inputs and places of memory change."""
+    results, inputs = [], [torch.randn(shape, device="cuda").to(dtype) for _ in range(5)]
+    for number, x in enumerate(inputs):
+        torch.cuda.set_sync_debug_mode("default" if number == 0 else "error")
+        try:
+            results.append(newton_schulz(x))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for x, result in zip(inputs, results, strict=True):
+        assert relative_error(result, expected_of(x)) <= 2.2e-3
+        assert torch.equal(newton_schulz(x), result)
+
+
+@gpu
+def test_replays_of_what_has_to_be_copied_first() -> None:
+    """Leading dimensions that are no view of a batch."""
+    for _ in range(4):
+        x = torch.randn(3, 256, 2, 320, device="cuda").half().permute(2, 0, 1, 3)
+        assert relative_error(newton_schulz(x), expected_of(x)) <= 2.2e-3
+
+
+@gpu
+def test_replays_of_several_streams_and_places() -> None:
+    x = torch.randn(4, 640, 700, device="cuda").half()
+    expected = newton_schulz(x[0]), newton_schulz(x[1])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for number in range(24):
+        with torch.cuda.stream(streams[number % 3]):
+            # some stay, so memory moves
+            results.append(newton_schulz(x[number % 2]))
+            held = torch.empty(1 << (10 + number % 8), device="cuda")
+            del held
+    torch.cuda.synchronize()
+    for number, result in enumerate(results):
+        assert torch.equal(result, expected[number % 2])
+
+
+@gpu
+def test_it_is_captured_and_replayed_with_new_values() -> None:
+    xs = [torch.randn(shape, device="cuda").half() for shape in ((512, 1000), (12, 768, 768), (700, 300))]
+    eager = [newton_schulz(x) for x in xs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [newton_schulz(x) for x in xs]
+    graph.replay()
+    for result, other in zip(eager, captured, strict=True):
+        assert torch.equal(result, other)
+    for x in xs:
+        x.normal_()
+    graph.replay()
+    for x, result in zip(xs, captured, strict=True):
+        assert relative_error(result, expected_of(x)) <= 2.2e-3
+
+
+@gpu
+def test_lists_are_done_in_batches() -> None:
+    xs = [torch.randn(shape, device="cuda") for shape in ((256, 512), (512, 256), (256, 512), (300, 300), (256, 512))]
+    for x, result in zip(xs, newton_schulz(xs), strict=True):
+        assert result.shape == x.shape
+        assert relative_error(result, expected_of(x)) <= 2.2e-3
+    outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
+    assert newton_schulz(xs, out=outs)[3] is outs[3]
+    assert relative_error(outs[4], expected_of(xs[4])) <= 1e-2
+
+
+@gpu
+def test_nothing_is_compiled_anew_and_no_memory_stays() -> None:
+    from optim_kernels._triton import triton
+
+    xs = [torch.randn(512, 640, device="cuda").half() for _ in range(8)]
+    for x in xs:
+        newton_schulz(x)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    compiled: list[object] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(args)
+    try:
+        for step in range(200):
+            newton_schulz(xs[step % 8], eps=1e-7 * (1 + step))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled
+    assert torch.cuda.memory_allocated() == before
+
+
+@gpu
+def test_gradients_and_compilation_on_a_gpu() -> None:
+    x = torch.randn(128, 200, device="cuda", requires_grad=True)
+    compiled = torch.compile(lambda x: newton_schulz(x, 3), fullgraph=True, backend="aot_eager")
+    first, second = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, lambda x: newton_schulz(x, 3)))
+    torch.testing.assert_close(first, second)
+    wide = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(newton_schulz(wide, 3).sum(), wide)
+    assert relative_error(first, exact) <= 1e-3

@@ -1,0 +1,129 @@
+"""The Muon step around a chain, whose own kernel needs a Hopper GPU: what it finds and leaves, how many launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim_kernels import NSConfig, TritonMuon
+from optim_kernels._muon_groups import ns_config_of, rule_of
+
+pytest.importorskip("triton")
+from optim_kernels import _hopper_chain as hopper_chain
+from optim_kernels import _muon_table as fields
+from optim_kernels._chain_jobs import Ending
+from optim_kernels.functional import _muon_launches as launches_of_a_plan
+from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables, num_rectangular
+from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
+
+
+class ChainInTorch:
+    """What a chain leaves behind, in plain torch: on panels, with sums of O², and NaN wherever a NaN would get."""
+
+    def __init__(
+        self, chained: ChainedBatches, number: int, ns: NSConfig, tables: MuonTables, *, ending: Ending, **_: Any
+    ) -> None:
+        assert ending is not Ending.UPDATE
+        self._chained, self._ns, self._tables, self._squares = chained, ns, tables, ending is Ending.SQUARES
+        self._counter = len(tables.matrices) + number
+        for x in (chained.x, chained.other):
+            x.fill_(float("nan"))
+
+    def run(self) -> None:
+        for batch in self._chained.batches:
+            count, _, n = batch.shape
+            assert not self._tables.progress[batch.numbers].any()
+            assert self._tables.progress[self._counter] == 0
+            last = batch.other if num_rectangular(batch.shape, self._ns) % 2 else batch.x
+            for i in range(count):
+                panels = slice(i * len(batch.x) // count, (i + 1) * len(batch.x) // count)
+                o = self._orthogonalized(batch.first + i, torch.cat(list(batch.x[panels]), 1), n)
+                last[panels] = torch.stack(o.split(PANEL, 1))
+                if self._squares:
+                    self._add_squares(batch.first + i, o[:, :n])
+
+    def _orthogonalized(self, number: int, x: torch.Tensor, n: int) -> torch.Tensor:
+        x = x * self._tables.scales[number]
+        for a, b, c in self._ns.triples:
+            read = x[:, : -(-n // 64) * 64]
+            gram = read @ read.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    def _add_squares(self, number: int, o: torch.Tensor) -> None:
+        record = self._tables.matrices[number]
+        outer, inner, first = (int(record[field.value]) for field in (fields.OUTER, fields.INNER, fields.FIRST_PART))
+        lines = o.mT if outer != inner or record[fields.ROWS_ARE_INNER.value] else o
+        for part, values in enumerate(lines.split(128, 1)):
+            start = first + part * len(lines)
+            self._tables.parts[start : start + len(lines)] = values.square().sum(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.parametrize("variant", ["torch", "nanochat-2026-07"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+def test_the_step_around_a_chain(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X in panels, of all lengths of one short side; what a NaN leaves in them, the next step does not see."""
+    shapes = [(20, 20), (150, 20), (20, 77), (20, 264), (333, 20)]
+    runs = []
+    for impl in ("triton", "torch"):
+        if impl == "triton":
+            monkeypatch.setattr(tables_of_a_plan, "takes_chain", lambda *_: True)
+            monkeypatch.setattr(launches_of_a_plan, "StepChain", ChainInTorch)
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in shapes]
+        params[2] = nn.Parameter(params[2].detach().mT)  # stored by columns
+        group = {"params": params, "variant": variant, "lr": 0.1, "ns_dtype": torch.float32, "impl": impl}
+        optimizer = TritonMuon([group])
+        for seed in range(3):
+            optimizer.found_inf = torch.ones(()) if seed == 1 else None
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+                if seed == 1:
+                    p.grad.fill_(float("nan"))
+            optimizer.step()
+        runs.append(params)
+        monkeypatch.undo()
+    for p, q in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q, atol=5e-5, rtol=0)
+
+
+MODELS = {
+    "gpt2_124m": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
+    "d20": [*[(1280, 1280)] * 4, (5120, 1280), (1280, 5120)] * 20,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("variant", "around"), [("torch", 3), ("nanochat-2026-07", 4)])
+def test_a_models_step_is_a_few_launches(
+    model: str, variant: str, around: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an H200, whose tables are made without memory: all matrices of one short side are one launch.
+
+    Those of GPT-2 1.56B, 1600 rows high, are not: tiles of 128×256 are faster for them.
+    """
+    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
+
+    def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype, _: torch.device) -> bool:
+        return hopper_chain.takes_chain(count, m, n, config, dtype, torch.device("cuda", 0))
+
+    monkeypatch.setattr(tables_of_a_plan, "takes_chain", takes_chain)
+    assert not takes_chain(144, 1600, 1600, NSConfig(), torch.float16, torch.device("meta"))
+    tensors = []
+    for shape in MODELS[model]:
+        p, grad, buffer = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(3))
+        moment = torch.empty(max(shape), device="meta")
+        tensors.append(MuonTensors(p, grad, buffer, moment if around == 4 else None))
+    (group,) = TritonMuon([{"params": [nn.Parameter(torch.zeros(8, 8))], "variant": variant}]).param_groups
+    ns = replace(ns_config_of(group), dtype=torch.float16)
+    plan = MuonPlan.build(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
+    assert plan.launches == around + 1 <= 20
+    assert set(plan.tiles.values()) == {"128×128 in turns, all in one launch"}
