@@ -92,7 +92,7 @@ def run_chain(
             arguments of an update.
     """
     from optim_kernels import _hopper_chain_kernel as kernels
-    from optim_kernels._hopper_kernels import descriptor
+    from optim_kernels._hopper_ring import descriptor
 
     side, depth, m = PING_PONG.rows, PING_PONG.depth, chain.m
     assert not chain.in_panels or xs[0] is xs[2]

@@ -34,14 +34,16 @@ from optim_kernels._hopper_chain_tiles import (
     symmetric_tile,
     x_place,
 )
-from optim_kernels._hopper_kernels import (
+from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive, wait_for_stores
+from optim_kernels._hopper_ring import (
     CONSUMER_REGISTERS,
-    HAS_OLD_REINTERPRET,
     PRODUCER_REGISTERS,
+    as_blocks,
     barrier,
+    barriers,
+    blocks_of,
     load,
 )
-from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive, wait_for_stores
 
 GRAM, SQUARE, RECTANGLE = (gl.constexpr(kind.value) for kind in chain.Kind)
 ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
@@ -94,22 +96,14 @@ def _scout(mail, schedule, flags: gl.constexpr):
 
 
 @gluon.jit
-def _upright(blocks, desc, STAGES: gl.constexpr):
-    """The ring with blocks [K, columns], as products with X take B, instead of [columns, K]."""
-    if HAS_OLD_REINTERPRET:
-        return blocks._reinterpret(desc.dtype, [2 * STAGES] + desc.block_type.shape, desc.layout)
-    else:
-        return blocks.reinterpret(desc.dtype, [2 * STAGES] + desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
 def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     PANELS: gl.constexpr = flags[2]
     square_desc, gram_descs, right_descs = operands
     blocks, ready, empty = ring
-    upright = _upright(blocks, right_descs[0], STAGES)
+    # as products with X take B: [K, columns], not [columns, K]
+    upright = as_blocks(blocks, right_descs[0], 2 * STAGES)
     number = 0
     job, _matrix, row, column, kind, step, a, b, x, _squares, K = receive(mail, number, 1)
     while job >= 0:
@@ -160,7 +154,7 @@ def _consume(
     _entries, jobs, _matrices, state, _counter, _total = schedule
     blocks, ready, empty = ring
     mine, buffer = c_ready.index(ME), buffers.index(ME)
-    shared = ((blocks, _upright(blocks, right_desc, STAGES), ready, empty), turn, buffer, mine)
+    shared = ((blocks, as_blocks(blocks, right_desc, 2 * STAGES), ready, empty), turn, buffer, mine)
     turns = 0
     loads = 0
     job, matrix, row, column, kind, step, a, b, x, squares, K = receive(mail, ME, 4)
@@ -226,22 +220,12 @@ def chain_kernel(
 
     ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
     """
-    dtype: gl.constexpr = square_load.dtype
     # slots of A, then slots of B
-    blocks = gl.allocate_shared_memory(dtype, [2 * STAGES] + square_load.block_type.shape, square_load.layout)
-    buffers = gl.allocate_shared_memory(dtype, [2] + square_tile.block_type.shape, square_tile.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
+    buffers = blocks_of(square_tile, 2)
     # of each consumer: C is there, it may multiply
-    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    c_ready, turn = barriers(2), barriers(2)
     mail = allocate_mail()
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(c_ready.index(consumer), count=1)
-        mbarrier.init(turn.index(consumer), count=1)
     fence_async_shared()
     ring = (blocks, ready, empty)
     schedule = (entries, jobs, matrices, state, counter, total)

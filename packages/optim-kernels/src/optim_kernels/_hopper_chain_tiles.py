@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from optim_kernels import _chain_jobs as chain
-from optim_kernels._hopper_kernels import BLOCK, barrier, multiply, store
+from optim_kernels._hopper_kernels import BLOCK, multiply
+from optim_kernels._hopper_ring import barrier, store
 from optim_kernels._hopper_update_kernel import update_tile
 from optim_kernels._muon_table import FIRST_PART, INNER, NUM_FIELDS, OUTER, ROWS_ARE_INNER
 

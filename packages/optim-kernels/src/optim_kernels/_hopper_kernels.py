@@ -13,9 +13,8 @@ A consumer multiplies through its whole tile at the full rate of the tensor core
 while that one multiplies, it rounds, stores and mirrors its own result: at K = 1280 that end of a tile costs a quarter
 of its time where nothing hides it.
 
-Two barriers guard each slot of the ring: `ready` (filled by the copy engine) and `empty` (read by the tensor cores). A
-wait on a barrier knows only the parity of a slot's round, so a consumer may look at the ring when the other one has
-taken all its steps, not earlier: that is what `turn` says.
+A barrier of the ring (`_hopper_ring`) knows only the parity of a slot's round, so a consumer may look at the ring when
+the other one has taken all its steps, not earlier: that is what `turn` says.
 
 The tile's own buffer [128, 128] first receives C (copied while the other consumer multiplies), then D, then D's mirror
 image. Exact symmetry is needed and kept as in `_product_kernels`.
@@ -23,10 +22,6 @@ image. Exact symmetry is needed and kept as in `_product_kernels`.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,19 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from optim_kernels._hopper_ring import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_ring,
+    barrier,
+    barriers,
+    blocks_of,
+    fill,
+    load,
+    store,
+)
 from optim_kernels._product_kernels import rectangle_tile, triangle_tile
 
-# drop the names of Triton 3.6 when it is no longer supported
-load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-HAS_OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 BLOCK = gl.constexpr(128)
-# Registers of a thread: the first consumer takes what the other two leave of a multiprocessor's 65,536.
-CONSUMER_REGISTERS = gl.constexpr(232)
-PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
@@ -63,33 +60,16 @@ def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr
 
 
 @gluon.jit
-def produce(
-    a_desc,
-    b_desc,
-    ring,
-    schedule,
-    flags: gl.constexpr,
-):
+def produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
     SYMMETRIC: gl.constexpr = flags[0]
     GROUP: gl.constexpr = flags[5]
     DEPTH: gl.constexpr = flags[6]
     STAGES: gl.constexpr = flags[7]
-    a_ring, b_ring, ready, empty = ring
     total, tiles, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
-        for k in range(0, K, DEPTH):
-            slot = step % STAGES
-            full = ready.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            load(a_desc, [batch, row, k], full, a_ring.index(slot))
-            if SYMMETRIC:
-                load(b_desc, [batch, column, k], full, b_ring.index(slot))
-            else:
-                load(b_desc, [batch, k, column], full, b_ring.index(slot))
-            step += 1
+        place = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
 
 
 @gluon.jit
@@ -220,22 +200,12 @@ def _consume(
 
 @gluon.jit
 def allocate(a_desc, b_desc, d_desc, STAGES: gl.constexpr):
-    """Shared memory: the ring, both consumers' buffers, and the barriers of C's arrival and of the turn."""
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    buffers = gl.allocate_shared_memory(d_desc.dtype, [2] + d_desc.block_type.shape, d_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(c_ready.index(consumer), count=1)
-        mbarrier.init(turn.index(consumer), count=1)
+    """The ring, both consumers' buffers, and the barriers of C's arrival and of the turn."""
+    ring = allocate_ring(a_desc, b_desc, STAGES, 1)
+    buffers = blocks_of(d_desc, 2)
+    c_ready, turn = barriers(2), barriers(2)
     fence_async_shared()
-    return (a_ring, b_ring, ready, empty), buffers, c_ready, turn
+    return ring, buffers, c_ready, turn
 
 
 @gluon.jit
@@ -277,16 +247,3 @@ def product_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
-    block = [1, rows, columns]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _shared_layout(rows, columns, x.dtype))
-
-
-@cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a block in shared memory, swizzled as the copy engine writes and the tensor cores read it."""
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, rows, columns], element)

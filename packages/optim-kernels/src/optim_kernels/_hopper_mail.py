@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from optim_kernels._hopper_kernels import barrier
+from optim_kernels._hopper_ring import barrier, barriers
 
 # Numbers of a post, and of the box, which has room for a power of two.
 POST = gl.constexpr(11)
@@ -49,12 +49,7 @@ def wait_for_stores(token):
 def allocate_mail():
     """Both boxes, with barriers: a post is there, it has been read."""
     boxes = gl.allocate_shared_memory(gl.int32, [2, BOX], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(2):
-        mbarrier.init(posted.index(consumer), count=1)
-        mbarrier.init(taken.index(consumer), count=2)
-    return boxes, posted, taken
+    return boxes, barriers(2), barriers(2, 2)
 
 
 @gluon.jit

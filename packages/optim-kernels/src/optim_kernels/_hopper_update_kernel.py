@@ -16,16 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from optim_kernels._hopper_kernels import (
-    BLOCK,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    allocate,
-    barrier,
-    load,
-    multiply,
-    produce,
-)
+from optim_kernels._hopper_kernels import BLOCK, allocate, multiply, produce
+from optim_kernels._hopper_ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, load
 from optim_kernels._muon_parameter import read_parameter, updated, write_parameter
 from optim_kernels._muon_table import NUM_FIELDS
 from optim_kernels._muon_tiles import sizes, stride_of

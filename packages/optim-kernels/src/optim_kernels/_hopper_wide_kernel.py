@@ -27,12 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from optim_kernels._hopper_kernels import (
+from optim_kernels._hopper_ring import (
     CONSUMER_REGISTERS,
-    HAS_OLD_REINTERPRET,
     PRODUCER_REGISTERS,
+    allocate_ring,
+    as_blocks,
     barrier,
+    barriers,
+    blocks_of,
     descriptor,
+    fill,
     load,
     store,
 )
@@ -65,22 +69,11 @@ def _produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
     GROUP: gl.constexpr = flags[3]
     DEPTH: gl.constexpr = flags[4]
     STAGES: gl.constexpr = flags[5]
-    a_ring, b_ring, ready, empty = ring
     total, tiles, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
-        for k in range(0, K, DEPTH):
-            slot = step % STAGES
-            full = ready.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            load(a_desc, [batch, row, k], full, a_ring.index(slot))
-            if SYMMETRIC:
-                load(b_desc, [batch, column, k], full, b_ring.index(slot))
-            else:
-                load(b_desc, [batch, k, column], full, b_ring.index(slot))
-            step += 1
+        place = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
 
 
 @gluon.jit
@@ -111,10 +104,7 @@ def _store_mirrored(mirror_desc, place, d, buffer):
     """Send the transpose of ``d`` off, once what is in the buffer has been read."""
     tma.store_wait(0)
     barrier()
-    if HAS_OLD_REINTERPRET:
-        mirror = buffer._reinterpret(d.dtype, mirror_desc.block_type.shape, mirror_desc.layout)
-    else:
-        mirror = buffer.reinterpret(d.dtype, mirror_desc.block_type.shape, mirror_desc.layout)
+    mirror = as_blocks(buffer, mirror_desc, 0)
     mirror.reshape([COLUMNS, HALF]).permute((1, 0)).store(d)
     fence_async_shared()
     barrier()
@@ -209,20 +199,10 @@ def wide_product_kernel(
     STAGES: gl.constexpr,
 ):
     """All tiles of a batch; K is longer than twice PAUSE steps. SYMMETRIC: T blocks a side, else T rows of tiles."""
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    buffers = gl.allocate_shared_memory(d_desc.dtype, [2] + d_desc.block_type.shape, d_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        # both consumers have read it
-        mbarrier.init(empty.index(slot), count=2)
-    for consumer in gl.static_range(2):
-        mbarrier.init(c_ready.index(consumer), count=1)
+    ring = allocate_ring(a_desc, b_desc, STAGES, 2)
+    buffers = blocks_of(d_desc, 2)
+    c_ready = barriers(2)
     fence_async_shared()
-    ring = (a_ring, b_ring, ready, empty)
     results = (c_desc, d_desc, mirror_desc)
     schedule = (total, tiles, T, columns, K)
     numbers = (alpha, beta, scale)

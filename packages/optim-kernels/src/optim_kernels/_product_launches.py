@@ -204,15 +204,15 @@ def _ping_pong(
     is_symmetric: bool,
 ) -> None:
     """Either product on the ping-pong schedule; ``numbers``: α, β and ω."""
-    hopper = _hopper_kernels()
+    kernel, descriptor = _ping_pong_kernel()
     (batch, m, n), side, depth = d.shape, tile.rows, tile.depth
     rows, columns = cdiv(m, side), cdiv(n, side)
     tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
     total = batch * tiles
-    hopper.product_kernel[(min(total, num_multiprocessors(a.device.index)),)](
-        hopper.descriptor(a, side, depth),
-        hopper.descriptor(b, *((side, depth) if is_symmetric else (depth, side))),
-        *(hopper.descriptor(d if x is None else x, side, side) for x in (c, d, q)),
+    kernel[(min(total, num_multiprocessors(a.device.index)),)](
+        descriptor(a, side, depth),
+        descriptor(b, *((side, depth) if is_symmetric else (depth, side))),
+        *(descriptor(d if x is None else x, side, side) for x in (c, d, q)),
         d if scale is None else scale,
         total,
         tiles,
@@ -293,10 +293,12 @@ def has_gluon(device: int | None) -> bool:
 
 
 @cache
-def _hopper_kernels() -> Any:
-    from optim_kernels import _hopper_kernels
+def _ping_pong_kernel() -> Any:
+    """The kernel, and what describes its matrices; their modules need Gluon."""
+    from optim_kernels._hopper_kernels import product_kernel
+    from optim_kernels._hopper_ring import descriptor
 
-    return _hopper_kernels
+    return product_kernel, descriptor
 
 
 @cache

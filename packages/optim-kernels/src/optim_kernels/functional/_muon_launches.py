@@ -272,17 +272,18 @@ class Launches:
 
     def _ping_pong_update(self, last: LastProduct) -> None:
         """The last product of a large batch on Hopper, and the update of its parameters."""
-        from optim_kernels import _hopper_kernels, _hopper_update_kernel
+        from optim_kernels._hopper_ring import descriptor
+        from optim_kernels._hopper_update_kernel import update_product_kernel
 
         t, tile = self._tables, PING_PONG
         count, m, n = last.x.shape
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
         total = count * rows * columns
         c = last.x if last.c is None else last.c
-        _hopper_update_kernel.update_product_kernel[(min(total, num_multiprocessors(last.x.device)),)](
-            _hopper_kernels.descriptor(last.s, tile.rows, tile.depth),
-            _hopper_kernels.descriptor(last.x, tile.depth, tile.columns),
-            _hopper_kernels.descriptor(c, tile.rows, tile.columns),
+        update_product_kernel[(min(total, num_multiprocessors(last.x.device)),)](
+            descriptor(last.s, tile.rows, tile.depth),
+            descriptor(last.x, tile.depth, tile.columns),
+            descriptor(c, tile.rows, tile.columns),
             t.matrices,
             self._hyper,
             self._control,
