@@ -21,6 +21,16 @@ def rcp_approx(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """``1 / x`` rounded correctly, for numbers whose reciprocal is a normal one: an approximation and a Newton step."""
+    y = rcp_approx(x)
+    if not INTERPRETED:
+        # an interpreter's fma may round twice
+        y = tl.fma(tl.fma(-y, x, 1.0), y, y)
+    return y
+
+
+@triton.jit
 def sqrt_approx(x):
     """The square root in one instruction, good to 2 ulp; subnormal numbers count as zero."""
     if INTERPRETED:
@@ -48,7 +58,8 @@ def fma_down(x, y, z):
     if INTERPRETED:
         # numpy has no rounding down; a product of few bits is exact
         difference = x * y + z
-        d = tl.where(difference == 0.0, -0.0, difference)
+        # Triton 3.5 takes the constant -0.0 for 0.0
+        d = tl.where(difference == 0.0, -1.0 * difference, difference)
     else:
         d = tl.inline_asm_elementwise(
             "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1

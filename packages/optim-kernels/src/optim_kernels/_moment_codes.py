@@ -13,7 +13,7 @@ one that it can be part of.
 
 from __future__ import annotations
 
-from optim_kernels._approximations import fma_down, power_approx, rcp_approx
+from optim_kernels._approximations import fma_down, power_approx, reciprocal
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 BLOCK = tl.constexpr(256)  # elements that share a scale
@@ -203,10 +203,7 @@ def _scaled(x, PEAK: tl.constexpr):
     own = tl.reduce(tl.reshape(x, [x.shape[0] // 8, 8]), 1, _larger)
     largest = tl.max(own.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
     if (largest >= _SMALL) & (largest <= _LARGE):
-        # one Newton step makes the approximation the correctly rounded reciprocal
-        inverse = rcp_approx(largest)
-        inverse = tl.fma(tl.fma(-inverse, largest, 1.0), inverse, inverse)
-        y = x * (inverse * PEAK)
+        y = x * (reciprocal(largest) * PEAK)
         scale = largest * (1 / PEAK)
     else:
         finite = largest <= _FP32_MAX

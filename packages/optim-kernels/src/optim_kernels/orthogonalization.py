@@ -96,7 +96,7 @@ def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tens
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _into(out: Tensor, result: Tensor) -> Tensor:
