@@ -153,6 +153,21 @@ def test_it_is_compiled_without_a_break() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(each(x).square().sum(), x)[0] for each in (compiled, f)))
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(3, 4).to_sparse(), "dense matrices, got layout torch.sparse_coo"),
+        ([torch.randn(3, 4), "x"], "sequence of tensors, got list"),
+        (None, "sequence of tensors, got NoneType"),
+        ("x", "sequence of tensors, got str"),
+    ],
+    ids=["sparse", "list", "none", "text"],
+)
+def test_what_is_no_matrix_is_refused(x: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        newton_schulz(x)
+
+
 def test_tangents_are_refused() -> None:
     """Forward-mode derivatives are not dropped in silence."""
     x = torch.randn(4, 6, device=DEVICE)

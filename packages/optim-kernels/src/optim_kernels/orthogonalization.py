@@ -68,7 +68,7 @@ def newton_schulz(
 
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
-        TypeError: integer or complex input.
+        TypeError: integer, complex or sparse input, or what is no tensor.
     """
     check_impl(impl)
     values = (_hashable(coefficients), steps, method, compute_dtype, _hashable(restarts), norm_scale, eps, eps_mode)
@@ -146,7 +146,7 @@ def _config(
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
-    if is_plain(x):
+    if x.layout is torch.strided and is_plain(x):
         return _forward(x, values, impl)
     _check(x)
     result: Tensor = _operator(x, *_taken_apart(*values), impl)
@@ -158,10 +158,14 @@ def _check(x: Tensor) -> None:
         raise ValueError(f"newton_schulz takes matrices [..., M, N], got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"newton_schulz takes floating-point matrices, got {x.dtype}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"newton_schulz takes dense matrices, got layout {x.layout}; call to_dense() first")
 
 
 def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
     """`_one` of each, small ones of one shape as a batch."""
+    if not isinstance(xs, Sequence) or not all(isinstance(x, Tensor) for x in xs):
+        raise TypeError(f"newton_schulz takes a tensor or a sequence of tensors, got {type(xs).__name__}")
     groups: dict[Any, list[int]] = {}
     for number, x in enumerate(xs):
         key = (x.shape, x.dtype, x.device) if x.is_cuda and _gains_by_batches(x, values, impl) else number
