@@ -14,22 +14,20 @@ Anything else needs data from outside the group of the moved axes, except a perm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
 UNSPLIT = -1
 Axes = tuple[int, ...]
-# mapping, collective and n_procs of a move -> whether it can be part of a plan that is wanted
-Promising = Callable[[tuple[Axes, ...], str, int], bool]
+Mapping = tuple[Axes, ...]
 
 
 class State(NamedTuple):
     """What distinguishes the distributions of one mesh: axes per dimension, major to minor, and block lengths."""
 
-    mapping: tuple[Axes, ...]
+    mapping: Mapping
     blocks: tuple[int, ...]
 
 
@@ -63,10 +61,9 @@ def local_length(length: int, n_procs: int, block: int, coordinate: int = 0) -> 
 
 def axes_size(sizes: Sequence[int], axes: Iterable[int]) -> int:
     """The number of processes along ``axes`` together."""
-    return prod(sizes[axis] for axis in axes)
+    return prod([sizes[axis] for axis in axes])
 
 
-@lru_cache(maxsize=65536)
 def max_local_size(shape: tuple[int, ...], sizes: tuple[int, ...], state: State) -> int:
     """Elements of the most loaded rank."""
     total = 1
@@ -84,11 +81,16 @@ def replace_dims(state: State, *changes: tuple[int, Axes, int]) -> State:
     return State(tuple(mapping), tuple(blocks))
 
 
+def swapped_axes(axes: Axes, first: int, second: int) -> Axes:
+    """``axes`` with two mesh axes exchanged."""
+    if first not in axes and second not in axes:
+        return axes
+    return tuple([second if axis == first else first if axis == second else axis for axis in axes])
+
+
 def swap_axes(state: State, first: int, second: int) -> State:
     """``state`` with two mesh axes exchanged wherever they are."""
-    exchanged = {first: second, second: first}
-    mapping = tuple(tuple(exchanged.get(axis, axis) for axis in axes) for axes in state.mapping)
-    return State(mapping, state.blocks)
+    return State(tuple(swapped_axes(axes, first, second) for axes in state.mapping), state.blocks)
 
 
 def block_candidates(sizes: Sequence[int], longest: int, blocks: Iterable[int]) -> tuple[int, ...]:
@@ -103,6 +105,106 @@ def block_candidates(sizes: Sequence[int], longest: int, blocks: Iterable[int]) 
     return tuple(sorted(candidate for candidate in candidates if candidate <= longest))
 
 
+class Part:
+    """How one dimension is split: axes, block length, elements of the most loaded rank, number of processes.
+
+    ``DimensionMoves`` makes one object for each pair of axes and block, so parts are equal if they are identical.
+    """
+
+    __slots__ = ("axes", "block", "n_procs", "share")
+
+    def __init__(self, axes: Axes, block: int, n_procs: int, share: int) -> None:
+        self.axes, self.block, self.n_procs, self.share = axes, block, n_procs, share
+
+
+Parts = tuple[Part, ...]
+
+
+class DimensionMoves:
+    """The parts of one tensor dimension and what moves make of them, each worked out when it is first asked for."""
+
+    def __init__(self, length: int, sizes: tuple[int, ...], blocks: Iterable[int]) -> None:
+        self._length, self._sizes, self._blocks = length, sizes, blocks
+        self._candidates: tuple[int, ...] = ()
+        self._parts: dict[tuple[Axes, int], Part] = {}
+        self._made_afresh: dict[Axes, list[Part]] = {}
+        self._changed: dict[Part, list[Part]] = {}
+
+    def part(self, axes: Axes, block: int) -> Part | None:
+        """The dimension split over ``axes`` in blocks of ``block``; None if that leaves a process empty."""
+        found = self._parts.get((axes, block))
+        if found is None:
+            key = (axes, block if axes else UNSPLIT)
+            n_procs = axes_size(self._sizes, axes)
+            if axes and not split_fits(self._length, n_procs, block):
+                return None
+            share = local_length(self._length, n_procs, block) if axes else self._length
+            # all blocks of an unsplit dimension mean the same
+            found = self._parts[axes, block] = self._parts.setdefault(key, Part(*key, n_procs, share))
+        return found
+
+    def fitting(self, axes: Axes, block: int) -> Part:
+        """``part`` where it is known to fit."""
+        found = self.part(axes, block)
+        assert found is not None
+        return found
+
+    def made_afresh(self, axes: Axes) -> list[Part]:
+        """The dimension split over ``axes`` in blocks of each candidate that leaves no process empty."""
+        found = self._made_afresh.get(axes)
+        if found is None:
+            if not self._candidates:
+                self._candidates = block_candidates(self._sizes, self._length, self._blocks)
+            parts = [self.part(axes, block) for block in self._candidates]
+            found = self._made_afresh[axes] = [part for part in parts if part is not None]
+        return found
+
+    def changed(self, part: Part) -> list[Part]:
+        """The same axes with another block that is a multiple or a divisor."""
+        found = self._changed.get(part)
+        if found is None:
+            old = part.block
+            found = self._changed[part] = [
+                other
+                for other in self.made_afresh(part.axes)
+                if other is not part and (other.block % old == 0 or old % other.block == 0)
+            ]
+        return found
+
+
+class Way(NamedTuple):
+    """The moves by one collective to one mapping: one for each of ``parts`` of ``tensor_dim``, the rest as in ``base``.
+
+    No parts means all that ``MoveSet.parts_of`` finds. A move's name ends in its block, printed as -1 if it is
+    ``usual_block``; without such, it has no block in its name.
+    """
+
+    name: tuple[str | int, ...]
+    collective: str
+    n_procs: int
+    mapping: Mapping
+    base: Parts
+    tensor_dim: int
+    parts: Sequence[Part] = ()
+    usual_block: int | None = 0
+
+    def state(self, part: Part) -> Parts:
+        """Where the move with ``part`` leads."""
+        return (*self.base[: self.tensor_dim], part, *self.base[self.tensor_dim + 1 :])
+
+    def move(self, part: Part) -> Move:
+        """The move with ``part``, as printed."""
+        words = self.name
+        if self.usual_block is not None:
+            words = (*words, UNSPLIT if part.block == self.usual_block else part.block)
+        return Move("_".join(map(str, words)), self.collective, state_of(self.state(part)), self.n_procs)
+
+
+def state_of(parts: Parts) -> State:
+    """The state that consists of ``parts``."""
+    return State(tuple([part.axes for part in parts]), tuple([part.block for part in parts]))
+
+
 class MoveSet:
     """The moves out of a state for one shape and one mesh.
 
@@ -111,135 +213,122 @@ class MoveSet:
     """
 
     def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Sequence[Iterable[int]]) -> None:
-        self.shape = shape
-        self.sizes = sizes
-        self.candidates = [block_candidates(sizes, length, given) for length, given in zip(shape, blocks)]
-        self.equal_axes = [(i, j) for i, j in combinations(range(len(sizes)), 2) if sizes[i] == sizes[j]]
-        self._group_sizes: dict[Axes, int] = {}
-        self._fitting: dict[tuple[int, Axes], tuple[int, ...]] = {}
+        self._sizes = sizes
+        self._dims = [DimensionMoves(length, sizes, given) for length, given in zip(shape, blocks)]
+        self._equal_axes = [(i, j) for i, j in combinations(range(len(sizes)), 2) if sizes[i] == sizes[j]]
 
-    def moves(
-        self,
-        state: State,
-        wanted: Callable[[State], bool] = lambda state: True,
-        promising: Promising = lambda mapping, collective, n_procs: True,
-    ) -> list[Move]:
-        """Every move whose result is compatible and wanted, one name for each way to get somewhere.
+    def parts(self, state: State) -> Parts:
+        """A compatible state by its parts."""
+        return tuple([dim.fitting(axes, block) for dim, axes, block in zip(self._dims, *state)])
 
-        Of several names for the same result by the same collective the first of the order below is kept. Where many
-        block lengths could follow, ``promising`` is asked first whether any of them is of use.
+    def moves(self, state: State) -> list[Move]:
+        """Every move whose result is compatible, one name for each way to get somewhere.
+
+        Of several names for the same result by the same collective the first of the order below is kept.
         """
         kept: dict[tuple[State, str, int], Move] = {}
-        for move in self._all_moves(state, promising):
-            key = (move.state, move.collective, move.n_procs)
-            if key not in kept and wanted(move.state):
-                kept[key] = move
+        for way in self.ways(self.parts(state)):
+            for part in way.parts or self.parts_of(way):
+                move = way.move(part)
+                kept.setdefault((move.state, move.collective, move.n_procs), move)
         return list(kept.values())
 
-    def _all_moves(self, state: State, promising: Promising) -> Iterator[Move]:
-        used = {axis for axes in state.mapping for axis in axes}
-        free = [axis for axis in range(len(self.sizes)) if axis not in used]
-        for tensor_dim in range(len(self.shape)):
+    def parts_of(self, way: Way) -> list[Part]:
+        """The parts that lead to the mapping of ``way``, if it does not say: any block, or any change of block."""
+        dim = self._dims[way.tensor_dim]
+        before = way.base[way.tensor_dim]
+        return dim.changed(before) if before.axes else dim.made_afresh(way.mapping[way.tensor_dim])
+
+    def ways(self, parts: Parts) -> list[Way]:
+        """Every way to move on from a state."""
+        mapping = tuple([part.axes for part in parts])
+        used = [axis for axes in mapping for axis in axes]
+        free = [axis for axis in range(len(self._sizes)) if axis not in used]
+        found: list[Way] = []
+        for tensor_dim in range(len(parts)):
             for axis in free:
-                yield from self._splits(state, tensor_dim, axis, promising)
-        for source in range(len(self.shape)):
-            if state.mapping[source]:
-                for target in range(len(self.shape)):
-                    if target != source:
-                        yield from self._alltoalls(state, source, target, promising)
-        yield from self._permutes(state, used)
-        yield from self._gathers(state, used)
-        yield from self._block_changes(state, promising)
-
-    def _group_size(self, axes: Axes) -> int:
-        found = self._group_sizes.get(axes)
-        if found is None:
-            found = self._group_sizes[axes] = axes_size(self.sizes, axes)
-        return found
-
-    def _fits(self, tensor_dim: int, axes: Axes, block: int) -> bool:
-        return not axes or split_fits(self.shape[tensor_dim], self._group_size(axes), block)
-
-    def _fitting_blocks(self, tensor_dim: int, axes: Axes) -> tuple[int, ...]:
-        """The candidates that leave no process of ``axes`` without an element of the dimension."""
-        found = self._fitting.get((tensor_dim, axes))
-        if found is None:
-            found = tuple(block for block in self.candidates[tensor_dim] if self._fits(tensor_dim, axes, block))
-            self._fitting[tensor_dim, axes] = found
-        return found
-
-    def _splits(self, state: State, tensor_dim: int, axis: int, promising: Promising) -> Iterator[Move]:
-        axes, block = state.mapping[tensor_dim], state.blocks[tensor_dim]
-        if not axes:
-            if not promising(replace_dims(state, (tensor_dim, (axis,), 1)).mapping, "split", 0):
-                return
-            for new in self._fitting_blocks(tensor_dim, (axis,)):
-                result = replace_dims(state, (tensor_dim, (axis,), new))
-                yield Move(f"split_{tensor_dim}_{axis}_{new}", "split", result, 0)
-            return
-        if self._fits(tensor_dim, (axis, *axes), block):
-            result = replace_dims(state, (tensor_dim, (axis, *axes), block))
-            yield Move(f"split_{tensor_dim}_{axis}_{block}", "split", result, 0)
-        shorter, remainder = divmod(block, self.sizes[axis])
-        if not remainder and self._fits(tensor_dim, (*axes, axis), shorter):
-            result = replace_dims(state, (tensor_dim, (*axes, axis), shorter))
-            yield Move(f"split_minor_{tensor_dim}_{axis}_{shorter}", "split", result, 0)
-
-    def _alltoalls(self, state: State, source: int, target: int, promising: Promising) -> Iterator[Move]:
-        axes, block = state.mapping[source], state.blocks[source]
-        for moved, front_name, back_name in (
-            (axes, "alltoall", "alltoall_mt"),
-            (axes[-1:], "alltoall_mf", "alltoall_minor"),
-        ):
-            n_procs = self._group_size(moved)
-            left = axes[: len(axes) - len(moved)]
-            leave = (source, left, block * n_procs)
-            # on axes of size 1 alone a block may outgrow its dimension
-            if not self._fits(*leave):
-                continue
-            there, there_block = state.mapping[target], state.blocks[target]
-            if not there:
-                if not promising(replace_dims(state, leave, (target, moved, 1)).mapping, "alltoall", n_procs):
-                    continue
-                name = front_name if moved == axes else back_name
-                for new in self._fitting_blocks(target, moved):
-                    result = replace_dims(state, leave, (target, moved, new))
-                    printed = UNSPLIT if new == block else new
-                    yield Move(f"{name}_{source}_{target}_{printed}", "alltoall", result, n_procs)
-                continue
-            if self._fits(target, (*moved, *there), there_block):
-                result = replace_dims(state, leave, (target, (*moved, *there), there_block))
-                yield Move(f"{front_name}_{source}_{target}_-1", "alltoall", result, n_procs)
-            shorter, remainder = divmod(there_block, n_procs)
-            if not remainder and self._fits(target, (*there, *moved), shorter):
-                result = replace_dims(state, leave, (target, (*there, *moved), shorter))
-                yield Move(f"{back_name}_{source}_{target}_-1", "alltoall", result, n_procs)
-
-    def _permutes(self, state: State, used: set[int]) -> Iterator[Move]:
-        for first, second in self.equal_axes:
+                names = ("split", tensor_dim, axis), ("split_minor", tensor_dim, axis)
+                self._enter(found, names, "split", 0, parts, mapping, tensor_dim, (axis,), 0)
+        for source, part in enumerate(parts):
+            if part.axes:
+                self._alltoalls(found, parts, mapping, source, part)
+        for first, second in self._equal_axes:
             if first in used or second in used:
-                yield Move(f"permute_{first}_{second}", "permute", swap_axes(state, first, second), 2)
+                after = tuple([swapped_axes(axes, first, second) for axes in mapping])
+                base = tuple([dim.fitting(axes, part.block) for dim, axes, part in zip(self._dims, after, parts)])
+                found.append(Way(("permute", first, second), "permute", 2, after, base, 0, base[:1], None))
+        self._gathers(found, parts, mapping, used)
+        for tensor_dim, part in enumerate(parts):
+            if part.axes:
+                name = ("changeBlockSize", tensor_dim)
+                found.append(Way(name, "alltoall", part.n_procs, mapping, parts, tensor_dim))
+        return found
 
-    def _gathers(self, state: State, used: set[int]) -> Iterator[Move]:
-        for tensor_dim, axes in enumerate(state.mapping):
-            size = self.sizes[axes[-1]] if axes else 1
-            if axes and self._fits(tensor_dim, axes[:-1], state.blocks[tensor_dim] * size):
-                result = replace_dims(state, (tensor_dim, axes[:-1], state.blocks[tensor_dim] * size))
-                yield Move(f"allgather_{axes[-1]}", "allgather", result, size)
-            if len(axes) > 1:
-                result = replace_dims(state, (tensor_dim, axes[1:], state.blocks[tensor_dim]))
-                yield Move(f"allgather_{axes[0]}", "allgather", result, self.sizes[axes[0]])
-        if used:
-            replicated = State(((),) * len(self.shape), (UNSPLIT,) * len(self.shape))
-            yield Move("allgather_*", "allgather", replicated, axes_size(self.sizes, used))
+    def _enter(
+        self,
+        found: list[Way],
+        names: tuple[tuple[str | int, ...], tuple[str | int, ...]],
+        collective: str,
+        n_procs: int,
+        base: Parts,
+        mapping: Mapping,
+        tensor_dim: int,
+        moved: Axes,
+        usual_block: int,
+    ) -> None:
+        """The ways for axes to come to a dimension: with any block if it was unsplit, else in front or at the back."""
+        dim, before = self._dims[tensor_dim], base[tensor_dim]
+        head, axes, tail = mapping[:tensor_dim], before.axes, mapping[tensor_dim + 1 :]
+        if not axes:
+            after = (*head, moved, *tail)
+            found.append(Way(names[0], collective, n_procs, after, base, tensor_dim, (), usual_block))
+            return
+        front = dim.part((*moved, *axes), before.block)
+        if front is not None:
+            usual = front.block if collective == "alltoall" else 0
+            after = (*head, front.axes, *tail)
+            found.append(Way(names[0], collective, n_procs, after, base, tensor_dim, (front,), usual))
+        shorter, remainder = divmod(before.block, axes_size(self._sizes, moved))
+        back = None if remainder else dim.part((*axes, *moved), shorter)
+        if back is not None:
+            usual = back.block if collective == "alltoall" else 0
+            after = (*head, back.axes, *tail)
+            found.append(Way(names[1], collective, n_procs, after, base, tensor_dim, (back,), usual))
 
-    def _block_changes(self, state: State, promising: Promising) -> Iterator[Move]:
-        for tensor_dim, axes in enumerate(state.mapping):
-            block = state.blocks[tensor_dim]
-            n_procs = self._group_size(axes)
-            if not axes or not promising(state.mapping, "alltoall", n_procs):
+    def _alltoalls(self, found: list[Way], parts: Parts, mapping: Mapping, source: int, part: Part) -> None:
+        """The ways in which all axes of ``source``, or its last one, go to another dimension."""
+        verbs = ("alltoall", "alltoall_mt", "alltoall"), ("alltoall_mf", "alltoall_minor", "alltoall_minor")
+        for moved, (to_front, to_back, to_unsplit) in zip((part.axes, part.axes[-1:]), verbs):
+            n_procs = axes_size(self._sizes, moved)
+            # on axes of size 1 alone a block may outgrow its dimension
+            left = self._dims[source].part(part.axes[: -len(moved)], part.block * n_procs)
+            if left is not None:
+                base = (*parts[:source], left, *parts[source + 1 :])
+                after = (*mapping[:source], left.axes, *mapping[source + 1 :])
+                for target, there in enumerate(parts):
+                    if target != source:
+                        front = to_front if there.axes else to_unsplit
+                        names = (front, source, target), (to_back, source, target)
+                        self._enter(found, names, "alltoall", n_procs, base, after, target, moved, part.block)
+            if len(part.axes) == 1:
+                break
+
+    def _gathers(self, found: list[Way], parts: Parts, mapping: Mapping, used: list[int]) -> None:
+        for tensor_dim, part in enumerate(parts):
+            axes = part.axes
+            if not axes:
                 continue
-            for new in self._fitting_blocks(tensor_dim, axes):
-                if new != block and (new % block == 0 or block % new == 0):
-                    result = replace_dims(state, (tensor_dim, axes, new))
-                    yield Move(f"changeBlockSize_{tensor_dim}_{new}", "alltoall", result, n_procs)
+            dim, (head, tail) = self._dims[tensor_dim], (mapping[:tensor_dim], mapping[tensor_dim + 1 :])
+            size = self._sizes[axes[-1]]
+            rests = [(axes[-1], dim.part(axes[:-1], part.block * size))]
+            if len(axes) > 1:
+                rests.append((axes[0], dim.part(axes[1:], part.block)))
+            for axis, rest in rests:
+                if rest is not None:
+                    name, after = ("allgather", axis), (*head, rest.axes, *tail)
+                    size = self._sizes[axis]
+                    found.append(Way(name, "allgather", size, after, parts, tensor_dim, (rest,), None))
+        if used:
+            unsplit, replicated = ((),) * len(parts), tuple([dim.fitting((), UNSPLIT) for dim in self._dims])
+            n_procs = axes_size(self._sizes, used)
+            found.append(Way(("allgather", "*"), "allgather", n_procs, unsplit, replicated, 0, replicated[:1], None))

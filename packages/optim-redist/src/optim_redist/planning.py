@@ -17,7 +17,6 @@ from optim_redist._candidates import partial_bytes, phases_of
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates, grid_points
-from optim_redist._multi_axis_search import SEARCH_CACHES
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
@@ -217,7 +216,7 @@ def clear_cache() -> None:
     """Forget all plans, and what they share."""
     _plans.clear()
     _decisions.clear()
-    for shared in (overlap, coordinates, grid_points, *SEARCH_CACHES):
+    for shared in (overlap, coordinates, grid_points):
         shared.cache_clear()
 
 

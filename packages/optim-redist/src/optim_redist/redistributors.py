@@ -14,7 +14,7 @@ from functools import reduce
 from math import inf
 from operator import add
 
-from optim_redist._multi_axis_moves import Move, State, max_local_size
+from optim_redist._multi_axis_moves import Move, max_local_size
 from optim_redist._multi_axis_search import cheapest_moves
 from optim_redist.collective_costs import Cost, CostModel
 from optim_redist.multi_axis import MultiAxisDist
@@ -133,38 +133,20 @@ class OptimalRedist(Redistributor):
         return inf if self.memory_limit is None else self.memory_limit
 
     def _steps(self, shape: tuple[int, ...], dist: MultiAxisDist, target: MultiAxisDist) -> list[Row]:
-        mesh = dist.processorMesh
-        charged: dict[tuple[str, int, int], tuple[Cost, float]] = {}
-
-        def charge(collective: str, n_procs: int, elements: int) -> tuple[Cost, float]:
-            key = (collective, n_procs, elements)
-            if key not in charged:
-                cost = getattr(self.cost_model, collective)(n_procs, elements)
-                charged[key] = (cost, cost.scalar(self.alpha, self.beta, self.gamma, 0.0))
-            return charged[key]
-
-        def wanted(state: State) -> bool:
-            return self.node_filter is None or self.node_filter(MultiAxisDist._of(mesh, state))
-
+        mesh, node_filter = dist.processorMesh, self.node_filter
         moves = cheapest_moves(
             shape,
             mesh,
             dist._state,
             target._state,
-            lambda collective, n_procs, elements: charge(collective, n_procs, elements)[1],
+            _Prices(self),
             memory_limit=self._limit(shape, dist, target),
-            wanted=wanted,
+            wanted=None if node_filter is None else lambda state: node_filter(MultiAxisDist._of(mesh, state)),
             max_depth=self.max_depth,
         )
-        return self._rows(shape, dist, moves, lambda *key: charge(*key)[0])
+        return self._rows(shape, dist, moves)
 
-    def _rows(
-        self,
-        shape: tuple[int, ...],
-        dist: MultiAxisDist,
-        moves: Sequence[Move],
-        charge: Callable[[str, int, int], Cost],
-    ) -> list[Row]:
+    def _rows(self, shape: tuple[int, ...], dist: MultiAxisDist, moves: Sequence[Move]) -> list[Row]:
         rows: list[Row] = []
         mesh, before = dist.processorMesh, max_local_size(shape, dist.processorMesh, dist._state)
         for move in moves:
@@ -172,10 +154,27 @@ class OptimalRedist(Redistributor):
             if move.collective == "split":
                 cost = Cost(max_memory_delta=after - before)
             else:
-                cost = charge(move.collective, move.n_procs, before)
+                cost = getattr(self.cost_model, move.collective)(move.n_procs, before)
             rows.append((move.name, MultiAxisDist._of(mesh, move.state), cost))
             before = after
         return rows
+
+
+class _Prices(dict[tuple[str, int, int], float]):
+    """What a redistributor weighs a (collective, n_procs, elements), computed when first asked for; a split is free."""
+
+    def __init__(self, redistributor: Redistributor) -> None:
+        super().__init__()
+        self._of = redistributor
+
+    def __missing__(self, key: tuple[str, int, int]) -> float:
+        collective, n_procs, elements = key
+        of, found = self._of, 0.0
+        if collective != "split":
+            charged: Cost = getattr(of.cost_model, collective)(n_procs, elements)
+            found = charged.scalar(of.alpha, of.beta, of.gamma, 0.0)
+        self[key] = found
+        return found
 
 
 class MemoryConstrainedRedist(OptimalRedist):
