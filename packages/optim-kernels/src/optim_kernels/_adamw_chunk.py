@@ -50,8 +50,7 @@ def update_chunk(
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
-        keep, t, random, step, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
-        scales = _with_betas(scales, step)
+        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
         # all lanes alike, so that stores stay wide
         mask = tl.full([TILE], keep, tl.int32) != 0
         # the next tile is on its way while this one is worked on
@@ -59,45 +58,37 @@ def update_chunk(
             num_tiles = ((end - first) // TILE).to(tl.int32)
             for i in range(0, num_tiles, 2):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
-                scales = _update_tile(tile, places, offset, mask, scales, i, step, random, F, False)
+                scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, False)
                 tile = read_tile(places, offset + 2 * TILE, i + 2 < num_tiles, TILE, F, False)
-                scales = _update_tile(following, places, offset + TILE, mask, scales, i + 1, step, random, F, False)
+                scales = _update_tile(following, places, offset + TILE, mask, scales, i + 1, scalars, random, F, False)
                 offset += 2 * TILE
         else:
             for i in range(CHUNK // TILE - 1):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
-                scales = _update_tile(tile, places, offset, mask, scales, i, step, random, F, False)
+                scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, False)
                 tile = following
                 offset += TILE
-            scales = _update_tile(tile, places, offset, mask, scales, CHUNK // TILE - 1, step, random, F, False)
-        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, step[1], F)
+            scales = _update_tile(tile, places, offset, mask, scales, CHUNK // TILE - 1, scalars, random, F, False)
+        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
     else:
-        keep, t, random, step, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
-        scales = _with_betas(scales, step)
+        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
             i = (offset - first) // TAIL_TILE
             mask = offset + tl.arange(0, TAIL_TILE) < end
             tile = read_tile(places, offset, mask, TAIL_TILE, F, True)
-            scales = _update_tile(tile, places, offset, mask, scales, i, step, random, F, True)
-        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, step[1], F)
+            scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, True)
+        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
 
 
 @triton.jit
-def _update_tile(tile, places, offset, mask, scales, i, step, random, F: tl.constexpr, MASKED: tl.constexpr):
+def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.constexpr, MASKED: tl.constexpr):
     """Update tile ``i`` of a chunk, which has been read; the chunk's scales."""
     ROUNDED: tl.constexpr = F.master == _NO_MASTER and F.param.primitive_bitwidth == 16
-    p, g, m, v, w, betas = widened(tile, scales, i, step[0], F)
-    p, m, v, w = adamw(p, g, m, v, w, betas, step[2], F.amsgrad, ROUNDED)
+    p, g, m, v, w = widened(tile, scales, i, F)
+    p, m, v, w = adamw(p, g, m, v, w, scalars, F.amsgrad, ROUNDED)
     return store_tile(places, offset, mask, scales, i, p, m, v, w, random, F, MASKED)
-
-
-@triton.jit
-def _with_betas(scales, step):
-    """What a chunk's old codes are multiplied with: their scales times the betas."""
-    betas = step[0]
-    return scales[0] * betas[0], scales[1] * betas[1]
 
 
 @triton.jit
@@ -111,11 +102,8 @@ def _start(step_pointer, flags, factors, row, stream, memo, counter, F: tl.const
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
     scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
     arrived = arrive(counter, keep.to(tl.int32))
-    # amsgrad's maximum is kept in units of 1
-    M_UNITS: tl.constexpr = F.exp_avg == tl.uint8
-    V_UNITS: tl.constexpr = F.exp_avg_sq == tl.uint8 and not F.amsgrad
-    step = scalars_of_step(group, row, t.to(tl.float64), scale, M_UNITS, V_UNITS, MEMO)
-    return keep, t, (seed, place, start, t.to(tl.int64)), step, arrived
+    scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+    return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 
 
 @triton.jit

@@ -146,30 +146,28 @@ def widened(
     tile,
     scales,
     block,
-    betas,
     F: tl.constexpr,
 ):
-    """``(p, g, m, v, w)`` of a tile in fp32, and what m and v are to be multiplied with; of codes it is ``block``."""
+    """``(p, g, m, v, w)`` of a tile in fp32; of codes it is ``block``."""
     p, low, g, m, v, w = tile
     m_scales, v_scales = scales
-    m_factor, v_factor = betas
     if F.master == _SPLIT16:
         p = join_master(p, low)
     else:
         p = _widened(p, F.param)
     if F.exp_avg == tl.uint8:
-        m, m_factor = decode_first(m, scale_of(m_scales, block))
+        m = decode_first(m, scale_of(m_scales, block))
     else:
         m = _widened(m, F.exp_avg)
     if F.exp_avg_sq == tl.uint8:
-        v, v_factor = decode_second(v, scale_of(v_scales, block))
+        v = decode_second(v, scale_of(v_scales, block))
     else:
         v = _widened(v, F.exp_avg_sq)
     if F.amsgrad:
         w = w.to(tl.float32)
     else:
         w = v
-    return p, _widened(g, F.grad), m, v, w, (m_factor, v_factor)
+    return p, _widened(g, F.grad), m, v, w
 
 
 @triton.jit
@@ -233,12 +231,12 @@ def scales_of_chunk(scale_addresses, first, end, F: tl.constexpr):
 
 
 @triton.jit
-def store_scales(scale_addresses, first, end, scales, units, F: tl.constexpr):
-    """Write the chunk's new scales, which are of moments in these units."""
+def store_scales(scale_addresses, first, end, scales, F: tl.constexpr):
+    """Write the chunk's new scales."""
     if F.exp_avg == tl.uint8:
-        write_scales(scale_addresses[0], first, end, scales[0] * units[0])
+        write_scales(scale_addresses[0], first, end, scales[0])
     if F.exp_avg_sq == tl.uint8:
-        write_scales(scale_addresses[1], first, end, scales[1] * units[1])
+        write_scales(scale_addresses[1], first, end, scales[1])
 
 
 @triton.jit

@@ -6,14 +6,7 @@
     p <- p − (lr λ p + lr sqrt(1 − β2^t)/(1 − β1^t) · m / (sqrt(w) + eps sqrt(1 − β2^t)))
 
 Root and quotient are one approximate instruction each, together good to 5e-7 of the step; everything else is rounded
-once an operation, in the order written, so all formats of numbers see the same bits.
-
-8-bit codes stand for numbers times a scale, so for them multiplications with constants are left to the scale: m is
-held in units of ``1 − β1`` and v in units of ``1 − β2``, in which new gradients count as they are,
-
-    m <- β1/(1 − β1) · (its old value) + s g;  v <- β2/(1 − β2) · (its old value) + (s g)²
-
-and the first factor is part of the scale.
+once an operation, in the order written, so all storage formats see the same bits.
 """
 
 from __future__ import annotations
@@ -74,12 +67,11 @@ def read_group(row, memo, MEMO: tl.constexpr):
 
 
 @triton.jit
-def scalars_of_step(group, row, t, scale, M_UNITS: tl.constexpr, V_UNITS: tl.constexpr, MEMO: tl.constexpr):
+def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
     """What the update of a tensor needs at step t: what is small beside 1 is formed in fp64 and rounded to fp32 once.
 
-    The betas that old moments are multiplied with, the units of the moments (1 unless ``M_UNITS``, ``V_UNITS``), and
-    what ``adamw`` takes: ``(1 − β1) s`` and ``sqrt(1 − β2) s``, which lead from a gradient to its part of m and to the
-    root of its part of v, eps, the decay and the step size.
+    The betas; ``(1 − β1) s`` and ``sqrt(1 − β2) s``, which lead from a gradient to its part of m and to the root of its
+    part of v; eps, the decay and the step size.
     """
     numbers, even_memo, odd_memo = group
     lr, lr_address, beta1, beta2, eps, weight_decay, sign = numbers
@@ -95,27 +87,13 @@ def scalars_of_step(group, row, t, scale, M_UNITS: tl.constexpr, V_UNITS: tl.con
     else:
         bias1, correction = _corrections(row, t)
     scale = scale * sign.to(tl.float32)
-    unit1, unit2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
-    root2 = sqrt_rn(unit2)
+    g_to_m = scale * (1.0 - beta1).to(tl.float32)
+    g_to_root_v = scale * sqrt_rn((1.0 - beta2).to(tl.float32))
     correction = correction.to(tl.float32)
     step_size = div_rn(lr.to(tl.float32), bias1.to(tl.float32)) * correction
     eps = eps.to(tl.float32) * correction
-    beta1, beta2 = beta1.to(tl.float32), beta2.to(tl.float32)
-    g_to_m, g_to_root_v = scale, scale
-    if M_UNITS:
-        beta1 = div_rn(beta1, unit1)
-        step_size *= unit1
-    else:
-        g_to_m *= unit1
-        unit1 = 1.0
-    if V_UNITS:
-        beta2 = div_rn(beta2, unit2)
-        step_size = div_rn(step_size, root2)
-        eps = div_rn(eps, root2)
-    else:
-        g_to_root_v *= root2
-        unit2 = 1.0
-    return (beta1, beta2), (unit1, unit2), (g_to_m, g_to_root_v, eps, (lr * weight_decay).to(tl.float32), step_size)
+    decay = (lr * weight_decay).to(tl.float32)
+    return beta1.to(tl.float32), beta2.to(tl.float32), g_to_m, g_to_root_v, eps, decay, step_size
 
 
 @triton.jit
@@ -139,16 +117,15 @@ def _corrections(row, t):
 
 
 @triton.jit
-def adamw(p, g, m, v, w, betas, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
+def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
     """The new ``(p, m, v, w)``. Explicit multiply-adds, so all variants round alike, but for a p to be ``ROUNDED``.
 
-    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms. ``betas`` of codes have
-    the scales in them.
+    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms.
     """
-    g_to_m, g_to_root_v, eps, decay, step_size = scalars
-    m = tl.fma(m, betas[0], g * g_to_m)
+    beta1, beta2, g_to_m, g_to_root_v, eps, decay, step_size = scalars
+    m = tl.fma(m, beta1, g * g_to_m)
     root = g * g_to_root_v
-    v = tl.fma(v, betas[1], root * root)
+    v = tl.fma(v, beta2, root * root)
     if AMSGRAD:
         w = tl.maximum(w, v, propagate_nan=tl.PropagateNan.ALL)
     else:

@@ -7,8 +7,7 @@ A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = 
 
 The estimate, from the GPU's approximate logarithm and power, is rounded by adding a number so large that its last bit
 is worth ``2**-D``: ``m + 1/2`` is then an addition away, and the low byte of the sum is m. Of signed codes, four at a
-time become two's complement in a word. Decoding leaves the last product, with the scale, to the caller, who has another
-one that it can be part of.
+time become two's complement in a word.
 """
 
 from __future__ import annotations
@@ -112,24 +111,22 @@ def with_scale(scales, block, scale):
 
 @triton.jit
 def decode_first(codes, scale):
-    """First moments from signed codes, as two factors."""
+    """First moments from signed codes."""
     f = _fractions(codes, True)
-    return f * f * f, scale
+    return f * f * f * scale
 
 
 @triton.jit
 def decode_second(codes, scale):
-    """Second moments from codes, as two factors; a nonzero code never gives zero."""
+    """Second moments from codes; a nonzero code never gives zero."""
     f = _fractions(codes, False)
     square = f * f
-    x = square * square * f
+    x = square * square * f * scale
     # below this scale the product may underflow
     if (scale < _LEAST_SCALE) & (scale > 0.0):
-        product = x * scale
         least = tl.where(f != 0.0, 1, 0).to(tl.float32, bitcast=True)
-        x = tl.where(product == 0.0, least, product)
-        scale = 1.0
-    return x, scale
+        x = tl.where(x == 0.0, least, x)
+    return x
 
 
 @triton.jit
