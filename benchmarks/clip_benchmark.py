@@ -98,8 +98,7 @@ def add_case(report: Report, case: Case) -> bool:
     for name, mine in calls.items():
         timers[name, "wall_ms"] = partial(timing.wall_ms, mine, repeats=1)
         if on_gpu:
-            # once each: where norms are taken of one list twice in a graph, the second brings its tables into the graph
-            timers[name, "graph_ms"] = partial(timing.replay_ms, timing.capture(mine), len(mine))
+            timers[name, "graph_ms"] = partial(timing.replay_ms, *timing.capture_rounds(mine))
     # in turn, and never from idle: clocks that wake up cost a short launch a tenth of its time
     times = timing.alternate(timers)
     for name, passes, _ in rows:

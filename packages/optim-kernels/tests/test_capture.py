@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_kernels import TritonAdamW
+from optim_kernels import TritonAdamW, clip_grad_norm_
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +99,24 @@ def test_max_norm_is_captured() -> None:
     reference.step()
     for p, q in zip(ours, eager):
         assert torch.equal(p, q)
+
+
+def test_a_list_clipped_again_and_again_in_a_graph() -> None:
+    """Each call finds the tables of the warm-up, so that replays upload nothing, and may run beside eager calls."""
+    ours, eager = make(), make()
+    clip_grad_norm_(ours, 1e9)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms = [clip_grad_norm_(ours, 10.0 / (i + 1)) for i in range(3)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    expected = [clip_grad_norm_(eager, 10.0 / (i + 1)) for i in range(3)]
+    assert torch.equal(torch.stack(norms), torch.stack(expected))
+    for p, q in zip(ours, eager):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    on_device = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    assert len(on_device) == 6, on_device
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

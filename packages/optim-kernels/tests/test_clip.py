@@ -94,6 +94,18 @@ def test_scaling_rounds_once_and_only_below_one(impl: Any, dtype: torch.dtype, m
     assert all(torch.equal(p.grad, (old.float() * factor).to(dtype)) for p, old in zip(params, before))
 
 
+@pytest.mark.parametrize("num_tiles", [0, 1, 3, 4, 5, 9, 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_element_is_scaled_once(num_tiles: int, dtype: torch.dtype) -> None:
+    """However many turns a program has (in the interpreter there are four), with what is left over at the ends."""
+    sizes = [5, 4096 * num_tiles + 3, 4096, 8]
+    grads = [torch.arange(1, size + 1, dtype=torch.float32, device=DEVICE).to(dtype) for size in sizes]
+    expected = [(grad.float() * 0.5).to(dtype) for grad in grads]
+    assert GradientNorms("triton").scale_(grads, torch.tensor(0.5, device=DEVICE))
+    for grad, scaled in zip(grads, expected, strict=True):
+        assert torch.equal(grad, scaled)
+
+
 def test_norm_of_bf16_has_all_its_digits() -> None:
     norm = get_total_norm(gradients(torch.bfloat16))
     assert norm.dtype == torch.float32

@@ -13,6 +13,11 @@ _SIZE_MASK, _START_MASK = tl.constexpr((1 << TENSOR_SHIFT - SIZE_SHIFT) - 1), tl
 @triton.jit
 def read_chunk(chunks, number):
     """A chunk's tensor, first element and number of elements (rounded up to units), as int64."""
-    word = tl.load(chunks + number)
+    return fields_of_chunk(tl.load(chunks + number))
+
+
+@triton.jit
+def fields_of_chunk(word):
+    """The same of a word that has been read."""
     size = (word >> _SIZE_SHIFT) & _SIZE_MASK
     return word >> _TENSOR_SHIFT, (word & _START_MASK) * _UNIT, size * _UNIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
-from optim_kernels._impl import Impl, is_interpreted, use_triton
+from optim_kernels._impl import Impl, use_triton
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
@@ -26,11 +27,14 @@ from optim_kernels.multi_tensor import (
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch
 
-# Elements of a tile (four make a chunk) and threads of a program; programs for each multiprocessor of the device.
+# Elements of a tile of the norm (four make a chunk) and threads of a program; programs for each multiprocessor of the
+# device; bytes of a tile of the scaling.
 TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
-INTERPRETED_TILE = 1024
+SCALED_BYTES = 4096
 # Lists of gradients of one length that a ``GradientNorms`` for all remembers, by their first address.
 MOST_LISTS = 32
+# Calls in graphs that find a zeroed counter; where there are more, a graph zeroes its own.
+MOST_CAPTURED = 255
 
 
 class GradientNorm:
@@ -39,7 +43,9 @@ class GradientNorm:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self._dtype = device, dtype
         self._rows = DeviceTable(device)
-        self._counter = torch.zeros((), dtype=torch.int32, device=device)
+        # one for eager calls, and for each captured one its own
+        self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
+        self._counter = self._counters.pop()
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._addresses: list[int] = []
         self._numels: list[int] = []
@@ -47,6 +53,13 @@ class GradientNorm:
         self._launches: dict[Any, Launch] = {}
         self._chunks: ChunkMap
         self._partials: Tensor
+
+    def for_graph(self) -> GradientNorm:
+        """One for a call that is being captured and may be replayed beside others: the same tables, own scratch."""
+        own = copy.copy(self)
+        own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
+        own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
+        return own
 
     def refresh(self, addresses: list[int], numels: list[int]) -> None:
         """Take note of where the gradients are; nothing is uploaded unless that changed."""
@@ -64,8 +77,7 @@ class GradientNorm:
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
         self._numels, self._aligned = numels, aligned
-        self._tile = INTERPRETED_TILE if is_interpreted() else TILE
-        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * self._tile)], self.device)
+        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * TILE)], self.device)
         self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
         self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
         self._launches.clear()
@@ -105,7 +117,7 @@ class GradientNorm:
         return Launch(
             kernels.norm_kernel,
             self._num_programs,
-            (TRITON_DTYPES[self._dtype], norm, self._tile, vector, partials),
+            (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials),
             num_warps=NUM_WARPS,
         )
 
@@ -116,7 +128,7 @@ class GradientNorm:
         return Launch(
             kernels.scale_kernel,
             self._num_programs,
-            (TRITON_DTYPES[self._dtype], self._tile),
+            (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize),
             num_warps=NUM_WARPS,
         )
 
@@ -226,11 +238,11 @@ class GradientNorms:
         """The part that knows these gradients, or else one that has to learn where they are."""
         kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
-            # The graph may be replayed beside eager calls, so it takes a part along: one that knows the gradients, if
-            # there was a warm-up in whatever stream, for otherwise every replay would repeat the upload.
+            # tables that know the gradients, if there was a warm-up in whatever stream, for otherwise every replay would
+            # repeat the upload
             for other, parts in self._parts.items():
                 if other[:-1] == kind[:-1] and addresses[0] in parts:
-                    return parts.pop(addresses[0])
+                    return parts[addresses[0]].for_graph()
             return GradientNorm(device, dtype)
         parts = self._parts.setdefault(kind, {})
         part = parts.get(addresses[0])

@@ -14,7 +14,7 @@ A tensor's row in the table is ``address, numel``; what a chunk is, ``multi_tens
 
 from __future__ import annotations
 
-from optim_kernels._chunks import read_chunk
+from optim_kernels._chunks import fields_of_chunk, read_chunk
 from optim_kernels._triton import div_rn, narrow, tl, triton
 
 ROW_SIZE = 2
@@ -68,7 +68,7 @@ def _combined(a, b, NORM: tl.constexpr):
     return tl.maximum(a, b) if NORM == _INF_NORM else a + b
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_full"])
+@triton.jit(do_not_specialize=["counter", "num_chunks", "num_full"])
 def norm_kernel(
     chunks,
     rows,
@@ -125,32 +125,61 @@ def norm_kernel(
         tl.store(result + 1, tl.where(factor > 1.0, 1.0, factor))
 
 
+@triton.jit
+def _tile_address(word, part, rows, dtype: tl.constexpr, TILE: tl.constexpr):
+    """Where tile ``part`` of the chunk of this word starts."""
+    tensor, start, _ = fields_of_chunk(word)
+    return tl.load(rows + tensor * _ROW_SIZE) + (start + part * TILE) * (dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _tile_pointer(address, dtype: tl.constexpr, TILE: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + tl.arange(0, TILE)
+
+
+@triton.jit
+def _read_tile(address, wanted, dtype: tl.constexpr, TILE: tl.constexpr):
+    # all lanes alike, so that loads stay wide; the launch does not read again what it writes
+    mask = tl.full([TILE], wanted, tl.int32) != 0
+    return tl.load(_tile_pointer(address, dtype, TILE), mask=mask, eviction_policy="evict_first")
+
+
 @triton.jit(do_not_specialize=["factor", "num_chunks", "num_full"])
-def scale_kernel(chunks, rows, factor, num_chunks, num_full, dtype: tl.constexpr, TILE: tl.constexpr):
-    """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten."""
+def scale_kernel(
+    chunks, rows, factor, num_chunks, num_full, dtype: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
+):
+    """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten.
+
+    Few programs that stay, so that to find nothing to do costs nothing; each asks ahead, for a chunk's word, then where
+    it is, then its elements, a turn apart, so that a turn waits for none of them.
+    """
+    PARTS: tl.constexpr = CHUNK // TILE
     scale = tl.load(factor)
     if scale >= 1.0:
         return
+    turn = tl.num_programs(0)
+    # last tiles first: the norm has just read those, and L2 still has them
+    i = num_full * PARTS - 1 - tl.program_id(0)
+    word = tl.load(chunks + tl.maximum(i, 0) // PARTS)
+    address = _tile_address(word, i % PARTS, rows, dtype, TILE)
+    word = tl.load(chunks + tl.maximum(i - turn, 0) // PARTS)
+    next_address = _tile_address(word, (i - turn) % PARTS, rows, dtype, TILE)
+    word = tl.load(chunks + tl.maximum(i - 2 * turn, 0) // PARTS)
+    x = _read_tile(address, i >= 0, dtype, TILE)
+    while i >= 0:
+        next_x = _read_tile(next_address, i >= turn, dtype, TILE)
+        address_after = _tile_address(word, (i - 2 * turn) % PARTS, rows, dtype, TILE)
+        word = tl.load(chunks + tl.maximum(i - 3 * turn, 0) // PARTS)
+        scaled = narrow(x.to(tl.float32) * scale, dtype)
+        tl.store(_tile_pointer(address, dtype, TILE), scaled, eviction_policy="evict_first")
+        x, address, next_address = next_x, next_address, address_after
+        i -= turn
     lanes = tl.arange(0, TILE)
-    # last chunks first: the norm has just read those, and L2 still has them
-    for turn in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        chunk = num_chunks - 1 - turn
+    for chunk in range(num_full + tl.program_id(0), num_chunks, turn):
         tensor, start, _ = read_chunk(chunks, chunk)
-        row = rows + tensor * _ROW_SIZE
-        pointer = tl.load(row).to(tl.pointer_type(dtype))
-        if chunk < num_full:
-            tile = tl.multiple_of(pointer, 16) + start + lanes
-            # two tiles in flight; what is written is not read again by this launch
-            for i in tl.static_range(0, _RUN, 2):
-                x = tl.load(tile + i * TILE, eviction_policy="evict_first")
-                y = tl.load(tile + (i + 1) * TILE, eviction_policy="evict_first")
-                x = narrow(x.to(tl.float32) * scale, dtype)
-                y = narrow(y.to(tl.float32) * scale, dtype)
-                tl.store(tile + i * TILE, x, eviction_policy="evict_first")
-                tl.store(tile + (i + 1) * TILE, y, eviction_policy="evict_first")
-        else:
-            end = tl.load(row + 1)
-            for first in range(start, tl.minimum(start + _RUN * TILE, end), TILE):
-                mask = first + lanes < end
-                x = tl.load(pointer + first + lanes, mask=mask).to(tl.float32)
-                tl.store(pointer + first + lanes, narrow(x * scale, dtype), mask=mask)
+        pointer = tl.load(rows + tensor * _ROW_SIZE).to(tl.pointer_type(dtype))
+        end = tl.load(rows + tensor * _ROW_SIZE + 1)
+        for first in range(start, tl.minimum(start + CHUNK, end), TILE):
+            mask = first + lanes < end
+            rest = tl.load(pointer + first + lanes, mask=mask).to(tl.float32)
+            tl.store(pointer + first + lanes, narrow(rest * scale, dtype), mask=mask)
