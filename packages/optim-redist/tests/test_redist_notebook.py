@@ -4,7 +4,8 @@ import heapq
 import json
 import random
 import time
-from math import inf, perm, prod
+from itertools import product
+from math import inf, prod
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_mappings import MappingGraph, all_mappings
-from optim_redist._multi_axis_moves import MoveSet, State, max_block_size
+from optim_redist._multi_axis_estimate import Estimate, least_elements
+from optim_redist._multi_axis_moves import State, max_block_size, max_local_size
+from optim_redist._multi_axis_steps import MoveSet
+from optim_redist.redistributors import _Prices
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
 NOTEBOOK = EXAMPLES["notebook"]
@@ -286,21 +289,51 @@ def test_options_of_the_search():
     assert len(free) > 1
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2), (2, 3, 2)])
-def test_every_move_is_among_those_that_lead_to_its_mapping(sizes):
-    # else the estimate of the search could be too high
-    mappings = all_mappings(len(sizes), 2)
-    # k used axes: chosen, ordered, and the row cut into two dimensions
-    number = sum(perm(len(sizes), used) * (used + 1) for used in range(len(sizes) + 1))
-    assert len(mappings) == len(set(mappings)) == number
-    moves = MoveSet((24, 24), sizes, [(1,), (1,)])
-    found = set()
-    for mapping in mappings:
-        for block in (1, 2):
-            for move in moves.moves(State(mapping, tuple(block if axes else -1 for axes in mapping))):
-                if not move.name.endswith("*") and move.state.mapping != mapping:
-                    found.add((mapping, move.collective, move.n_procs, move.state.mapping))
-    graph = MappingGraph(sizes)
-    leading = {(*move, mapping) for mapping in mappings for move in graph.leading_to(mapping)}
-    assert found <= leading
-    assert len(found) > len(mappings)
+@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("merged", [False, True], ids=["single blocks", "open blocks"])
+def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merged):
+    # else the estimate of the search could be too high; alpha weighs latency, so that moving axes together pays
+    rng, distances = random.Random(5), []
+    for shape, start, target in random_pairs(3, 60, [(4,), (2, 2), (2, 3), (4, 4), (2, 2, 2), (2, 3, 2), (2, 1, 2)]):
+        prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
+        sizes, target_size = start.processorMesh, target.maxNumElements(shape)
+        estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target_size)
+        blocks = list(zip(start.blockSizes, target.blockSizes))
+        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrival, merged=merged)
+
+        def bound(parts, estimate=estimate):
+            return estimate(sum(part.code for part in parts), inf)
+
+        assert bound(moves.parts(target._state)) == 0
+        distances.append(bound(moves.parts(start._state)))
+        state = moves.parts(start._state)
+        for _ in range(12):
+            elements, reachable = prod(part.share for part in state), []
+            assert bound(state) <= prices["alltoall", prod(sizes), max(elements, target_size)]
+            for collective, n_procs, step, kept, arrived in moves.candidates(tuple(part.axes for part in state)):
+                price = prices[collective, n_procs, elements]
+                best = estimate(estimate.possible(sum(part.code for part in state) & kept | arrived), inf)
+                for after in moves.after(state, step):
+                    assert best <= bound(after)
+                    assert bound(state) <= price + bound(after) + 1e-9 * price
+                    reachable.append(after)
+            state = rng.choice(reachable)
+    assert sum(distance > 0 for distance in distances) > len(distances) // 2
+
+
+@pytest.mark.parametrize(
+    "shape, sizes", [((5, 7), (2, 3)), ((9, 4, 6), (4, 2)), ((8, 3), (2, 2, 2)), ((2, 3), (2, 3, 2))]
+)
+def test_least_elements_are_those_of_the_best_placement(shape, sizes):
+    expected = {0: prod(shape)}
+    for places in product(range(-1, len(shape)), repeat=len(sizes)):
+        used = sum(1 << 2 * axis for axis, place in enumerate(places) if place >= 0)
+        mapping = tuple(tuple(axis for axis, at in enumerate(places) if at == d) for d in range(len(shape)))
+        processes = [prod(sizes[axis] for axis in axes) for axes in mapping]
+        if all(p <= n for p, n in zip(processes, shape)):
+            size = max_local_size(shape, sizes, State(mapping, (1,) * len(shape)))
+            expected[used] = min(size, expected.get(used, size))
+    found = least_elements(shape, sizes, inf)
+    assert {used: size for used, size in found.items() if size} == expected
+    limited = least_elements(shape, sizes, 10)
+    assert limited == {used: size if size <= 10 else 0 for used, size in found.items()}

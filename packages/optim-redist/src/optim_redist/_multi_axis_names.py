@@ -1,4 +1,4 @@
-"""Names of operations between multi-axis distributions, as plans print them, and their replay.
+"""Names of operations between multi-axis distributions, as plans print them: found, and replayed.
 
 split_{dim}_{axis}_{block}      split_minor_…         at the back of the dimension's axes
 alltoall_{from}_{to}_{block}    alltoall_minor_…      the last axis, to the back of ``to``
@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from optim_redist._multi_axis_moves import UNSPLIT, State
+
 if TYPE_CHECKING:
     from optim_redist.multi_axis import MultiAxisDist, Outcome
 
@@ -26,6 +28,34 @@ _OP_NAME = re.compile(
     r"|(?P<change>changeBlockSize)_(?P<dim>\d+)_(?P<new>\d+)"
     r"|(?P<toward>split|exchange)_\*"
 )
+
+
+def name_of(collective: str, before: State, after: State) -> str:
+    """The name of the operation that leads from one distribution to another by ``collective``."""
+    changed = [d for d, (old, new) in enumerate(zip(before.mapping, after.mapping)) if old != new]
+    gone, come = ([axis for d in changed for axis in side.mapping[d]] for side in (before, after))
+    if collective == "permute":
+        first, second = next(pair for pair in zip(gone, come) if pair[0] != pair[1])
+        return f"permute_{min(first, second)}_{max(first, second)}"
+    if collective == "allgather":
+        gathered = [axis for axis in gone if axis not in come]
+        return f"allgather_{gathered[0] if len(gathered) == 1 else '*'}"
+    if not changed:
+        tensor_dim = next(d for d, (old, new) in enumerate(zip(before.blocks, after.blocks)) if old != new)
+        return f"changeBlockSize_{tensor_dim}_{after.blocks[tensor_dim]}"
+    target = next(d for d in changed if len(after.mapping[d]) > len(before.mapping[d]))
+    old, new, block = before.mapping[target], after.mapping[target], after.blocks[target]
+    at_back = new[: len(old)] == old
+    if collective == "split":
+        (axis,) = set(come) - set(gone)
+        return f"{'split_minor' if old and at_back else 'split'}_{target}_{axis}_{block}"
+    source = next(d for d in changed if d != target)
+    last = bool(after.mapping[source])
+    if old or block == before.blocks[source]:
+        block = UNSPLIT
+    how = ("alltoall_mf", "alltoall_minor") if last else ("alltoall", "alltoall_mt")
+    verb = how[at_back] if old else how[last]
+    return f"{verb}_{source}_{target}_{block}"
 
 
 def replay(dist: MultiAxisDist, shape: Sequence[int], op_name: str, target: MultiAxisDist | None) -> Outcome:

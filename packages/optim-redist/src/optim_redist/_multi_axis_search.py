@@ -1,8 +1,10 @@
 """Cheapest sequences of moves between two multi-axis distributions, by A*.
 
-States are expanded in the order of f = g + h, where g is the cost so far and h a lower bound of what is left
-(``_multi_axis_estimate``): the first time the target is expanded its path is a cheapest one. The bound is computed as
-far as needed; where it was not yet exact a state comes up again with the exact one.
+Entries of the queue are taken in the order of f = g + h, where g is the cost so far and h a lower bound of what is left
+(``_multi_axis_estimate``): the first time the target is taken its path is a cheapest one. The steps out of a state wait
+in one entry, sorted by the best they could lead to. What they make is worked out when their turn comes; states come up
+again where they are worse than hoped for. Block lengths stay open (``_multi_axis_parts``) until the path is known, and
+are filled in from its end.
 
 ``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves
 only if the target is no larger; so that the search cannot buy a growing one for the price of a small one, it is
@@ -15,12 +17,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
-from math import inf, prod
+from math import inf, nextafter, prod
+from operator import itemgetter
+from typing import NamedTuple
 
 from optim_redist._multi_axis_estimate import Estimate, Prices
-from optim_redist._multi_axis_moves import Move, MoveSet, Part, Parts, State, Way, max_local_size, state_of
+from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size, max_local_size
+from optim_redist._multi_axis_names import name_of
+from optim_redist._multi_axis_parts import Part
+from optim_redist._multi_axis_steps import Candidate, MoveSet, Parts, Step, state_of
 
-Trail = tuple[Way, Part, "Trail"] | None
+
+class Node(NamedTuple):
+    """A state on the way: what it is, elements of the most loaded rank, its code, and how it was reached."""
+
+    parts: Parts
+    elements: int
+    code: int
+    before: Node | None = None
+    made_by: Candidate | None = None
+
+
+# (price and bound, bound, price, step) of the steps out of a state, in this order
+Onward = list[tuple[float, float, float, Candidate]]
 
 
 def cheapest_moves(
@@ -43,58 +62,105 @@ def cheapest_moves(
     """
     if start == target:
         return []
-    move_set = MoveSet(shape, sizes, list(zip(start.blocks, target.blocks)))
-    goal = move_set.parts(target)
-    leap = Way(("exchange", "*"), "alltoall", prod(sizes), target.mapping, goal, 0, goal[:1], None)
     start_size, target_size = max_local_size(shape, sizes, start), max_local_size(shape, sizes, target)
-    # the cost of the cheapest plan that is known so far
-    cheapest = prices[leap.collective, leap.n_procs, start_size] if start_size >= target_size else inf
-    estimate = Estimate(shape, sizes, target.mapping, target_size, prices, memory_limit, cheapest)
+    estimate = Estimate(shape, sizes, start, target, prices, memory_limit, target_size)
+    blocks = list(zip(start.blocks, target.blocks))
+    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrival, merged=wanted is None)
+    first, goal = move_set.parts(start), move_set.parts(target)
+    leap = Candidate("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
+    # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
+    below = nextafter(prices["alltoall", leap.n_procs, start_size], inf) if start_size >= target_size else inf
+    # a split that could come before another step is not tried after it, unless the state between may be forbidden
+    early_splits = wanted is None and start_size <= memory_limit
+    sorted_steps: dict[tuple[Mapping, int, int], Onward] = {}
 
-    # An entry is (f, h, tie-break: latest first, cost so far, moves so far, state, its elements, trail): of equal f the
-    # one that is estimated nearest to the target goes first.
+    def steps_from(node: Node, enough: float) -> Onward:
+        mapping = tuple([part.axes for part in node.parts])
+        elements, code = node.elements, node.code
+        found = sorted_steps.get((mapping, elements, code))
+        if found is None:
+            found = sorted_steps[mapping, elements, code] = []
+            for candidate in move_set.candidates(mapping):
+                collective, n_procs, _, kept, arrived = candidate
+                price = prices[collective, n_procs, elements] if n_procs else 0.0
+                left = estimate(estimate.possible(code & kept | arrived), enough - price)
+                found.append((price + left, left, price, candidate))
+            if elements >= target_size:
+                price = prices["alltoall", leap.n_procs, elements]
+                found.append((price, 0.0, price, leap))
+            found.sort(key=itemgetter(0, 1))
+        return found
+
+    root = Node(first, start_size, sum(part.code for part in first))
+    # the bound says nothing of a start that is above the limit itself
+    left = estimate(root.code, below) if start_size <= memory_limit else 0.0
+    # An entry is (f, h, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one that is
+    # estimated nearest to the target goes first. It stands for all steps from that one on, without any for the node.
     order = count()
-    first = move_set.parts(start)
-    left = estimate(start.mapping, cheapest)
-    if left == inf:  # the start itself is above the memory limit
-        left = 0.0
-    queue: list[tuple[float, float, int, float, int, Parts, int, Trail]] = [
-        (left, left, 0, 0.0, 0, first, start_size, None)
-    ]
+    queue: list[tuple[float, float, int, float, int, Node, Onward, int]] = [(left, left, 0, 0.0, 0, root, [], 0)]
     reached: dict[Parts, list[tuple[float, int]]] = {first: [(0.0, 0)]}
     while queue:
-        f, _, _, cost, depth, state, elements, trail = heappop(queue)
-        if state == goal:
-            return _moves_of(trail)
-        if (cost, depth) not in reached[state] or depth == max_depth:
-            continue
-        left = estimate(tuple([part.axes for part in state]), f - cost)
-        if cost + left > f and depth:
-            if cost + left <= cheapest and left < inf:
-                heappush(queue, (cost + left, left, -next(order), cost, depth, state, elements, trail))
-            continue
-        ways = move_set.ways(state)
-        if elements >= target_size:
-            ways.append(leap)
-        for way in ways:
-            through = cost + prices[way.collective, way.n_procs, elements]
-            left = estimate(way.mapping, f - through)
-            if through + left > cheapest or left == inf:
+        f, _, _, cost, depth, node, steps, which = heappop(queue)
+        if not steps:
+            if node.parts is goal:
+                return _moves_to(node, sizes, start, target)
+            if (cost, depth) not in reached[node.parts] or depth == max_depth:
                 continue
-            others = prod([part.share for part in way.base]) // way.base[way.tensor_dim].share
-            for part in way.parts or move_set.parts_of(way):
-                after = way.state(part)
-                size = others * part.share
-                if after == goal:
-                    cheapest = min(cheapest, through)
-                elif size > memory_limit:
-                    continue
-                if _improves(reached, after, through, depth + 1, max_depth) and (
-                    wanted is None or after == goal or wanted(state_of(after))
-                ):
-                    h = 0.0 if after == goal else left
-                    heappush(queue, (through + h, h, -next(order), through, depth + 1, after, size, (way, part, trail)))
-    return [leap.move(goal[0])]
+            left = estimate(node.code, f - cost)
+            if cost + left > f and depth:
+                if cost + left < below:
+                    heappush(queue, (cost + left, left, -next(order), cost, depth, node, steps, 0))
+                continue
+            steps, which = steps_from(node, f - cost), -1
+        if which + 1 < len(steps) and cost + steps[which + 1][0] < below:
+            bound, left, *_ = steps[which + 1]
+            heappush(queue, (max(f, cost + bound), left, -next(order), cost, depth, node, steps, which + 1))
+        if which < 0:
+            continue
+        _, _, price, candidate = steps[which]
+        if early_splits and node.made_by and not candidate.n_procs and _commutes(node.made_by.step, candidate.step):
+            continue
+        cost += price
+        for after in (goal,) if candidate is leap else move_set.after(node.parts, candidate.step):
+            size, code = 1, 0
+            for part in after:
+                size *= part.share
+                code += part.code
+            arrived = code == estimate.goal and _covers(after, goal)
+            if arrived:
+                after = goal
+            elif size > memory_limit:
+                continue
+            left = estimate(code, f - cost)
+            if (
+                cost + left < below
+                and _improves(reached, after, cost, depth + 1, max_depth)
+                and (arrived or wanted is None or wanted(state_of(after)))
+            ):
+                if arrived:
+                    below = cost
+                entry = Node(after, size, code, node, candidate)
+                heappush(queue, (max(f, cost + left), left, -next(order), cost, depth + 1, entry, [], 0))
+    return _moves_to(Node(goal, target_size, estimate.goal, root, leap), sizes, start, target)
+
+
+def _commutes(before: Step, split: Step) -> bool:
+    """Whether a split that follows a step can as well come before it, where the step finds less to move.
+
+    It can if the step touches neither the dimension nor the axis; of two splits the one with the smaller numbers goes
+    first.
+    """
+    source, target, moved = before
+    _, tensor_dim, (axis,) = split
+    if source is None and target is None:
+        return False
+    apart = tensor_dim != source and tensor_dim != target and axis not in moved
+    return apart and (source is not None or (tensor_dim, axis) < (target, *moved))
+
+
+def _covers(parts: Parts, goal: Parts) -> bool:
+    """Whether some choice of blocks makes ``parts`` the goal."""
+    return all(part.axes == end.axes and end.blocks[0] in part.blocks for part, end in zip(parts, goal))
 
 
 def _improves(
@@ -113,9 +179,35 @@ def _improves(
     return True
 
 
-def _moves_of(trail: Trail) -> list[Move]:
-    moves = []
-    while trail is not None:
-        way, part, trail = trail
-        moves.append(way.move(part))
+def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -> list[Move]:
+    """The moves that lead to the target, with every open block filled in from the end on."""
+    moves, after = [], target
+    while node.before is not None and node.made_by is not None:
+        collective, n_procs, step, *_ = node.made_by
+        before, parts = start, node.before.parts
+        if node.before.before is not None:
+            blocks = [_block_before(sizes, step, *dim) for dim in zip(range(len(parts)), parts, *after)]
+            before = State(tuple([part.axes for part in parts]), tuple(blocks))
+        if collective == "exchange":
+            moves.append(Move("exchange_*", "alltoall", after, n_procs))
+        else:
+            moves.append(Move(name_of(collective, before, after), collective, after, n_procs))
+        node, after = node.before, before
     return moves[::-1]
+
+
+def _block_before(sizes: tuple[int, ...], step: Step, tensor_dim: int, part: Part, axes: Axes, block: int) -> int:
+    """The block of ``part`` with which a step makes it one over ``axes`` in blocks of ``block``."""
+    source, target, moved = step
+    if source is None and target is None and not moved:
+        return part.blocks[0]
+    if tensor_dim not in (source, target):
+        return block
+    if not part.axes or not axes:
+        return part.blocks[0]
+    if source == target:
+        return next(old for old in part.blocks if old != block and (old % block == 0 or block % old == 0))
+    size, longer = axes_size(sizes, moved), max(part.axes, axes, key=len)
+    if longer[-len(moved) :] != moved:
+        return block
+    return block * size if tensor_dim == target else block // size

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from optim_redist._multi_axis_moves import (
     UNSPLIT,
     Axes,
-    MoveSet,
     State,
     axes_size,
     local_length,
@@ -29,6 +28,7 @@ from optim_redist._multi_axis_moves import (
     split_fits,
     swap_axes,
 )
+from optim_redist._multi_axis_steps import MoveSet
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,153 @@
+"""The moves out of a distribution: first which axes go from where to where, then, where it matters, what they make.
+
+A ``Step`` is (source, target, moved), with dimensions as numbers:
+
+    split      (None, d, (k,))      unused axis k comes to d          alltoall     (d, e, moved)    axes go from d to e
+    allgather  (d, None, (k,))      axis k leaves d                   new block    (d, d, ())
+    permute    (None, None, (i, j))                                   gather all   (None, None, ())
+
+One step can lead to several states: axes come to the front or the back of a dimension, with blocks of several shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size
+from optim_redist._multi_axis_names import name_of
+from optim_redist._multi_axis_parts import Dimension, Part
+
+Parts = tuple[Part, ...]
+Step = tuple[int | None, int | None, Axes]
+
+
+class Candidate(NamedTuple):
+    """A step out of a mapping, what it is charged as, and what it can make of a state's code at best.
+
+    The code after it is ``code & kept | arrived``: digits of the axes that stay, and the best of those that move.
+    """
+
+    collective: str  # "split", "allgather", "alltoall", "permute" or "exchange"
+    n_procs: int  # 0 for a split, which is free
+    step: Step
+    kept: int
+    arrived: int
+
+
+class MoveSet:
+    """The moves out of a state for one shape and one mesh.
+
+    Args:
+        blocks: for each dimension, block lengths to consider, with their multiples and divisors by sizes of axes.
+        code_of: the code of a dimension with these axes in one of these blocks.
+        arrival: the best code of an axis that comes to a dimension.
+        merged: whether states may leave blocks open that cost the same.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        sizes: tuple[int, ...],
+        blocks: Sequence[Iterable[int]],
+        code_of: Callable[[int, Axes, tuple[int, ...]], int] = lambda tensor_dim, axes, blocks: 0,
+        arrival: Callable[[int, int], int] = lambda axis, tensor_dim: 0,
+        *,
+        merged: bool = False,
+    ) -> None:
+        self._sizes, self._arrival = sizes, arrival
+        self._dims = [
+            Dimension(tensor_dim, length, sizes, given, code_of, merged=merged)
+            for tensor_dim, (length, given) in enumerate(zip(shape, blocks))
+        ]
+        self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
+        self._candidates: dict[Mapping, list[Candidate]] = {}
+
+    def parts(self, state: State) -> Parts:
+        """A compatible state by its parts."""
+        return tuple([dim.parts(axes, (block,))[0] for dim, axes, block in zip(self._dims, *state)])
+
+    def candidates(self, mapping: Mapping) -> list[Candidate]:
+        """Every step out of the states with a mapping."""
+        found = self._candidates.get(mapping)
+        if found is None:
+            found = self._candidates[mapping] = [*self._moving(mapping), *self._freeing(mapping)]
+        return found
+
+    def _moving(self, mapping: Mapping) -> Iterable[Candidate]:
+        """The steps that bring axes to a dimension: splits, all-to-alls and, in one dimension, changes of its block."""
+        sizes, arrival, dims = self._sizes, self._arrival, range(len(mapping))
+        used = [axis for axes in mapping for axis in axes]
+        for axis in range(len(sizes)):
+            if axis not in used:
+                for target in dims:
+                    yield Candidate("split", 0, (None, target, (axis,)), -1, arrival(axis, target))
+        for source, axes in enumerate(mapping):
+            for moved in (axes, axes[-1:]) if len(axes) > 1 else (axes,) if axes else ():
+                n_procs, kept = axes_size(sizes, moved), ~sum(3 << 2 * axis for axis in moved)
+                for target in dims:
+                    arrived = sum(arrival(axis, target) for axis in moved)
+                    if target != source:
+                        yield Candidate("alltoall", n_procs, (source, target, moved), kept, arrived)
+                    elif moved == axes:
+                        yield Candidate("alltoall", n_procs, (source, source, ()), kept, arrived)
+        for first, second in self._equal_axes:
+            if first in used or second in used:
+                arrived = 0
+                for target, axes in enumerate(mapping):
+                    if first in axes:
+                        arrived |= arrival(second, target)
+                    if second in axes:
+                        arrived |= arrival(first, target)
+                kept = ~(3 << 2 * first | 3 << 2 * second)
+                yield Candidate("permute", 2, (None, None, (first, second)), kept, arrived)
+
+    def _freeing(self, mapping: Mapping) -> Iterable[Candidate]:
+        """The steps that gather an axis, the first or the last of its dimension, or everything."""
+        sizes = self._sizes
+        for source, axes in enumerate(mapping):
+            for axis in (axes[-1], axes[0]) if len(axes) > 1 else axes:
+                yield Candidate("allgather", sizes[axis], (source, None, (axis,)), ~(3 << 2 * axis), 0)
+        used = [axis for axes in mapping for axis in axes]
+        if len(used) > 1:
+            yield Candidate("allgather", axes_size(sizes, used), (None, None, ()), 0, 0)
+
+    def after(self, parts: Parts, step: Step) -> list[Parts]:
+        """The states to which a step leads; none if a process would be left empty."""
+        source, target, moved = step
+        dims = self._dims
+        if source is None and target is None:
+            if moved:
+                return [tuple([dim.swap(part, *moved) for dim, part in zip(dims, parts)])]
+            return [tuple([part for dim in dims for part in dim.parts((), ())])]
+        if source is not None and source == target:
+            return [_replaced(parts, source, after) for after in dims[source].change(parts[source])]
+        found = [parts]
+        if source is not None:
+            found = [_replaced(parts, source, after) for after in dims[source].leave(parts[source], moved)]
+        if target is not None:
+            came = dims[target].enter(parts[target], moved)
+            found = [_replaced(base, target, after) for base in found for after in came]
+        return found
+
+    def moves(self, state: State) -> list[Move]:
+        """Every move whose result is compatible, once for each collective and number of processes."""
+        kept: dict[tuple[State, str, int], Move] = {}
+        parts = self.parts(state)
+        for collective, n_procs, step, *_ in self.candidates(state.mapping):
+            for after in self.after(parts, step):
+                result = state_of(after)
+                if (result, collective, n_procs) not in kept:
+                    name = name_of(collective, state, result)
+                    kept[result, collective, n_procs] = Move(name, collective, result, n_procs)
+        return list(kept.values())
+
+
+def state_of(parts: Parts) -> State:
+    """The state that consists of ``parts``, the shortest blocks where several are possible."""
+    return State(tuple([part.axes for part in parts]), tuple([part.blocks[0] for part in parts]))
+
+
+def _replaced(parts: Parts, tensor_dim: int, part: Part) -> Parts:
+    return (*parts[:tensor_dim], part, *parts[tensor_dim + 1 :])
