@@ -299,7 +299,7 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
         sizes, target_size = start.processorMesh, target.maxNumElements(shape)
         estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target_size)
         blocks = list(zip(start.blockSizes, target.blockSizes))
-        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrival, merged=merged)
+        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=merged)
 
         def bound(parts, estimate=estimate):
             return estimate(sum(part.code for part in parts), inf)
@@ -319,6 +319,32 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
                     reachable.append(after)
             state = rng.choice(reachable)
     assert sum(distance > 0 for distance in distances) > len(distances) // 2
+
+
+@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
+def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_model):
+    # walks of which the end is made the target: what is left of them bounds what the search may believe is left
+    rng, tight = random.Random(7), 0
+    meshes = [(4,), (2, 2), (2, 3), (2, 2, 2), (2, 3, 2), (2, 1, 2), (3, 3)]
+    for shape, start, _ in random_pairs(4, 150, meshes, max_dims=3):
+        prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
+        walk, spent = [start], [0.0]
+        for _ in range(rng.randint(1, 5)):
+            name, after, volume, n_procs = rng.choice(walk[-1].neighbours(shape))
+            collective = name.split("_")[0].replace("changeBlockSize", "alltoall")
+            walk.append(after)
+            spent.append(prices[collective, n_procs, volume])
+        sizes, target = start.processorMesh, walk[-1]
+        estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target.maxNumElements(shape))
+        blocks = list(zip(start.blockSizes, target.blockSizes))
+        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=True)
+        for place, dist in enumerate(walk[:-1]):
+            parts, left = moves.parts(dist._state), sum(spent[place + 1 :])
+            bound = estimate(sum(part.code for part in parts), inf)
+            assert bound <= left * (1 + 1e-9)
+            assert estimate.moves_left(parts) < len(walk) - place
+            tight += bound == left > 0
+    assert tight > 20
 
 
 @pytest.mark.parametrize(

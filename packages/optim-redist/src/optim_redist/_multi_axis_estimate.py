@@ -35,6 +35,7 @@ from itertools import combinations, product
 from math import inf, prod
 
 from optim_redist._multi_axis_moves import Axes, State, axes_size
+from optim_redist._multi_axis_parts import Part
 
 # (collective, n_procs, elements of the most loaded rank before) -> scalar cost
 Prices = Table[tuple[str, int, int], float]
@@ -74,13 +75,20 @@ class Estimate:
                             self._excluded.append((bits, pair, (HOME ^ AWAY) << 2 * k))
                         if excludes or (sizes[j] == sizes[k] and place != home):
                             self._astray[j] = AWAY, START
+        # the best that each axis can be, in its place in the code, when it comes to each dimension
+        self.arrivals = [
+            [(HOME if self._home.get(axis, (None,))[0] == d else AWAY) << 2 * axis for axis in range(len(sizes))]
+            for d in range(len(shape))
+        ]
         self._equal_axes = [
             (3 << 2 * i | 3 << 2 * j, self._before_permutation(i, j))
             for i, j in combinations(range(len(sizes)), 2)
             if sizes[i] == sizes[j]
         ]
+        self._most_permutations = sum(sizes.count(size) // 2 for size in set(sizes))
         self._joint: dict[int, list[tuple[Axes, float]]] = {}
-        self._cap = prices["alltoall", prod(sizes), target_size]
+        # an exchange costs at least this much, and what is left at most
+        self.cap = prices["alltoall", prod(sizes), target_size]
         self._settled: dict[int, float] = {}
         self._distance = {self.goal: 0.0}
         self._queue = [(0.0, self.goal)]
@@ -89,7 +97,7 @@ class Estimate:
     def __call__(self, code: int, enough: float) -> float:
         """The bound from ``code``, exact if it is at most ``enough``."""
         left = self._settled.get(code)
-        while left is None and self._radius <= enough and self._radius < self._cap:
+        while left is None and self._radius <= enough and self._radius < self.cap:
             self._settle_next()
             left = self._settled.get(code)
         return self._radius if left is None else left
@@ -107,17 +115,27 @@ class Estimate:
             inner *= self._sizes[axis]
         return code
 
-    def arrival(self, axis: int, tensor_dim: int) -> int:
-        """The best digit of an axis that comes to a dimension, in its place in the code."""
-        home = self._home.get(axis)
-        return (HOME if home is not None and home[0] == tensor_dim else AWAY) << 2 * axis
-
     def possible(self, code: int) -> int:
         """``code`` with axes AWAY that cannot be at home before another has left."""
         for bits, pair, not_home in self._excluded:
             if code & bits == pair:
                 code ^= not_home
         return code
+
+    def moves_left(self, parts: Sequence[Part]) -> int:
+        """The least number of moves from a state to the target without an exchange.
+
+        There is something to do in every dimension with an axis that is not at home, and for every axis that has a home
+        and is FREE. A move settles one of these, or makes one of two; gathering everything leaves all axes that have a
+        home. Only a permutation settles two, at most once for each axis.
+        """
+        code = home = 0
+        for part in parts:
+            code |= part.code
+        used = (code | code >> 1) & self._all_used
+        home = self.goal >> 1
+        to_do = (home & ~used).bit_count() + sum(1 for part in parts if part.code & self._all_used)
+        return min(to_do - self._most_permutations, 1 + home.bit_count())
 
     def _beside(self, stride: int, axis: int, other_stride: int, other: int) -> bool:
         """Whether two axes can lie in one dimension at these strides, further axes filling the gap between them."""
@@ -135,8 +153,8 @@ class Estimate:
         queue, settled, distance, excluded = self._queue, self._settled, self._distance, self._excluded
         while queue and queue[0][1] in settled:
             heappop(queue)
-        if not queue or queue[0][0] >= self._cap:
-            self._radius = self._cap
+        if not queue or queue[0][0] >= self.cap:
+            self._radius = self.cap
             return
         self._radius, code = cost, _ = heappop(queue)
         settled[code] = cost
@@ -152,25 +170,29 @@ class Estimate:
         used = (code | code >> 1) & self._all_used
         elements = least[used]
         for axis, astray in enumerate(self._astray):
-            digit = code >> 2 * axis & 3
-            rest = code ^ digit << 2 * axis
+            shift = 2 * axis
+            digit = code >> shift & 3
+            rest = code ^ digit << shift
+            through = -1.0
             if digit == FREE:
-                before = least[used | 1 << 2 * axis]
+                before = least[used | 1 << shift]
                 if before:
                     through = cost + prices["allgather", sizes[axis], before]
-                    found += [(through, rest | other << 2 * axis) for other in astray]
             elif digit != START:
-                if least[used ^ 1 << 2 * axis]:
+                if least[used ^ 1 << shift]:
                     found.append((cost, rest))
                 if digit == AWAY and axis in self._home:
-                    found.append((cost, rest | HOME << 2 * axis))
+                    found.append((cost, rest | HOME << shift))
                 if digit == HOME or len(astray) > 1:
                     through = cost + prices["alltoall", sizes[axis], elements]
-                    found += [(through, rest | other << 2 * axis) for other in astray]
+            if through >= 0.0:
+                for before in astray:
+                    found.append((through, rest | before << shift))
         for bits, leading in self._equal_axes:
             if code & bits in leading:
-                through = cost + prices["permute", 2, elements]
-                found += [(through, code & ~bits | before) for before in leading[code & bits]]
+                through, rest = cost + prices["permute", 2, elements], code & ~bits
+                for before in leading[code & bits]:
+                    found.append((through, rest | before))
         if used & used - 1:
             for axes, price in self._worth_moving_together(used):
                 if all(code >> 2 * axis & 3 in (AWAY, HOME) for axis in axes):

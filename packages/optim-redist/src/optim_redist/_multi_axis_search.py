@@ -65,7 +65,7 @@ def cheapest_moves(
     start_size, target_size = max_local_size(shape, sizes, start), max_local_size(shape, sizes, target)
     estimate = Estimate(shape, sizes, start, target, prices, memory_limit, target_size)
     blocks = list(zip(start.blocks, target.blocks))
-    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrival, merged=wanted is None)
+    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=wanted is None)
     first, goal = move_set.parts(start), move_set.parts(target)
     leap = Candidate("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
@@ -132,6 +132,8 @@ def cheapest_moves(
             elif size > memory_limit:
                 continue
             left = estimate(code, f - cost)
+            if max_depth is not None and depth + estimate.moves_left(after) >= max_depth and not arrived:
+                left = estimate.cap  # too few moves are left for anything but an exchange
             if (
                 cost + left < below
                 and _improves(reached, after, cost, depth + 1, max_depth)

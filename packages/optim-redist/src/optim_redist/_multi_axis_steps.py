@@ -42,7 +42,7 @@ class MoveSet:
     Args:
         blocks: for each dimension, block lengths to consider, with their multiples and divisors by sizes of axes.
         code_of: the code of a dimension with these axes in one of these blocks.
-        arrival: the best code of an axis that comes to a dimension.
+        arrivals: for each dimension, the best code of each axis that comes to it.
         merged: whether states may leave blocks open that cost the same.
     """
 
@@ -52,11 +52,11 @@ class MoveSet:
         sizes: tuple[int, ...],
         blocks: Sequence[Iterable[int]],
         code_of: Callable[[int, Axes, tuple[int, ...]], int] = lambda tensor_dim, axes, blocks: 0,
-        arrival: Callable[[int, int], int] = lambda axis, tensor_dim: 0,
+        arrivals: Sequence[Sequence[int]] | None = None,
         *,
         merged: bool = False,
     ) -> None:
-        self._sizes, self._arrival = sizes, arrival
+        self._sizes, self._arrivals = sizes, arrivals or [[0] * len(sizes)] * len(shape)
         self._dims = [
             Dimension(tensor_dim, length, sizes, given, code_of, merged=merged)
             for tensor_dim, (length, given) in enumerate(zip(shape, blocks))
@@ -72,46 +72,54 @@ class MoveSet:
         """Every step out of the states with a mapping."""
         found = self._candidates.get(mapping)
         if found is None:
-            found = self._candidates[mapping] = [*self._moving(mapping), *self._freeing(mapping)]
+            found = self._candidates[mapping] = []
+            used = [axis for axes in mapping for axis in axes]
+            self._list_splits(found, used)
+            for source, axes in enumerate(mapping):
+                if axes:
+                    self._list_departures(found, source, axes)
+            self._list_permutations(found, mapping, used)
+            if len(used) > 1:
+                found.append(Candidate("allgather", axes_size(self._sizes, used), (None, None, ()), 0, 0))
         return found
 
-    def _moving(self, mapping: Mapping) -> Iterable[Candidate]:
-        """The steps that bring axes to a dimension: splits, all-to-alls and, in one dimension, changes of its block."""
-        sizes, arrival, dims = self._sizes, self._arrival, range(len(mapping))
-        used = [axis for axes in mapping for axis in axes]
-        for axis in range(len(sizes)):
+    def _list_splits(self, found: list[Candidate], used: Sequence[int]) -> None:
+        for axis in range(len(self._sizes)):
             if axis not in used:
-                for target in dims:
-                    yield Candidate("split", 0, (None, target, (axis,)), -1, arrival(axis, target))
-        for source, axes in enumerate(mapping):
-            for moved in (axes, axes[-1:]) if len(axes) > 1 else (axes,) if axes else ():
-                n_procs, kept = axes_size(sizes, moved), ~sum(3 << 2 * axis for axis in moved)
-                for target in dims:
-                    arrived = sum(arrival(axis, target) for axis in moved)
-                    if target != source:
-                        yield Candidate("alltoall", n_procs, (source, target, moved), kept, arrived)
-                    elif moved == axes:
-                        yield Candidate("alltoall", n_procs, (source, source, ()), kept, arrived)
+                for target, arrivals in enumerate(self._arrivals):
+                    found.append(Candidate("split", 0, (None, target, (axis,)), -1, arrivals[axis]))
+
+    def _list_departures(self, found: list[Candidate], source: int, axes: Axes) -> None:
+        """All axes or the last one go to another dimension, the last or the first is gathered, or the block changes."""
+        sizes, last = self._sizes, axes[-1]
+        one = ~(3 << 2 * last)
+        for target, arrivals in enumerate(self._arrivals):
+            if target != source:
+                found.append(Candidate("alltoall", sizes[last], (source, target, (last,)), one, arrivals[last]))
+        found.append(Candidate("allgather", sizes[last], (source, None, (last,)), one, 0))
+        n_procs, kept = sizes[last], one
+        if len(axes) > 1:
+            n_procs, kept = axes_size(sizes, axes), ~sum(3 << 2 * axis for axis in axes)
+            for target, arrivals in enumerate(self._arrivals):
+                if target != source:
+                    arrived = sum(arrivals[axis] for axis in axes)
+                    found.append(Candidate("alltoall", n_procs, (source, target, axes), kept, arrived))
+            first = axes[0]
+            found.append(Candidate("allgather", sizes[first], (source, None, (first,)), ~(3 << 2 * first), 0))
+        arrived = sum(self._arrivals[source][axis] for axis in axes)
+        found.append(Candidate("alltoall", n_procs, (source, source, ()), kept, arrived))
+
+    def _list_permutations(self, found: list[Candidate], mapping: Mapping, used: Sequence[int]) -> None:
         for first, second in self._equal_axes:
             if first in used or second in used:
                 arrived = 0
-                for target, axes in enumerate(mapping):
+                for axes, arrivals in zip(mapping, self._arrivals):
                     if first in axes:
-                        arrived |= arrival(second, target)
+                        arrived |= arrivals[second]
                     if second in axes:
-                        arrived |= arrival(first, target)
+                        arrived |= arrivals[first]
                 kept = ~(3 << 2 * first | 3 << 2 * second)
-                yield Candidate("permute", 2, (None, None, (first, second)), kept, arrived)
-
-    def _freeing(self, mapping: Mapping) -> Iterable[Candidate]:
-        """The steps that gather an axis, the first or the last of its dimension, or everything."""
-        sizes = self._sizes
-        for source, axes in enumerate(mapping):
-            for axis in (axes[-1], axes[0]) if len(axes) > 1 else axes:
-                yield Candidate("allgather", sizes[axis], (source, None, (axis,)), ~(3 << 2 * axis), 0)
-        used = [axis for axes in mapping for axis in axes]
-        if len(used) > 1:
-            yield Candidate("allgather", axes_size(sizes, used), (None, None, ()), 0, 0)
+                found.append(Candidate("permute", 2, (None, None, (first, second)), kept, arrived))
 
     def after(self, parts: Parts, step: Step) -> list[Parts]:
         """The states to which a step leads; none if a process would be left empty."""

@@ -165,14 +165,15 @@ class _Prices(dict[tuple[str, int, int], float]):
 
     def __init__(self, redistributor: Redistributor) -> None:
         super().__init__()
-        self._of = redistributor
+        self._weights = redistributor.alpha, redistributor.beta, redistributor.gamma, 0.0
+        self._model = redistributor.cost_model
 
     def __missing__(self, key: tuple[str, int, int]) -> float:
         collective, n_procs, elements = key
-        of, found = self._of, 0.0
+        found = 0.0
         if collective != "split":
-            charged: Cost = getattr(of.cost_model, collective)(n_procs, elements)
-            found = charged.scalar(of.alpha, of.beta, of.gamma, 0.0)
+            charged: Cost = getattr(self._model, collective)(n_procs, elements)
+            found = charged.scalar(*self._weights)
         self[key] = found
         return found
 
