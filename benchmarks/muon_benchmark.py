@@ -105,26 +105,27 @@ def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, dev
         peers |= installed_peers()
     flops = config.flops(*shape[-2:]) * math.prod(shape[:-2])
     floor = 1e3 * flops / PRODUCT_FLOPS_PER_SECOND
-    times: dict[str, dict[str, float]] = {}
+    ours_first = 0.0
     for name, function in {"ours": ours, **peers}.items():
         calls = [lambda x=x, function=function: function(x) for x in inputs]
         try:
-            times[name] = time_calls(calls, arguments, device)
+            times = time_calls(calls, arguments, device)
         except Exception as problem:
             if name == "ours":
                 raise
             # what other packages cannot do must not end the run
             print(f"{name} fails at {shape}: {type(problem).__name__}: {str(problem)[:200]}")
-    first = {name: next(iter(row.values())) for name, row in times.items()}
-    for name, row in times.items():
+            continue
+        first = next(iter(times.values()))
+        ours_first = ours_first or first
         report.add(
             shape="×".join(map(str, shape)),
             what=name,
-            **row,
+            **times,
             floor_ms=floor,
-            of_floor=first[name] / floor,
-            of_ours=first[name] / first["ours"],
-            useful_TF=flops / first[name] / 1e9,
+            of_floor=first / floor,
+            of_ours=first / ours_first,
+            useful_TF=flops / first / 1e9,
             error=error if name == "ours" else None,
             method=config.method_for(*sorted(shape[-2:])) if name == "ours" else "standard",
         )

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels import TritonAdamW, _moment_codes
+from optim_kernels._approximations import power_approx
+from optim_kernels._moment_codes import LOG2_MARGIN
+from optim_kernels._triton import tl, triton
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._adamw_launch import MOST_BLOCKS, code_chunks
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
@@ -87,6 +90,26 @@ def test_the_bytes_at_the_edges_of_the_codes() -> None:
     adamw_([param], [grad], *moments, steps=steps, impl="triton", **OPTIONS | {"betas": (0.0, 0.0)})
     same_bytes(moments[0][0], quantize(grad, CUBIC8))
     same_bytes(moments[1][0], quantize(grad * grad, QUINTIC8_UNSIGNED))
+
+
+@triton.jit
+def _roots_kernel(numbers, roots, exponent: tl.constexpr, SIZE: tl.constexpr):
+    lanes = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(roots + lanes, power_approx(tl.load(numbers + lanes), exponent, LOG2_MARGIN))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("power", "first_exponent"), [(3, -24), (5, -45)])
+def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> None:
+    """Of all fp32 numbers up to 1, from the edge of the first code on: an estimate is too low, a wider one too high."""
+    wider: float = _moment_codes.WIDER.value
+    for exponent in range(first_exponent, 0):
+        patterns = torch.arange((127 + exponent) << 23, (128 + exponent) << 23, dtype=torch.int32, device="cuda")
+        numbers = patterns.view(torch.float32)
+        roots = torch.empty_like(numbers)
+        _roots_kernel[(len(numbers) // 1024,)](numbers, roots, 1 / power, 1024)
+        ratio = roots.double() / numbers.double() ** (1 / power)
+        assert ratio.max() < 1 < ratio.min() * wider, (exponent, ratio.min() - 1, ratio.max() - 1)
 
 
 def test_a_warp_holds_the_scales_of_a_chunk() -> None:

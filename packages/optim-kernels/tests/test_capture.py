@@ -114,7 +114,9 @@ def test_a_list_clipped_again_and_again_in_a_graph() -> None:
     expected = [clip_grad_norm_(eager, 10.0 / (i + 1)) for i in range(3)]
     assert torch.equal(torch.stack(norms), torch.stack(expected))
     for p, q in zip(ours, eager):
-        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
     on_device = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
     assert len(on_device) == 6, on_device
 

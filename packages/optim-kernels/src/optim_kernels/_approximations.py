@@ -42,7 +42,10 @@ def sqrt_approx(x):
 
 @triton.jit
 def power_approx(x, exponent: tl.constexpr, log2_factor: tl.constexpr):
-    """``2**log2_factor · x**exponent`` for ``0 <= x <= 1`` in three instructions, good to 4e-6."""
+    """``2**log2_factor · x**exponent`` for ``0 <= x <= 1`` in three instructions.
+
+    Good to 1e-6 for exponents up to 1/3 and ``x >= 2**-45``.
+    """
     if INTERPRETED:
         # numpy warns of the logarithm of zero
         y = tl.exp2(tl.log2(tl.maximum(x, 2.0**-126)) * exponent + log2_factor)
@@ -53,15 +56,6 @@ def power_approx(x, exponent: tl.constexpr, log2_factor: tl.constexpr):
 
 
 @triton.jit
-def fma_down(x, y, z):
-    """``x y + z`` rounded down: where it is zero its sign is set, where it is above it is not."""
-    if INTERPRETED:
-        # numpy has no rounding down; a product of few bits is exact
-        difference = x * y + z
-        # Triton 3.5 takes the constant -0.0 for 0.0
-        d = tl.where(difference == 0.0, -1.0 * difference, difference)
-    else:
-        d = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return d
+def known_again(x):
+    """``x``, which the compiler takes for another number: what is computed from it again need not be kept till then."""
+    return x if INTERPRETED else _approximation("mov.b32 $0, $1;", x)

@@ -3,17 +3,18 @@
 A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = m / 2**D`` for code m:
 
     decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
-    encode:  scale = a / peak, y = |x| · peak / a, m by an estimate of y^(1/3) or y^(1/5) and one comparison
+    encode:  scale = a / peak, y = |x| · peak / a, m = y^(1/3) or y^(1/5) in units of 2**-D, rounded
 
-The estimate, from the GPU's approximate logarithm and power, is rounded by adding a number so large that its last bit
-is worth ``2**-D``: ``m + 1/2`` is then an addition away, and the low byte of the sum is m. Of signed codes, four at a
-time become two's complement in a word.
+The root is estimated by the GPU's approximate logarithm and power, a little too low, and rounded by adding a number so
+large that its last bit is worth ``2**-D``: the low byte of the sum is m. What is a little too high is rounded as well.
+Where the two differ, as they do in a twentieth of the blocks, y is compared with the edge between the two codes, as the
+format says it.
 """
 
 from __future__ import annotations
 
-from optim_kernels._approximations import fma_down, power_approx, reciprocal
-from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
+from optim_kernels._approximations import known_again, power_approx, reciprocal
+from optim_kernels._triton import div_rn, tl, triton
 
 BLOCK = tl.constexpr(256)  # elements that share a scale
 _LOG2_BLOCK = tl.constexpr(8)
@@ -25,8 +26,10 @@ _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _SMALL, _LARGE = tl.constexpr(2.0**-80), tl.constexpr(2.0**120)
 _RAISE = tl.constexpr(2.0**100)
 _LEAST_SCALE = tl.constexpr(2.0**-100)
-# makes estimates low by 2**-16, so that they are never too high
-_LOG2_MARGIN = tl.constexpr(-2.2e-5)
+# An H200's estimate of a root is off by -5.3e-7 to 7.4e-7, from the first edge between two codes on. This much lower it
+# is never too high, and this much wider then never too low.
+LOG2_MARGIN = tl.constexpr(-1.2e-6)
+WIDER = tl.constexpr(1.0 + 2.0**-19)
 
 
 @triton.jit
@@ -132,58 +135,50 @@ def decode_second(codes, scale):
 @triton.jit
 def encode_first(x):
     """Codes (uint8) of the first moments of a block, and its scale."""
-    y, scale = _scaled(x, _FIRST_PEAK)
-    rounded = power_approx(y, 1 / 3, _LOG2_MARGIN) + 65536.0
-    h = rounded - 65535.99609375
-    # h³ has at most 24 bits, so the sign of this difference is exact, and set where y is not less
-    difference = fma_down(h * h, h, -y)
-    m = rounded.to(tl.int32, bitcast=True) + (difference.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-    return _with_sign(m, x.to(tl.int32, bitcast=True)), scale
-
-
-@triton.jit
-def _with_sign(m, signed):
-    """The codes (uint8) of magnitudes, the low bytes of ``m``, with the signs of ``signed``."""
-    if INTERPRETED:
-        codes = tl.where(signed < 0, -m, m).to(tl.uint8)
-    else:
-        # k has the magnitudes and s the signs, 0 or -1, of four elements; -k is the complement of k and 1, and one
-        # that is added to seven bits does not reach the next byte
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 k, s, t;
-            prmt.b32 k, $1, $2, 0x0040;
-            prmt.b32 t, $3, $4, 0x0040;
-            prmt.b32 k, k, t, 0x5410;
-            prmt.b32 s, $5, $6, 0x00fb;
-            prmt.b32 t, $7, $8, 0x00fb;
-            prmt.b32 s, s, t, 0x5410;
-            xor.b32 k, k, s;
-            and.b32 k, k, 0x7f7f7f7f;
-            and.b32 t, s, 0x01010101;
-            add.u32 k, k, t;
-            and.b32 s, s, 0x80808080;
-            xor.b32 $0, k, s;
-            }""",
-            "=r,r,r,r,r,r,r,r,r",
-            [m, signed],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return codes
+    largest = _largest(x)
+    y, scale = _scaled(x, largest, _FIRST_PEAK)
+    root = power_approx(y, 1 / 3, LOG2_MARGIN).to(tl.int32, bitcast=True)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    root = (root | sign).to(tl.float32, bitcast=True)
+    # half of the large number is added once more, so that below zero the low byte is two's complement
+    m = root + 98304.0
+    if _differ(m, tl.fma(root, WIDER, 98304.0)):
+        y, _ = _scaled(x, known_again(largest), _FIRST_PEAK)
+        f = tl.abs(m - 98304.0)
+        h = f + 0.00390625
+        # h³ has at most 24 bits, so this difference has the sign of the exact one
+        f = tl.where(tl.fma(h * h, h, -y) <= 0.0, f + 0.0078125, f)
+        m = tl.where(x < 0.0, -f, f) + 98304.0
+    return m.to(tl.int32, bitcast=True).to(tl.uint8), scale
 
 
 @triton.jit
 def encode_second(x):
     """Codes (uint8) of the second moments of a block, and its scale; what is positive gets at least code 1."""
-    y, scale = _scaled(x, _SECOND_PEAK)
-    rounded = power_approx(y, 1 / 5, _LOG2_MARGIN) + 32768.0
-    h = rounded - 32767.998046875
-    square = h * h
-    m = tl.where(y >= square * square * h, rounded + 0.00390625, rounded)
-    m = tl.where(x > 0.0, tl.maximum(m, 32768.00390625), m)
+    largest = _largest(x)
+    y, scale = _scaled(x, largest, _SECOND_PEAK)
+    root = power_approx(y, 1 / 5, LOG2_MARGIN)
+    m = tl.maximum(root, 0.00390625) + 32768.0
+    if _differ(m, tl.fma(root, WIDER, 32768.0)):
+        y, _ = _scaled(x, known_again(largest), _SECOND_PEAK)
+        h = m - 32767.998046875
+        square = h * h
+        m = tl.where(y >= square * square * h, m + 0.00390625, m)
+        m = tl.where(x > 0.0, m, 32768.0)
     return m.to(tl.int32, bitcast=True).to(tl.uint8), scale
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _differ(a, b):
+    """Whether two positive tiles differ anywhere."""
+    differences = a.to(tl.int32, bitcast=True) ^ b.to(tl.int32, bitcast=True)
+    own = tl.reduce(tl.reshape(differences, [a.shape[0] // 8, 8]), 1, _or)
+    return tl.max(own, axis=0) != 0
 
 
 @triton.jit
@@ -192,13 +187,19 @@ def _larger(a, b):
 
 
 @triton.jit
-def _scaled(x, PEAK: tl.constexpr):
-    """``(y, scale)``: the block's magnitudes with the largest brought to PEAK, and what takes that back."""
+def _largest(x):
+    """The largest magnitude of a block, NaN if one is."""
     x = tl.abs(x)
     # first within a thread, then over the warp, which has an instruction for integers: patterns of magnitudes are
     # ordered as the numbers are, and NaN is the largest
     own = tl.reduce(tl.reshape(x, [x.shape[0] // 8, 8]), 1, _larger)
-    largest = tl.max(own.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    return tl.max(own.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled(x, largest, PEAK: tl.constexpr):
+    """``(y, scale)``: the block's magnitudes with the largest brought to PEAK, and what takes that back."""
+    x = tl.abs(x)
     if (largest >= _SMALL) & (largest <= _LARGE):
         y = x * (reciprocal(largest) * PEAK)
         scale = largest * (1 / PEAK)
