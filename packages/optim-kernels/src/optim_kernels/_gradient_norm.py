@@ -238,8 +238,8 @@ class GradientNorms:
         """The part that knows these gradients, or else one that has to learn where they are."""
         kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
-            # with tables that know the gradients, if there was a warm-up in whatever stream, or every replay would repeat
-            # the upload
+            # with tables that know the gradients, if there was a warm-up in whatever stream: else every replay would
+            # repeat the upload
             for other, parts in self._parts.items():
                 if other[:-1] == kind[:-1] and addresses[0] in parts:
                     return parts[addresses[0]].for_graph()
