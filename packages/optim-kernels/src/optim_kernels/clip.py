@@ -35,7 +35,6 @@ Tensors = Tensor | Iterable[Tensor]
 _NORMS = GradientNorms(any_stream=True)
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensors,
     max_norm: float,
@@ -47,6 +46,7 @@ def clip_grad_norm_(
     parameters = _as_list(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
+        # kernels alone, of which autograd knows nothing: no_grad would take the host a tenth of the call
         clipped = _NORMS.clip_(gradients, float(norm_type), max_norm)
         if clipped is not None:
             return clipped

@@ -72,24 +72,7 @@ def cheapest_moves(
     below = nextafter(prices["alltoall", leap.n_procs, start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
-    sorted_steps: dict[tuple[Mapping, int, int], Onward] = {}
-
-    def steps_from(node: Node, enough: float) -> Onward:
-        mapping = tuple([part.axes for part in node.parts])
-        elements, code = node.elements, node.code
-        found = sorted_steps.get((mapping, elements, code))
-        if found is None:
-            found = sorted_steps[mapping, elements, code] = []
-            for candidate in move_set.candidates(mapping):
-                collective, n_procs, _, kept, arrived = candidate
-                price = prices[collective, n_procs, elements] if n_procs else 0.0
-                left = estimate(estimate.possible(code & kept | arrived), enough - price)
-                found.append((price + left, left, price, candidate))
-            if elements >= target_size:
-                price = prices["alltoall", leap.n_procs, elements]
-                found.append((price, 0.0, price, leap))
-            found.sort(key=itemgetter(0, 1))
-        return found
+    onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
 
     root = Node(first, start_size, sum(part.code for part in first))
     # the bound says nothing of a start that is above the limit itself
@@ -111,7 +94,7 @@ def cheapest_moves(
                 if cost + left < below:
                     heappush(queue, (cost + left, left, -next(order), cost, depth, node, steps, 0))
                 continue
-            steps, which = steps_from(node, f - cost), -1
+            steps, which = onward(node, f - cost), -1
         if which + 1 < len(steps) and cost + steps[which + 1][0] < below:
             bound, left, *_ = steps[which + 1]
             heappush(queue, (max(f, cost + bound), left, -next(order), cost, depth, node, steps, which + 1))
@@ -144,6 +127,38 @@ def cheapest_moves(
                 entry = Node(after, size, code, node, candidate)
                 heappush(queue, (max(f, cost + left), left, -next(order), cost, depth + 1, entry, [], 0))
     return _moves_to(Node(goal, target_size, estimate.goal, root, leap), sizes, start, target)
+
+
+class _StepsByBound:
+    """The steps out of a state, those first that could lead to the target at the least cost."""
+
+    def __init__(
+        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
+    ) -> None:
+        self._move_set, self._estimate, self._prices = move_set, estimate, prices
+        self._target_size, self._leap = target_size, leap
+        self._known: dict[tuple[Mapping, int, int], Onward] = {}
+
+    def __call__(self, node: Node, enough: float) -> Onward:
+        """The steps out of ``node``, kept for all states that differ from it in their blocks alone.
+
+        Bounds are exact where they were at most ``enough`` when first asked for, and never too high.
+        """
+        mapping, elements, code = tuple([part.axes for part in node.parts]), node.elements, node.code
+        found = self._known.get((mapping, elements, code))
+        if found is None:
+            found = self._known[mapping, elements, code] = []
+            prices, estimate = self._prices, self._estimate
+            for candidate in self._move_set.candidates(mapping):
+                collective, n_procs, _, kept, arrived = candidate
+                price = prices[collective, n_procs, elements] if n_procs else 0.0
+                left = estimate(estimate.possible(code & kept | arrived), enough - price)
+                found.append((price + left, left, price, candidate))
+            if elements >= self._target_size:
+                price = prices["alltoall", self._leap.n_procs, elements]
+                found.append((price, 0.0, price, self._leap))
+            found.sort(key=itemgetter(0, 1))
+        return found
 
 
 def _commutes(before: Step, split: Step) -> bool:
