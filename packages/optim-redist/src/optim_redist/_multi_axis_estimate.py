@@ -129,13 +129,12 @@ class Estimate:
         and is FREE. A move settles one of these, or makes one of two; gathering everything leaves all axes that have a
         home. Only a permutation settles two, at most once for each axis.
         """
-        code = home = 0
-        for part in parts:
-            code |= part.code
+        code, with_home = sum(part.code for part in parts), self.goal >> 1
         used = (code | code >> 1) & self._all_used
-        home = self.goal >> 1
-        to_do = (home & ~used).bit_count() + sum(1 for part in parts if part.code & self._all_used)
-        return min(to_do - self._most_permutations, 1 + home.bit_count())
+        # AWAY and START are the odd digits
+        astray = sum(1 for part in parts if part.code & self._all_used)
+        to_do = astray + (with_home & ~used).bit_count()
+        return min(to_do - self._most_permutations, 1 + with_home.bit_count())
 
     def _beside(self, stride: int, axis: int, other_stride: int, other: int) -> bool:
         """Whether two axes can lie in one dimension at these strides, further axes filling the gap between them."""
