@@ -3,7 +3,8 @@
     X₀ = G / N,   N = max(s‖G‖, eps)  or  s‖G‖ + eps,   ‖·‖ the Frobenius norm, s ``norm_scale``
     X ← aX + (bA + cA²)X,   A = XXᵀ                     for each triple (a, b, c)
 
-For G = UΣVᵀ the result is U p(Σ/N) Vᵀ with p the composition of the odd polynomials ax + bx³ + cx⁵.
+For G = UΣVᵀ the result is U p(Σ/N) Vᵀ with p the composition of the odd polynomials ax + bx³ + cx⁵. With row factors
+X₀ is multiplied by D = diag(rsqrt(Σ_j |A_ij|)), of its own A, and ‖DX₀‖₂ ≤ 1.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ def newton_schulz(
     norm_scale: float = 1.0,
     eps: float = 1e-7,
     eps_mode: str = "clamp",
+    row_factors: bool = False,
 ) -> Tensor:
     """The iteration on ``x [..., M, N]``, every operation in ``x.dtype``."""
     if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, triples, norm_scale=norm_scale, eps=eps, eps_mode=eps_mode).mT
+        options = {"norm_scale": norm_scale, "eps": eps, "eps_mode": eps_mode, "row_factors": row_factors}
+        return newton_schulz(x.mT, triples, **options).mT  # type: ignore[arg-type]
     x = (x / norm_divisor(frobenius_norm(x), norm_scale=norm_scale, eps=eps, eps_mode=eps_mode)).to(x.dtype)
+    if row_factors:
+        sums = (x @ x.mT).abs().sum(dim=-1, keepdim=True)
+        x = x * torch.where(sums == 0, 0, sums.rsqrt())
     for a, b, c in triples:
         gram = x @ x.mT  # [..., M, M]
         x = a * x + (b * gram + c * gram @ gram) @ x
