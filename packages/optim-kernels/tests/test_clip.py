@@ -106,6 +106,24 @@ def test_every_element_is_scaled_once(num_tiles: int, dtype: torch.dtype) -> Non
         assert torch.equal(grad, scaled)
 
 
+def test_a_captured_list_does_not_disturb_one_that_starts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = GradientNorms("triton", any_stream=True)
+    first, second, other = (torch.randn(5000, device=DEVICE) for _ in range(3))
+
+    def norm(*grads: Tensor) -> Tensor:
+        return norms.norm(grads, 2.0)
+
+    def exact(*grads: Tensor) -> Tensor:
+        return torch.cat(grads).norm()
+
+    torch.testing.assert_close(norm(first, second), exact(first, second))
+    with monkeypatch.context() as patched:
+        patched.setattr("optim_kernels._gradient_norm.is_capturing", lambda device: True)
+        for grads in ((first, other), (first, second), (first, second)):
+            torch.testing.assert_close(norm(*grads), exact(*grads))
+    torch.testing.assert_close(norm(first, second), exact(first, second))
+
+
 def test_norm_of_bf16_has_all_its_digits() -> None:
     norm = get_total_norm(gradients(torch.bfloat16))
     assert norm.dtype == torch.float32

@@ -54,6 +54,10 @@ class GradientNorm:
         self._chunks: ChunkMap
         self._partials: Tensor
 
+    def knows(self, addresses: list[int], numels: list[int]) -> bool:
+        """Whether these gradients were the last."""
+        return addresses == self._addresses and numels == self._numels
+
     def for_graph(self) -> GradientNorm:
         """One for a call that is being captured and may be replayed beside others: the same tables, own scratch."""
         own = copy.copy(self)
@@ -63,7 +67,7 @@ class GradientNorm:
 
     def refresh(self, addresses: list[int], numels: list[int]) -> None:
         """Take note of where the gradients are; nothing is uploaded unless that changed."""
-        if addresses == self._addresses and numels == self._numels:
+        if self.knows(addresses, numels):
             return
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
             raise ValueError("a gradient has elements but no memory: its storage was freed")
@@ -228,20 +232,22 @@ class GradientNorms:
         numels: list[int] = seen.kinds[1]
         parts = []
         for device, dtype, places in split.parts:
-            addresses = [seen.addresses[place] for place in places] if len(split.parts) > 1 else seen.addresses
-            part = self._part(device, dtype, addresses)
-            part.refresh(addresses, [numels[place] for place in places] if len(split.parts) > 1 else numels)
+            addresses, own_numels = seen.addresses, numels
+            if len(split.parts) > 1:
+                addresses, own_numels = ([values[place] for place in places] for values in (addresses, numels))
+            part = self._part(device, dtype, addresses, own_numels)
+            part.refresh(addresses, own_numels)
             parts.append(part)
         return parts
 
-    def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int]) -> GradientNorm:
+    def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int], numels: list[int]) -> GradientNorm:
         """The part that knows these gradients, or else one that has to learn where they are."""
         kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
             # with tables that know the gradients, if there was a warm-up in whatever stream: else every replay would
             # repeat the upload
             for other, parts in self._parts.items():
-                if other[:-1] == kind[:-1] and addresses[0] in parts:
+                if other[:-1] == kind[:-1] and addresses[0] in parts and parts[addresses[0]].knows(addresses, numels):
                     return parts[addresses[0]].for_graph()
             return GradientNorm(device, dtype)
         parts = self._parts.setdefault(kind, {})
