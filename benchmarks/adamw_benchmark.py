@@ -19,6 +19,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -221,6 +222,7 @@ def _measure_side_by_side(
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     timers: dict[tuple[str, str], timing.Timer] = {}
     for name, make_step in contenders.items():
+        start = perf_counter()
         try:
             steps[name] = [make_step(params) for params in sets]
             steps[name][0]()
@@ -231,6 +233,8 @@ def _measure_side_by_side(
                 timers[name, "graph_ms"] = partial(timing.replay_ms, graphs[name], num_calls)
         except (RuntimeError, ImportError, TypeError) as problem:
             rows[name]["note"] = str(problem).splitlines()[0][:60]
+        # some compile for a minute
+        print(f"{name}: ready after {perf_counter() - start:.0f} s", file=sys.stderr)
     times = timing.alternate(timers)
     for name, row in rows.items():
         figures = {kind: times[name, kind] for kind in ("graph_ms", "wall_ms") if (name, kind) in times}
