@@ -13,9 +13,11 @@ import torch
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_estimate import Estimate, least_elements
+from optim_redist._multi_axis_estimate import Estimate
+from optim_redist._multi_axis_floor import least_elements
 from optim_redist._multi_axis_moves import State, max_block_size, max_local_size
 from optim_redist._multi_axis_steps import MoveSet
+from optim_redist._multi_axis_straight import StraightPath
 from optim_redist.redistributors import _Prices
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
@@ -262,6 +264,27 @@ def test_the_search_finds_the_optimum(cost_model, max_depth):
             assert cost == price("exchange_*", start.numProcessors, start.maxNumElements(shape))
 
 
+@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
+def test_a_straight_path_costs_what_the_search_finds(cost_model, monkeypatch):
+    pairs = list(random_pairs(6, 80))
+    redistributors = [
+        OptimalRedist(cost_model),
+        OptimalRedist(cost_model, alpha=1000.0, max_depth=3),
+        OptimalRedist(cost_model, node_filter=lambda dist: dist.dimsMapping[0] != (0,)),
+        tc.MemoryConstrainedRedist(cost_model),
+    ]
+
+    def costs():
+        return [redistributor.redistribute(*pair)[1] for redistributor in redistributors for pair in pairs]
+
+    paths, straight = [], StraightPath.find
+    monkeypatch.setattr(StraightPath, "find", lambda self, start: paths.append(straight(self, start)) or paths[-1])
+    with_paths = costs()
+    monkeypatch.setattr(StraightPath, "find", lambda self, start: [])
+    assert with_paths == pytest.approx(costs(), rel=1e-12)
+    assert sum(map(bool, paths)) > len(paths) // 3
+
+
 def test_options_of_the_search():
     shape = (8, 8)
     start, target = MultiAxisDist((2, 4), ((0,), (1,)), (4, 2)), MultiAxisDist((2, 4), ((1,), (0,)), (2, 4))
@@ -299,10 +322,14 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
         sizes, target_size = start.processorMesh, target.maxNumElements(shape)
         estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target_size)
         blocks = list(zip(start.blockSizes, target.blockSizes))
-        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=merged)
+        arrivals = [estimate.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
+        moves = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=merged)
 
         def bound(parts, estimate=estimate):
             return estimate(sum(part.code for part in parts), inf)
+
+        def floor(parts, estimate=estimate):
+            return estimate.floor(sum(part.code for part in parts))
 
         assert bound(moves.parts(target._state)) == 0
         distances.append(bound(moves.parts(start._state)))
@@ -312,10 +339,11 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
             assert bound(state) <= prices["alltoall", prod(sizes), max(elements, target_size)]
             for collective, n_procs, step, kept, arrived in moves.candidates(tuple(part.axes for part in state)):
                 price = prices[collective, n_procs, elements]
-                best = estimate(estimate.possible(sum(part.code for part in state) & kept | arrived), inf)
+                best = estimate(sum(part.code for part in state) & kept | arrived, inf)
                 for after in moves.after(state, step):
                     assert best <= bound(after)
                     assert bound(state) <= price + bound(after) + 1e-9 * price
+                    assert floor(state) <= price + floor(after) + 1e-9 * price
                     reachable.append(after)
             state = rng.choice(reachable)
     assert sum(distance > 0 for distance in distances) > len(distances) // 2
@@ -337,11 +365,13 @@ def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_mod
         sizes, target = start.processorMesh, walk[-1]
         estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target.maxNumElements(shape))
         blocks = list(zip(start.blockSizes, target.blockSizes))
-        moves = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=True)
+        arrivals = [estimate.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
+        moves = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=True)
         for place, dist in enumerate(walk[:-1]):
             parts, left = moves.parts(dist._state), sum(spent[place + 1 :])
-            bound = estimate(sum(part.code for part in parts), inf)
-            assert bound <= left * (1 + 1e-9)
+            code = sum(part.code for part in parts)
+            bound = estimate(code, inf)
+            assert max(bound, estimate.floor(code)) <= left * (1 + 1e-9)
             assert estimate.moves_left(parts) < len(walk) - place
             tight += bound == left > 0
     assert tight > 20

@@ -23,22 +23,23 @@ at no higher price. An all-to-all of several axes stands for itself only if it i
 be moved from the top down where strides grow, from the bottom up where they shrink, and never be in each other's way.
 ``exchange_*`` is charged for at least what the target holds; its price caps h.
 
-h is found by Dijkstra's algorithm run backwards from the target, no further than it is asked for.
+A code is settled: what is FREE and could be at home without delay is called HOME. That costs nothing and leaves less to
+move. It takes one move away, a permutation that puts an axis out of use by bringing a FREE one home, which therefore is
+a move of its own, charged for what is held without the latter.
+
+h is found by A* over settled codes, guided by ``_multi_axis_floor``, for each code when it is asked for and no further
+than it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as Table
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import combinations, product
 from math import inf, prod
 
-from optim_redist._multi_axis_moves import Axes, State, axes_size
+from optim_redist._multi_axis_floor import Floor, Prices, least_elements, least_of_subsets
+from optim_redist._multi_axis_moves import Axes, State
 from optim_redist._multi_axis_parts import Part
-
-# (collective, n_procs, elements of the most loaded rank before) -> scalar cost
-Prices = Table[tuple[str, int, int], float]
 
 FREE, AWAY, HOME, START = range(4)
 
@@ -57,69 +58,88 @@ class Estimate:
         target_size: int,
     ) -> None:
         self._sizes, self._prices = sizes, prices
-        self._home, self._start = _places(sizes, target), _places(sizes, start)
-        self.goal = sum(HOME << 2 * axis for axis in self._home)
-        self._all_used = sum(1 << 2 * axis for axis in range(len(sizes)))
-        self._least = least_elements(shape, sizes, memory_limit)
-        # pairs (j at START, k at HOME) that exclude each other: their bits, the pair, what makes k AWAY again
-        self._excluded: list[tuple[int, int, int]] = []
-        # the digits of an axis that is neither FREE nor HOME
-        self._astray: list[tuple[int, ...]] = [(AWAY,)] * len(sizes)
-        for j, place in self._start.items():
-            if place != self._home.get(j):
-                for k, home in self._home.items():
-                    if j != k:
-                        excludes = place[0] == home[0] and not self._beside(place[1], j, home[1], k)
-                        if excludes:
-                            bits, pair = 3 << 2 * j | 3 << 2 * k, START << 2 * j | HOME << 2 * k
-                            self._excluded.append((bits, pair, (HOME ^ AWAY) << 2 * k))
-                        if excludes or (sizes[j] == sizes[k] and place != home):
-                            self._astray[j] = AWAY, START
-        # the best that each axis can be, in its place in the code, when it comes to each dimension
-        self.arrivals = [
-            [(HOME if self._home.get(axis, (None,))[0] == d else AWAY) << 2 * axis for axis in range(len(sizes))]
-            for d in range(len(shape))
-        ]
-        self._equal_axes = [
-            (3 << 2 * i | 3 << 2 * j, self._before_permutation(i, j))
-            for i, j in combinations(range(len(sizes)), 2)
-            if sizes[i] == sizes[j]
-        ]
-        self._most_permutations = sum(sizes.count(size) // 2 for size in set(sizes))
-        self._joint: dict[int, list[tuple[Axes, float]]] = {}
+        self.home, self._start = _places(sizes, target), _places(sizes, start)
+        self.goal = sum(HOME << 2 * axis for axis in self.home)
+        # sets of axes: the low bit of each one's digit, which is 1 where it is AWAY or at START
+        self.all, self._with_home = (1 << 2 * len(sizes)) // 3, self.goal >> 1
         # an exchange costs at least this much, and what is left at most
         self.cap = prices["alltoall", prod(sizes), target_size]
-        self._settled: dict[int, float] = {}
-        self._distance = {self.goal: 0.0}
-        self._queue = [(0.0, self.goal)]
-        self._radius = 0.0  # no code that is not settled is nearer
+        self._least = least_of_subsets(least_elements(shape, sizes, memory_limit))
+        self.floor = Floor(sizes, self._with_home, self._least, prices, self.cap)
+        self._axes, self._several = self.floor.axes, self.floor.several
+        self.equal_axes = [(i, j) for j, size in enumerate(sizes) for i in range(j) if sizes[i] == size]
+        # the axes that exclude, at START, that one with a home is there; those of which START is told
+        self._excluding = dict.fromkeys(self.home, 0)
+        self._told = 0
+        self._find_who_excludes()
+        self._exact = {self.goal: 0.0}
+        self._at_least: dict[int, float] = {}
+        self._onward: dict[int, list[tuple[float, int]]] = {}
+        self._joint: dict[int, list[tuple[int, float]]] = {}
+        self._at_once: list[tuple[int, float]] | None = None
+
+    def _find_who_excludes(self) -> None:
+        sizes = self._sizes
+        for j, place in self._start.items():
+            if place != self.home.get(j):
+                for k, home in self.home.items():
+                    if j == k:
+                        continue
+                    if place[0] == home[0] and not self._beside(place[1], j, home[1], k):
+                        self._excluding[k] |= 1 << 2 * j
+                        self._told |= 1 << 2 * j
+                    elif sizes[j] == sizes[k] and place != home:
+                        self._told |= 1 << 2 * j
 
     def __call__(self, code: int, enough: float) -> float:
         """The bound from ``code``, exact if it is at most ``enough``."""
-        left = self._settled.get(code)
-        while left is None and self._radius <= enough and self._radius < self.cap:
-            self._settle_next()
-            left = self._settled.get(code)
-        return self._radius if left is None else left
+        left = self._exact.get(code)
+        if left is None:
+            left = self._at_least.get(code)
+            if left is None or left <= enough:
+                left = self._improved(code, enough)
+        return left
+
+    def _improved(self, code: int, enough: float) -> float:
+        """The bound from ``code`` as far as it is asked for, remembered."""
+        settled = self.settled(code)
+        left = self._exact.get(settled)
+        if left is None:
+            left = self.floor(settled)
+            if left <= enough and left < self.cap:
+                left = self._search(settled, enough)
+        (self._exact if settled in self._exact else self._at_least)[code] = left
+        return left
+
+    def arrivals(self, tensor_dim: int) -> list[int]:
+        """The best that each axis can be, in its place in the code, when it comes to a dimension."""
+        places = [self.home.get(axis, (None,))[0] for axis in range(len(self._sizes))]
+        return [(HOME if place == tensor_dim else AWAY) << 2 * axis for axis, place in enumerate(places)]
 
     def code_of(self, tensor_dim: int, axes: Axes, blocks: tuple[int, ...]) -> int:
         """The digits of the axes of a dimension that has one of ``blocks``: the smallest there are."""
         code, inner = 0, 1
         for axis in reversed(axes):
-            digit, home = AWAY, self._home.get(axis)
+            digit, home = AWAY, self.home.get(axis)
             if home is not None and home[0] == tensor_dim and home[1] % inner == 0 and home[1] // inner in blocks:
                 digit = HOME
-            elif len(blocks) == 1 and START in self._astray[axis]:
+            elif len(blocks) == 1 and self._told >> 2 * axis & 1:
                 digit = START if self._start[axis] == (tensor_dim, inner * blocks[0]) else AWAY
             code |= digit << 2 * axis
             inner *= self._sizes[axis]
         return code
 
-    def possible(self, code: int) -> int:
-        """``code`` with axes AWAY that cannot be at home before another has left."""
-        for bits, pair, not_home in self._excluded:
-            if code & bits == pair:
-                code ^= not_home
+    def settled(self, code: int) -> int:
+        """``code`` with axes at home that are FREE to be, and AWAY that cannot be before another has left."""
+        at_start = code & code >> 1
+        for axis, excluding in self._excluding.items():
+            shift = 2 * axis
+            digit = code >> shift & 3
+            if excluding & at_start:
+                if digit == HOME:
+                    code ^= (HOME ^ AWAY) << shift
+            elif digit == FREE:
+                code |= HOME << shift
         return code
 
     def moves_left(self, parts: Sequence[Part]) -> int:
@@ -129,12 +149,13 @@ class Estimate:
         and is FREE. A move settles one of these, or makes one of two; gathering everything leaves all axes that have a
         home. Only a permutation settles two, at most once for each axis.
         """
-        code, with_home = sum(part.code for part in parts), self.goal >> 1
-        used = (code | code >> 1) & self._all_used
+        code, with_home = sum(part.code for part in parts), self._with_home
+        used = (code | code >> 1) & self.all
+        most_permutations = sum(self._sizes.count(size) // 2 for size in set(self._sizes))
         # AWAY and START are the odd digits
-        astray = sum(1 for part in parts if part.code & self._all_used)
+        astray = sum(1 for part in parts if part.code & self.all)
         to_do = astray + (with_home & ~used).bit_count()
-        return min(to_do - self._most_permutations, 1 + with_home.bit_count())
+        return min(to_do - most_permutations, 1 + with_home.bit_count())
 
     def _beside(self, stride: int, axis: int, other_stride: int, other: int) -> bool:
         """Whether two axes can lie in one dimension at these strides, further axes filling the gap between them."""
@@ -146,113 +167,116 @@ class Estimate:
         behind, other_behind = stride * self._sizes[axis], other_stride * self._sizes[other]
         return any(other_stride == behind * gap or stride == other_behind * gap for gap in fillers)
 
-    # -- the graph of codes, backwards
+    # -- the graph of codes
 
-    def _settle_next(self) -> None:
-        queue, settled, distance, excluded = self._queue, self._settled, self._distance, self._excluded
-        while queue and queue[0][1] in settled:
-            heappop(queue)
-        if not queue or queue[0][0] >= self.cap:
-            self._radius = self.cap
-            return
-        self._radius, code = cost, _ = heappop(queue)
-        settled[code] = cost
-        for through, before in self._leading_to(code, cost):
-            if through < distance.get(before, inf) and not (excluded and self.possible(before) != before):
-                distance[before] = through
-                heappush(queue, (through, before))
+    def _search(self, root: int, enough: float) -> float:
+        """The cost of a cheapest path from ``root``, or what it exceeds once that is more than ``enough``."""
+        exact, at_least, cap = self._exact, self._at_least, self.cap
+        queue, order = [(self.floor(root), 0, root, 0.0)], 0
+        spent, before = {root: 0.0}, dict[int, int]()
+        while queue:
+            f, _, code, cost = heappop(queue)
+            if f >= cap:
+                break
+            if f > enough:
+                return f
+            if cost > spent[code]:
+                continue
+            if code in exact:
+                # all on the way are exact from now on
+                while code != root:
+                    code = before[code]
+                    exact[code] = f - spent[code]
+                return f
+            onward = self._onward.get(code)
+            if onward is None:
+                onward = self._onward[code] = self._moves(code)
+            for price, after in onward:
+                through = cost + price
+                if through < spent.get(after, inf):
+                    spent[after], before[after] = through, code
+                    left = exact.get(after)
+                    if left is None:
+                        left = at_least.get(after)
+                        if left is None:
+                            left = self.floor(after)
+                    order -= 1
+                    heappush(queue, (through + left, order, after, through))
+        exact[root] = cap
+        return cap
 
-    def _leading_to(self, code: int, cost: float) -> list[tuple[float, int]]:
-        """(cost from there, code) of the states one move before ``code``, itself ``cost`` from the target."""
-        sizes, prices, least = self._sizes, self._prices, self._least
-        found: list[tuple[float, int]] = []
-        used = (code | code >> 1) & self._all_used
+    def _moves(self, code: int) -> list[tuple[float, int]]:
+        """(price, code after it) of the moves from ``code``."""
+        prices, least, with_home, settled = self._prices, self._least, self._with_home, self.settled
+        used, astray = (code | code >> 1) & self.all, code & self.all
         elements = least[used]
-        for axis, astray in enumerate(self._astray):
-            shift = 2 * axis
-            digit = code >> shift & 3
-            rest = code ^ digit << shift
-            through = -1.0
-            if digit == FREE:
-                before = least[used | 1 << shift]
-                if before:
-                    through = cost + prices["allgather", sizes[axis], before]
-            elif digit != START:
-                if least[used ^ 1 << shift]:
-                    found.append((cost, rest))
-                if digit == AWAY and axis in self._home:
-                    found.append((cost, rest | HOME << shift))
-                if digit == HOME or len(astray) > 1:
-                    through = cost + prices["alltoall", sizes[axis], elements]
-            if through >= 0.0:
-                for before in astray:
-                    found.append((through, rest | before << shift))
-        for bits, leading in self._equal_axes:
-            if code & bits in leading:
-                through, rest = cost + prices["permute", 2, elements], code & ~bits
-                for before in leading[code & bits]:
-                    found.append((through, rest | before))
-        if used & used - 1:
-            for axes, price in self._worth_moving_together(used):
-                if all(code >> 2 * axis & 3 in (AWAY, HOME) for axis in axes):
-                    found += [(cost + price, before) for before in self._all_astray(code, axes)]
-        if not used:
-            for axes, price in self._worth_gathering_at_once():
-                found += [(cost + price, before) for before in self._all_astray(code, axes)]
+        found: list[tuple[float, int]] = []
+        if not elements:
+            return found
+        for bit, size, alike in self._axes:
+            digit = code & 3 * bit
+            if not digit:
+                found.append((0.0, code | AWAY * bit))
+            elif digit & bit:
+                gathered, arrived = settled(code ^ digit), HOME if bit & with_home else AWAY
+                found.append((prices["allgather", size, elements], gathered))
+                found.append((prices["alltoall", size, elements], settled(code ^ digit | arrived * bit)))
+                partners = alike & code >> 1 & ~code
+                if not bit & with_home and partners and least[used ^ (partners & -partners)]:
+                    found.append((prices["permute", 2, least[used ^ (partners & -partners)]], gathered))
+        for i, j in self.equal_axes:
+            here, there = code >> 2 * i & 3, code >> 2 * j & 3
+            if (here | there) & 1:
+                rest = code & ~(3 << 2 * i | 3 << 2 * j)
+                after = rest | self._taking(i, j, there) << 2 * i | self._taking(j, i, here) << 2 * j
+                found.append((prices["permute", 2, elements], settled(after)))
+        for axes, price in self._worth_moving_together(used):
+            moved = axes & astray
+            after = code & ~(3 * moved) | HOME * (moved & with_home) | AWAY * (moved & ~with_home)
+            found.append((price, settled(after)))
+        found += [
+            (price, self.goal)
+            for axes, price in self._worth_gathering_at_once()
+            if not astray & ~axes and not axes & ~used
+        ]
         return found
 
-    def _before_permutation(self, i: int, j: int) -> dict[int, list[int]]:
-        """For the digits of two axes after they changed places, in the code, those before."""
-        found: dict[int, list[int]] = {}
-        for digits in product((FREE, *self._astray[i]), (FREE, *self._astray[j])):
-            after = 0
-            for axis, other, digit in ((i, j, digits[1]), (j, i, digits[0])):
-                if digit != FREE:
-                    home = self._home.get(axis)
-                    comes_home = home is not None and (digit == AWAY or self._start[other] == home)
-                    after |= (HOME if comes_home else AWAY) << 2 * axis
-            if after:
-                found.setdefault(after, []).append(digits[0] << 2 * i | digits[1] << 2 * j)
-        return found
+    def _taking(self, axis: int, other: int, digit: int) -> int:
+        """What ``axis`` is at the place of ``other``, of which ``digit`` is known."""
+        if digit == FREE:
+            return FREE
+        home = self.home.get(axis)
+        return HOME if home is not None and (digit != START or self._start[other] == home) else AWAY
 
-    def _all_astray(self, code: int, axes: Axes) -> Iterator[int]:
-        """``code`` with all of ``axes`` neither FREE nor HOME, in every way."""
-        rest = code & ~sum(3 << 2 * axis for axis in axes)
-        for digits in product(*[self._astray[axis] for axis in axes]):
-            yield rest | sum(digit << 2 * axis for axis, digit in zip(axes, digits))
-
-    def _worth_moving_together(self, used: int) -> list[tuple[Axes, float]]:
+    def _worth_moving_together(self, used: int) -> list[tuple[int, float]]:
         """Several of the axes in ``used`` whose all-to-all is cheaper than one for each, and its price."""
         found = self._joint.get(used)
         if found is None:
             found = self._joint[used] = []
-            sizes, prices, elements = self._sizes, self._prices, self._least[used]
-            in_use = [axis for axis in range(len(sizes)) if used >> 2 * axis & 1]
-            for axes in _several(in_use):
-                price = prices["alltoall", axes_size(sizes, axes), elements]
-                if price < sum(prices["alltoall", sizes[axis], elements] for axis in axes):
-                    found.append((axes, price))
+            prices, elements = self._prices, self._least[used]
+            for axes, n_procs in self._several:
+                if not axes & ~used:
+                    price = prices["alltoall", n_procs, elements]
+                    singly = [prices["alltoall", size, elements] for bit, size, _ in self._axes if bit & axes]
+                    if price < sum(singly):
+                        found.append((axes, price))
         return found
 
-    def _worth_gathering_at_once(self) -> list[tuple[Axes, float]]:
+    def _worth_gathering_at_once(self) -> list[tuple[int, float]]:
         """Axes that are cheaper to gather at once than one after the other, and what that costs."""
-        found = []
-        sizes, prices, least = self._sizes, self._prices, self._least
-        for axes in _several(range(len(sizes))):
-            used, singly = sum(1 << 2 * axis for axis in axes), 0.0
-            if least[used]:
-                at_once = prices["allgather", axes_size(sizes, axes), least[used]]
-                for axis in axes:
-                    singly += prices["allgather", sizes[axis], least[used]]
-                    used ^= 1 << 2 * axis
-                if at_once < singly:
-                    found.append((axes, at_once))
-        return found
-
-
-def _several(axes: Sequence[int]) -> Iterator[Axes]:
-    for count in range(2, len(axes) + 1):
-        yield from combinations(axes, count)
+        if self._at_once is None:
+            self._at_once = []
+            prices, least = self._prices, self._least
+            for axes, n_procs in self._several:
+                if least[axes]:
+                    at_once, singly, left = prices["allgather", n_procs, least[axes]], 0.0, axes
+                    for bit, size, _ in self._axes:
+                        if bit & axes:
+                            singly += prices["allgather", size, least[left]]
+                            left ^= bit
+                    if at_once < singly:
+                        self._at_once.append((axes, at_once))
+        return self._at_once
 
 
 def _places(sizes: tuple[int, ...], state: State) -> dict[int, tuple[int, int]]:
@@ -263,29 +287,3 @@ def _places(sizes: tuple[int, ...], state: State) -> dict[int, tuple[int, int]]:
             places[axis] = tensor_dim, stride
             stride *= sizes[axis]
     return places
-
-
-def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> dict[int, int]:
-    """The least that the most loaded rank can hold with axes in use, 0 if that is above ``limit``.
-
-    By the sum of ``1 << 2 * axis``. With dimensions taken one by one, N the length of the last,
-
-        least(dimensions, used) = min over axes P of used:  least(those before the last, used without P) · ceil(N/P)
-    """
-    used, n_procs = [0], [1]
-    for axis, size in enumerate(sizes):
-        used += [others | 1 << 2 * axis for others in used]
-        n_procs += [others * size for others in n_procs]
-    if any(length % n_procs[-1] == 0 for length in shape):
-        total = prod(shape)
-        least = [total // together for together in n_procs]
-    else:
-        subsets = [[part for part in range(whole + 1) if part | whole == whole] for whole in range(len(used))]
-        least = [1] + [0] * (len(used) - 1)
-        for length in shape:
-            shares = [-(-length // together) if together <= length else 0 for together in n_procs]
-            least = [
-                min((size for part in parts if (size := least[parts[-1] ^ part] * shares[part])), default=0)
-                for parts in subsets
-            ]
-    return {axes: elements if elements <= limit else 0 for axes, elements in zip(used, least)}

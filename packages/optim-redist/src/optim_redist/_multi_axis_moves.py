@@ -55,6 +55,8 @@ def local_length(length: int, n_procs: int, block: int, coordinate: int = 0) -> 
     Complete rounds of P blocks give b elements each, and the rest R < P·b gives this one what lies behind c·b.
     """
     rounds, rest = divmod(length, n_procs * block)
+    if not coordinate:
+        return rounds * block + min(rest, block)
     return rounds * block + min(max(rest - coordinate * block, 0), block)
 
 
@@ -67,7 +69,10 @@ def max_local_size(shape: tuple[int, ...], sizes: tuple[int, ...], state: State)
     """Elements of the most loaded rank."""
     total = 1
     for length, axes, block in zip(shape, state.mapping, state.blocks):
-        total *= local_length(length, axes_size(sizes, axes), block) if axes else length
+        if axes:
+            n_procs = sizes[axes[0]] if len(axes) == 1 else axes_size(sizes, axes)
+            length = local_length(length, n_procs, block)
+        total *= length
     return total
 
 

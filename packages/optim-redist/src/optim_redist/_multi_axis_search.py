@@ -21,11 +21,13 @@ from math import inf, nextafter, prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from optim_redist._multi_axis_estimate import Estimate, Prices
+from optim_redist._multi_axis_estimate import Estimate
+from optim_redist._multi_axis_floor import Prices
 from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size, max_local_size
 from optim_redist._multi_axis_names import name_of
 from optim_redist._multi_axis_parts import Part
 from optim_redist._multi_axis_steps import Candidate, MoveSet, Parts, Step, state_of
+from optim_redist._multi_axis_straight import StraightPath
 
 
 class Node(NamedTuple):
@@ -64,8 +66,13 @@ def cheapest_moves(
         return []
     start_size, target_size = max_local_size(shape, sizes, start), max_local_size(shape, sizes, target)
     estimate = Estimate(shape, sizes, start, target, prices, memory_limit, target_size)
+    if start_size <= memory_limit:
+        straight = StraightPath(shape, sizes, target, prices, estimate, memory_limit, wanted, max_depth).find(start)
+        if straight:
+            return straight
     blocks = list(zip(start.blocks, target.blocks))
-    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, estimate.arrivals, merged=wanted is None)
+    arrivals = [estimate.arrivals(d) for d in range(len(shape))]
+    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=wanted is None)
     first, goal = move_set.parts(start), move_set.parts(target)
     leap = Candidate("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
@@ -152,7 +159,7 @@ class _StepsByBound:
             for candidate in self._move_set.candidates(mapping):
                 collective, n_procs, _, kept, arrived = candidate
                 price = prices[collective, n_procs, elements] if n_procs else 0.0
-                left = estimate(estimate.possible(code & kept | arrived), enough - price)
+                left = estimate(code & kept | arrived, enough - price)
                 found.append((price + left, left, price, candidate))
             if elements >= self._target_size:
                 price = prices["alltoall", self._leap.n_procs, elements]

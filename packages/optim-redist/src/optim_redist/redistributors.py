@@ -148,15 +148,15 @@ class OptimalRedist(Redistributor):
 
     def _rows(self, shape: tuple[int, ...], dist: MultiAxisDist, moves: Sequence[Move]) -> list[Row]:
         rows: list[Row] = []
-        mesh, before = dist.processorMesh, max_local_size(shape, dist.processorMesh, dist._state)
+        mesh, before = dist.processorMesh, dist._state
         for move in moves:
-            after = max_local_size(shape, mesh, move.state)
             if move.collective == "split":
-                cost = Cost(max_memory_delta=after - before)
+                sizes = [max_local_size(shape, mesh, state) for state in (before, move.state)]
+                cost = Cost(max_memory_delta=sizes[1] - sizes[0])
             else:
-                cost = getattr(self.cost_model, move.collective)(move.n_procs, before)
+                cost = getattr(self.cost_model, move.collective)(move.n_procs, max_local_size(shape, mesh, before))
             rows.append((move.name, MultiAxisDist._of(mesh, move.state), cost))
-            before = after
+            before = move.state
         return rows
 
 
