@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
 from optim_kernels._muon_planner import MuonPlanner
@@ -63,6 +63,32 @@ def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -
         p.grad[3, 5] = 1e4
         TritonMuon([p], lr=0.1, ns_dtype=ns_dtype, impl=impl).step()
     torch.testing.assert_close(ours[0], plain[0], atol=1e-6 if ns_dtype == torch.float32 else 5e-4, rtol=0)
+
+
+SIGNALLING_NAN = {torch.float16: 0x7C01, torch.float32: 0x7F800001}
+
+
+@pytest.mark.parametrize("options", [{}, {"beta2": 0.95}, {"row_equilibrate": True}], ids=str)
+def test_memory_that_nobody_wrote_is_not_computed_with(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of X that are no multiple of 16 bytes have an end that no product writes, and tiles are read with it."""
+
+    def poisoned(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            made: Tensor = function(*args, **kwargs)
+            if made.dtype in SIGNALLING_NAN and made.is_contiguous():
+                made.view(torch.int16 if made.itemsize == 2 else torch.int32).fill_(SIGNALLING_NAN[made.dtype])
+            return made
+
+        return make
+
+    ours = parameters((8, 130), (33, 100))
+    with monkeypatch.context() as patched:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            patched.setattr(owner, name, poisoned(getattr(owner, name)))
+        steps(TritonMuon(ours, lr=0.1, ns_dtype=torch.float16, impl="triton", **options), ours, range(2))
+    assert all(p.isfinite().all() for p in ours)
 
 
 @pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)

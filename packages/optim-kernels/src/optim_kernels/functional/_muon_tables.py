@@ -93,7 +93,8 @@ def families_of(
                 families.append([])
                 for n, count in family:
                     padded = cdiv(n, ROW_STEP) * ROW_STEP
-                    x, other = (torch.empty(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+                    # zeros, for tiles are read with what lies beyond a matrix's columns
+                    x, other = (torch.zeros(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
                     families[-1].append(Batch(number, (count, m, n), x, other, _last_tile(x)))
                     number += count
         first += sum(count for _, count in shapes)
@@ -105,7 +106,7 @@ def _chained(
 ) -> ChainedBatches:
     """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
-    x, other = (torch.empty(sum(panels), m, PANEL, dtype=dtype, device=device) for _ in range(2))
+    x, other = (torch.zeros(sum(panels), m, PANEL, dtype=dtype, device=device) for _ in range(2))
     batches = []
     for (n, count), its_x, its_other in zip(shapes, x.split(panels), other.split(panels), strict=True):
         batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, in_panels=True))
