@@ -72,7 +72,8 @@ class Estimate:
         self._excluding = dict.fromkeys(self.home, 0)
         self._told = 0
         self._find_who_excludes()
-        self._exact = {self.goal: 0.0}
+        # by code: what is left, and what it is at least
+        self.exact = {self.goal: 0.0}
         self._at_least: dict[int, float] = {}
         self._onward: dict[int, list[tuple[float, int]]] = {}
         self._joint: dict[int, list[tuple[int, float]]] = {}
@@ -93,7 +94,7 @@ class Estimate:
 
     def __call__(self, code: int, enough: float) -> float:
         """The bound from ``code``, exact if it is at most ``enough``."""
-        left = self._exact.get(code)
+        left = self.exact.get(code)
         if left is None:
             left = self._at_least.get(code)
             if left is None or left <= enough:
@@ -103,12 +104,12 @@ class Estimate:
     def _improved(self, code: int, enough: float) -> float:
         """The bound from ``code`` as far as it is asked for, remembered."""
         settled = self.settled(code)
-        left = self._exact.get(settled)
+        left = self.exact.get(settled)
         if left is None:
             left = self.floor(settled)
             if left <= enough and left < self.cap:
                 left = self._search(settled, enough)
-        (self._exact if settled in self._exact else self._at_least)[code] = left
+        (self.exact if settled in self.exact else self._at_least)[code] = left
         return left
 
     def arrivals(self, tensor_dim: int) -> list[int]:
@@ -171,7 +172,7 @@ class Estimate:
 
     def _search(self, root: int, enough: float) -> float:
         """The cost of a cheapest path from ``root``, or what it exceeds once that is more than ``enough``."""
-        exact, at_least, cap = self._exact, self._at_least, self.cap
+        exact, at_least, cap = self.exact, self._at_least, self.cap
         queue, order = [(self.floor(root), 0, root, 0.0)], 0
         spent, before = {root: 0.0}, dict[int, int]()
         while queue:

@@ -122,12 +122,16 @@ def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float)
         total = prod(shape)
         least = [total // together for together in n_procs]
     else:
-        subsets = [[part for part in range(whole + 1) if part | whole == whole] for whole in range(len(used))]
-        least = [1] + [0] * (len(used) - 1)
-        for length in shape:
+        least = [-(-shape[0] // together) if together <= shape[0] else 0 for together in n_procs]
+        for length in shape[1:]:
             shares = [-(-length // together) if together <= length else 0 for together in n_procs]
-            least = [
-                min((size for part in parts if (size := least[parts[-1] ^ part] * shares[part])), default=0)
-                for parts in subsets
-            ]
+            before, least = least, []
+            for whole in range(len(used)):
+                best = 0
+                for part in range(whole + 1):
+                    if part | whole == whole:
+                        elements = before[whole ^ part] * shares[part]
+                        if elements and (elements < best or not best):
+                            best = elements
+                least.append(best)
     return {axes: elements if elements <= limit else 0 for axes, elements in zip(used, least)}

@@ -33,11 +33,11 @@ _OP_NAME = re.compile(
 def name_of(collective: str, before: State, after: State) -> str:
     """The name of the operation that leads from one distribution to another by ``collective``."""
     changed = [d for d, (old, new) in enumerate(zip(before.mapping, after.mapping)) if old != new]
-    gone, come = ([axis for d in changed for axis in side.mapping[d]] for side in (before, after))
-    if collective == "permute":
-        first, second = next(pair for pair in zip(gone, come) if pair[0] != pair[1])
-        return f"permute_{min(first, second)}_{max(first, second)}"
-    if collective == "allgather":
+    if collective in ("permute", "allgather"):
+        gone, come = ([axis for d in changed for axis in side.mapping[d]] for side in (before, after))
+        if collective == "permute":
+            first, second = next(pair for pair in zip(gone, come) if pair[0] != pair[1])
+            return f"permute_{min(first, second)}_{max(first, second)}"
         gathered = [axis for axis in gone if axis not in come]
         return f"allgather_{gathered[0] if len(gathered) == 1 else '*'}"
     if not changed:
@@ -47,7 +47,7 @@ def name_of(collective: str, before: State, after: State) -> str:
     old, new, block = before.mapping[target], after.mapping[target], after.blocks[target]
     at_back = new[: len(old)] == old
     if collective == "split":
-        (axis,) = set(come) - set(gone)
+        axis = new[-1] if at_back else new[0]
         return f"{'split_minor' if old and at_back else 'split'}_{target}_{axis}_{block}"
     source = next(d for d in changed if d != target)
     last = bool(after.mapping[source])

@@ -74,9 +74,9 @@ def cheapest_moves(
     arrivals = [estimate.arrivals(d) for d in range(len(shape))]
     move_set = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=wanted is None)
     first, goal = move_set.parts(start), move_set.parts(target)
-    leap = Candidate("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
+    leap: Candidate = ("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
-    below = nextafter(prices["alltoall", leap.n_procs, start_size], inf) if start_size >= target_size else inf
+    below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
     onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
@@ -108,10 +108,11 @@ def cheapest_moves(
         if which < 0:
             continue
         _, _, price, candidate = steps[which]
-        if early_splits and node.made_by and not candidate.n_procs and _commutes(node.made_by.step, candidate.step):
+        _, n_procs, step, *_ = candidate
+        if early_splits and node.made_by and not n_procs and _commutes(node.made_by[2], step):
             continue
         cost += price
-        for after in (goal,) if candidate is leap else move_set.after(node.parts, candidate.step):
+        for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
             size, code = 1, 0
             for part in after:
                 size *= part.share
@@ -155,14 +156,17 @@ class _StepsByBound:
         found = self._known.get((mapping, elements, code))
         if found is None:
             found = self._known[mapping, elements, code] = []
-            prices, estimate = self._prices, self._estimate
+            prices, estimate, exact = self._prices, self._estimate, self._estimate.exact
             for candidate in self._move_set.candidates(mapping):
                 collective, n_procs, _, kept, arrived = candidate
                 price = prices[collective, n_procs, elements] if n_procs else 0.0
-                left = estimate(code & kept | arrived, enough - price)
+                after = code & kept | arrived
+                left = exact.get(after)
+                if left is None:
+                    left = estimate(after, enough - price)
                 found.append((price + left, left, price, candidate))
             if elements >= self._target_size:
-                price = prices["alltoall", self._leap.n_procs, elements]
+                price = prices["alltoall", self._leap[1], elements]
                 found.append((price, 0.0, price, self._leap))
             found.sort(key=itemgetter(0, 1))
         return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from typing import NamedTuple
 
 from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size
 from optim_redist._multi_axis_names import name_of
@@ -23,17 +22,11 @@ Parts = tuple[Part, ...]
 Step = tuple[int | None, int | None, Axes]
 
 
-class Candidate(NamedTuple):
-    """A step out of a mapping, what it is charged as, and what it can make of a state's code at best.
-
-    The code after it is ``code & kept | arrived``: digits of the axes that stay, and the best of those that move.
-    """
-
-    collective: str  # "split", "allgather", "alltoall", "permute" or "exchange"
-    n_procs: int  # 0 for a split, which is free
-    step: Step
-    kept: int
-    arrived: int
+# A step out of a mapping, what it is charged as ("split", "allgather", "alltoall", "permute" or "exchange") and for how
+# many processes (0 for a split, which is free), and what it can make of a state's code at best: ``code & kept |
+# arrived``, digits of the axes that stay and the best of those that move.
+# (collective, processes, step, kept, arrived)
+Candidate = tuple[str, int, Step, int, int]
 
 
 class MoveSet:
@@ -63,6 +56,9 @@ class MoveSet:
         ]
         self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
         self._candidates: dict[Mapping, list[Candidate]] = {}
+        # those into unused axes and those out of one dimension, which many mappings have in common
+        self._splits: dict[Axes, list[Candidate]] = {}
+        self._departures: dict[tuple[int, Axes], list[Candidate]] = {}
 
     def parts(self, state: State) -> Parts:
         """A compatible state by its parts."""
@@ -72,42 +68,49 @@ class MoveSet:
         """Every step out of the states with a mapping."""
         found = self._candidates.get(mapping)
         if found is None:
-            found = self._candidates[mapping] = []
             used = [axis for axes in mapping for axis in axes]
-            self._list_splits(found, used)
-            for source, axes in enumerate(mapping):
-                if axes:
-                    self._list_departures(found, source, axes)
+            unused = tuple([axis for axis in range(len(self._sizes)) if axis not in used])
+            if unused not in self._splits:
+                self._splits[unused] = self._list_splits(unused)
+            found = self._candidates[mapping] = self._splits[unused].copy()
+            for dim in enumerate(mapping):
+                if dim[1]:
+                    if dim not in self._departures:
+                        self._departures[dim] = self._list_departures(*dim)
+                    found += self._departures[dim]
             self._list_permutations(found, mapping, used)
             if len(used) > 1:
-                found.append(Candidate("allgather", axes_size(self._sizes, used), (None, None, ()), 0, 0))
+                found.append(("allgather", axes_size(self._sizes, used), (None, None, ()), 0, 0))
         return found
 
-    def _list_splits(self, found: list[Candidate], used: Sequence[int]) -> None:
-        for axis in range(len(self._sizes)):
-            if axis not in used:
-                for target, arrivals in enumerate(self._arrivals):
-                    found.append(Candidate("split", 0, (None, target, (axis,)), -1, arrivals[axis]))
+    def _list_splits(self, unused: Axes) -> list[Candidate]:
+        return [
+            ("split", 0, (None, target, (axis,)), -1, arrivals[axis])
+            for axis in unused
+            for target, arrivals in enumerate(self._arrivals)
+        ]
 
-    def _list_departures(self, found: list[Candidate], source: int, axes: Axes) -> None:
+    def _list_departures(self, source: int, axes: Axes) -> list[Candidate]:
         """All axes or the last one go to another dimension, the last or the first is gathered, or the block changes."""
+        found: list[Candidate] = []
         sizes, last = self._sizes, axes[-1]
         one = ~(3 << 2 * last)
         for target, arrivals in enumerate(self._arrivals):
             if target != source:
-                found.append(Candidate("alltoall", sizes[last], (source, target, (last,)), one, arrivals[last]))
-        found.append(Candidate("allgather", sizes[last], (source, None, (last,)), one, 0))
+                found.append(("alltoall", sizes[last], (source, target, (last,)), one, arrivals[last]))
+        found.append(("allgather", sizes[last], (source, None, (last,)), one, 0))
         n_procs, kept = sizes[last], one
         if len(axes) > 1:
             n_procs, kept = axes_size(sizes, axes), ~sum(3 << 2 * axis for axis in axes)
             for target, arrivals in enumerate(self._arrivals):
                 if target != source:
                     arrived = sum(arrivals[axis] for axis in axes)
-                    found.append(Candidate("alltoall", n_procs, (source, target, axes), kept, arrived))
+                    found.append(("alltoall", n_procs, (source, target, axes), kept, arrived))
             first = axes[0]
-            found.append(Candidate("allgather", sizes[first], (source, None, (first,)), ~(3 << 2 * first), 0))
+            found.append(("allgather", sizes[first], (source, None, (first,)), ~(3 << 2 * first), 0))
         arrived = sum(self._arrivals[source][axis] for axis in axes)
-        found.append(Candidate("alltoall", n_procs, (source, source, ()), kept, arrived))
+        found.append(("alltoall", n_procs, (source, source, ()), kept, arrived))
+        return found
 
     def _list_permutations(self, found: list[Candidate], mapping: Mapping, used: Sequence[int]) -> None:
         for first, second in self._equal_axes:
@@ -119,7 +122,7 @@ class MoveSet:
                     if second in axes:
                         arrived |= arrivals[first]
                 kept = ~(3 << 2 * first | 3 << 2 * second)
-                found.append(Candidate("permute", 2, (None, None, (first, second)), kept, arrived))
+                found.append(("permute", 2, (None, None, (first, second)), kept, arrived))
 
     def after(self, parts: Parts, step: Step) -> list[Parts]:
         """The states to which a step leads; none if a process would be left empty."""

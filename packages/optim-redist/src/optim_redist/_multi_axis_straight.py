@@ -33,7 +33,7 @@ from optim_redist._multi_axis_moves import (
 from optim_redist._multi_axis_names import name_of
 
 # a search is the better choice after so many states
-_MOST_STATES = 30
+_MOST_STATES = 10
 
 
 class Split(NamedTuple):
@@ -113,21 +113,22 @@ class StraightPath:
             after_code = _code(after)
             if through + left(after_code, bound - through) > bound:
                 continue
-            state = _state(after)
-            if state == self._target or (
-                self._allowed(after, state, depth) and self._follow(after, after_code, through, bound, left, depth + 1)
+            arrived = after_code == self._estimate.goal and _state(after) == self._target
+            if arrived or (
+                self._allowed(after, depth) and self._follow(after, after_code, through, bound, left, depth + 1)
             ):
+                state = _state(after)
                 self._moves.append(Move(name_of(collective, _state(splits), state), collective, state, n_procs))
                 return True
         return False
 
-    def _allowed(self, splits: Splits, state: State, depth: int) -> bool:
+    def _allowed(self, splits: Splits, depth: int) -> bool:
         """Whether a state may be on the way after ``depth`` moves."""
         return (
             len(self._seen) < _MOST_STATES
             and (self._max_depth is None or depth < self._max_depth)
             and prod([split.share for split in splits]) <= self._memory_limit
-            and (self._wanted is None or self._wanted(state))
+            and (self._wanted is None or self._wanted(_state(splits)))
         )
 
     def _attempts(self, splits: Splits, code: int) -> Iterator[Attempt]:

@@ -194,4 +194,4 @@ class MemoryConstrainedRedist(OptimalRedist):
         super().__init__(cost_model, alpha, beta, gamma, epsilon, max_depth=max_depth)
 
     def _limit(self, shape: tuple[int, ...], dist: MultiAxisDist, target: MultiAxisDist) -> float:
-        return max(dist.maxNumElements(shape), target.maxNumElements(shape))
+        return max(max_local_size(shape, side.processorMesh, side._state) for side in (dist, target))
