@@ -143,6 +143,11 @@ class Estimate:
                 code |= HOME << shift
         return code
 
+    def waits(self, code: int) -> bool:
+        """Whether an axis that is FREE can only come home after another has left."""
+        code = self.settled(code)
+        return bool(self._with_home & ~(code | code >> 1))
+
     def moves_left(self, parts: Sequence[Part]) -> int:
         """The least number of moves from a state to the target without an exchange.
 

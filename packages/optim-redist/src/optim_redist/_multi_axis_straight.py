@@ -85,8 +85,9 @@ class StraightPath:
         )
         assert splits is not None
         code, floor = _code(splits), -1.0
-        # often the floor is the bound, and then takes no search over codes
-        for left in (self._estimate.floor.__call__, self._estimate.__call__):
+        # often the floor, which takes no search over codes, is the bound; it does not know of axes that wait for others
+        bounds = (self._estimate.floor.__call__, self._estimate.__call__)
+        for left in bounds[1:] if self._estimate.waits(code) else bounds:
             bound = left(code, self._estimate.cap)
             if bound > floor:
                 self._seen.clear()
