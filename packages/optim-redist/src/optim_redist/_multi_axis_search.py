@@ -1,11 +1,12 @@
 """Cheapest sequences of moves between two multi-axis distributions, by A*.
 
-Four of five pairs need no search: ``_multi_axis_straight`` finds a sequence at the bound. For the others entries of a queue
-are taken in the order of f = g + h, where g is the cost so far and h a lower bound of what is left
-(``_multi_axis_estimate``): the first time the target is taken its path is a cheapest one. The steps out of a state wait
-in one entry, sorted by the best they could lead to. What they make is worked out when their turn comes; states come up
-again where they are worse than hoped for. Block lengths stay open (``_multi_axis_parts``) until the path is known, and
-are filled in from its end.
+Four of five pairs need no search: ``_multi_axis_straight`` finds a sequence that costs no more than the bound.
+
+For the others entries of a queue are taken in the order of f = g + h, where g is the cost so far and h a lower bound of
+what is left (``_multi_axis_estimate``): the first time the target is taken its path is a cheapest one. The steps out of
+a state wait in one entry, sorted by the best they could lead to. What they make is worked out when their turn comes;
+states come up again where they are worse than hoped for. Block lengths stay open (``_multi_axis_parts``) until the path
+is known, and are filled in from its end.
 
 ``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves
 only if the target is no larger; so that the search cannot buy a growing one for the price of a small one, it is
