@@ -37,9 +37,8 @@ def newton_schulz(
     row_factors: bool = False,
 ) -> Tensor:
     """The iteration on ``x [..., M, N]``, every operation in ``x.dtype``."""
-    if x.shape[-2] > x.shape[-1]:
-        options = {"norm_scale": norm_scale, "eps": eps, "eps_mode": eps_mode, "row_factors": row_factors}
-        return newton_schulz(x.mT, triples, **options).mT  # type: ignore[arg-type]
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
     x = (x / norm_divisor(frobenius_norm(x), norm_scale=norm_scale, eps=eps, eps_mode=eps_mode)).to(x.dtype)
     if row_factors:
         sums = (x @ x.mT).abs().sum(dim=-1, keepdim=True)
@@ -47,4 +46,4 @@ def newton_schulz(
     for a, b, c in triples:
         gram = x @ x.mT  # [..., M, M]
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    return x.mT if is_tall else x
