@@ -19,10 +19,12 @@ def _mend_interpreter() -> None:
         from triton.runtime import interpreter
     except ImportError:  # optim-utils and optim-redist need no Triton
         return
+    import quick_interpreter
     import triton
 
     if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = lambda self: None
+    quick_interpreter.install()
 
 
 _mend_interpreter()

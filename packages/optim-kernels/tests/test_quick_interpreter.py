@@ -1,0 +1,63 @@
+"""What the tests' own interpreter does sooner is what Triton's does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import quick_interpreter
+from triton.runtime import interpreter
+
+from optim_kernels._triton import tl, triton
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU"),
+    pytest.mark.skipif(not hasattr(interpreter, "_LangPatchScope"), reason="this version's is left as it is"),
+]
+
+
+@triton.jit
+def _mixed(a, b):
+    """Neither associative nor commutative, so that the order shows."""
+    return a * 0.5 - b
+
+
+@triton.jit
+def _reductions_kernel(x, out, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    lanes = tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tile = _mixed(2.0 * tl.load(x + lanes), 0.0)  # x again, by a device function
+    total = tl.reduce(tile, AXIS, _mixed, keep_dims=KEEP)
+    tl.store(out + tl.arange(0, 8 if AXIS == 0 else 4), tl.reshape(total, [8 if AXIS == 0 else 4]))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_are_the_same(axis: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    found = []
+    for generic in (interpreter.ReduceOps.generic_reduce, quick_interpreter._generic_reduce):
+        monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic)
+        found.append(torch.full((8 if axis == 0 else 4,), torch.nan))
+        _reductions_kernel[(1,)](x, found[-1], axis, keep)
+    assert torch.equal(*found)
+    expected = x.select(axis, 0)
+    for i in range(1, x.shape[axis]):
+        expected = expected * 0.5 - x.select(axis, i)
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_tl_is_left_as_it_was_found() -> None:
+    """Also by a kernel whose device function was called, and by one that failed in it."""
+    before = {name: getattr(tl, name) for name in dir(tl)}
+    _reductions_kernel[(1,)](torch.randn(4, 8), torch.empty(8), 0, False)
+    with pytest.raises(Exception, match="axis 5 out of bounds"):
+        _reductions_kernel[(1,)](torch.randn(4, 8), torch.empty(4), 5, False)
+    assert {name: getattr(tl, name) for name in dir(tl)} == before
+
+
+@pytest.mark.parametrize("dtype", [tl.int1, tl.bfloat16, tl.float8e5, tl.uint32, tl.pointer_type(tl.int8)], ids=str)
+def test_dtypes_are_the_same(dtype: tl.dtype) -> None:
+    for each in (dtype, tl.block_type(dtype, [2])):
+        assert interpreter._get_np_dtype(each) == quick_interpreter._get_np_dtype(each)
+        assert interpreter._get_np_dtype(each) == quick_interpreter._get_np_dtype(each)
