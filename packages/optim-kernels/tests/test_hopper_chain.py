@@ -1,5 +1,6 @@
 """Newton–Schulz in one launch on a GPU: against fp64, alone and inside a step, captured, with NaN."""
 
+import json
 import os
 import re
 import subprocess
@@ -22,10 +23,13 @@ from optim_kernels.functional import _muon_tables as tables_of_a_plan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# In a process of its own, for the interpreter of the other tests replaces what would be compiled.
+# In a process of its own, for the interpreter of the other tests replaces what would be compiled; one process for all
+# variants, for importing takes as long as compiling one.
 COMPILE = """
+import json
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import triton
@@ -50,51 +54,62 @@ def kind(name):
         return "*i32"
     return {"total": "i32", "counter": "i32", "addresses": "*i64"}.get(name, "*fp32")
 
-panels, ending, parameter, master = sys.argv[2:]
-constants = dict(DEPTH=64, STAGES=5, PANELS=panels == "1", ENDING=int(ending))
-constants |= dict(P_DTYPE=getattr(tl, parameter), MASTER_KIND=int(master), CAUTIOUS=master != "0")
-names = [parameter.name for parameter in chain_kernel.params]
-signature = {name: "constexpr" if name in constants else kind(name) for name in names}
-values = {(names.index(name),): value for name, value in constants.items()}
-source = GluonASTSource(chain_kernel, signature, values)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-path = Path(sys.argv[1])
-path.write_text(compiled.asm["ptx"])
-command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
-print(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
-print(compiled.metadata.shared)
+def compiled(panels, ending, parameter, master):
+    constants = dict(DEPTH=64, STAGES=5, PANELS=panels, ENDING=ending)
+    constants |= dict(P_DTYPE=getattr(tl, parameter), MASTER_KIND=master, CAUTIOUS=master != 0)
+    names = [parameter.name for parameter in chain_kernel.params]
+    signature = {name: "constexpr" if name in constants else kind(name) for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(chain_kernel, signature, values)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    path = Path(sys.argv[1])
+    path.write_text(made.asm["ptx"])
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr, made.metadata.shared
+
+for variant in json.loads(sys.argv[2]):
+    try:
+        print(json.dumps(compiled(*variant)))
+    except Exception:
+        print(json.dumps(traceback.format_exc()))
 """
+VARIANTS = [
+    (False, Ending.STORE, "float16", 0),
+    (True, Ending.UPDATE, "bfloat16", 2),
+    (True, Ending.UPDATE, "float32", 0),
+    (True, Ending.SQUARES, "bfloat16", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int] | str]:
+    """Of every variant ptxas's messages and the bytes of shared memory, or why there are none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    path = tmp_path_factory.mktemp("chain") / "chain.ptx"
+    variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
+    command = [sys.executable, "-c", COMPILE, str(path), variants]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines()[-len(VARIANTS) :]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) or sys.platform != "linux", reason="needs Triton 3.6"
 )
-@pytest.mark.parametrize(
-    ("panels", "ending", "parameter", "master"),
-    [
-        (False, Ending.STORE, "float16", 0),
-        (True, Ending.UPDATE, "bfloat16", 2),
-        (True, Ending.UPDATE, "float32", 0),
-        (True, Ending.SQUARES, "bfloat16", 0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_the_chain_compiles_for_hopper(
-    panels: bool, ending: Ending, parameter: str, master: int, tmp_path: object
+    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int] | str]
 ) -> None:
     """Within its shared memory, no more spilled than an address, and without products that wait for one another."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    variant = map(str, (int(panels), ending.value, parameter, master))
-    command = [sys.executable, "-c", COMPILE, f"{tmp_path}/chain.ptx", *variant]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    *messages, shared = result.stdout.strip().splitlines()
-    assert int(shared) <= 232_448  # bytes that a program on Hopper may have
-    assert "serialized" not in " ".join(messages)
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", " ".join(messages))[-1:]
-    assert int(spilled) <= (8 if ending is Ending.SQUARES else 4)
+    found = compiled[VARIANTS.index(variant)]
+    assert not isinstance(found, str), found[-3000:]
+    messages, shared = found
+    assert shared <= 232_448  # bytes that a program on Hopper may have
+    assert "serialized" not in messages
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
+    assert int(spilled) <= (8 if variant[1] is Ending.SQUARES else 4)
 
 
 def needs_hopper() -> None:

@@ -5,6 +5,7 @@ its own, because the interpreter that the other tests use replaces the functions
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+# importing takes as long as compiling two of them, so that one process does all
 COMPILE = """
+import json
 import re
 import sys
+import traceback
 
 import triton
 import triton.language as tl
@@ -31,33 +35,54 @@ def block(rows, columns):
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)
     return f"tensordesc<fp16[1, {rows}, {columns}],{layout!r}>"
 
-symmetric, update, wide = "symmetric" in sys.argv[1], sys.argv[1] == "update", "wide" in sys.argv[1]
-types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128)) | {"a_desc": block(128, 64), "scale": "*fp32"}
-types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
-types |= dict.fromkeys(("total", "tiles", "T", "columns", "K"), "i32")
-types |= dict.fromkeys(("alpha", "beta", "omega"), "fp32")
-types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
-types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
-if wide:
-    types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
-    types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
-kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
-constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
-if update:
-    constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
-elif wide:
-    constants |= dict(SYMMETRIC=symmetric, STAGES=3)
-else:
-    constants |= dict(SYMMETRIC=symmetric, SAME=False, HAS_Q=symmetric)
-names = [parameter.name for parameter in kernel.params]
-signature = {name: "constexpr" if name in constants else types[name] for name in names}
-values = {(names.index(name),): value for name, value in constants.items()}
-compiled = triton.compile(
-    GluonASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
-)
-products = len(re.findall(r"wgmma[.]mma_async", compiled.asm["ptx"]))
-print(compiled.metadata.shared, compiled.metadata.num_warps, products)
+def compiled(kind):
+    symmetric, update, wide = "symmetric" in kind, kind == "update", "wide" in kind
+    types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128))
+    types |= {"a_desc": block(128, 64), "scale": "*fp32"}
+    types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
+    types |= dict.fromkeys(("total", "tiles", "T", "columns", "K"), "i32")
+    types |= dict.fromkeys(("alpha", "beta", "omega"), "fp32")
+    types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
+    types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
+    if wide:
+        types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
+        types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
+    kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
+    constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
+    if update:
+        constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
+    elif wide:
+        constants |= dict(SYMMETRIC=symmetric, STAGES=3)
+    else:
+        constants |= dict(SYMMETRIC=symmetric, SAME=False, HAS_Q=symmetric)
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    made = triton.compile(
+        GluonASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
+    products = len(re.findall(r"wgmma[.]mma_async", made.asm["ptx"]))
+    return made.metadata.shared, made.metadata.num_warps, products
+
+for kind in sys.argv[1:]:
+    try:
+        print(json.dumps(compiled(kind)))
+    except Exception:
+        print(json.dumps(traceback.format_exc()))
 """
+KINDS = ["symmetric", "general", "update", "symmetric wide", "general wide"]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, tuple[int, int, int] | str]:
+    """Of every kind the bytes of shared memory, warps and products, or why there are none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE, *KINDS], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return dict(zip(KINDS, map(json.loads, result.stdout.splitlines()[-len(KINDS) :]), strict=True))
 
 
 @pytest.mark.slow
@@ -66,15 +91,11 @@ print(compiled.metadata.shared, compiled.metadata.num_warps, products)
     or importlib.util.find_spec("triton.experimental.gluon") is None,
     reason="needs Gluon of Triton 3.6",
 )
-@pytest.mark.parametrize("kind", ["symmetric", "general", "update", "symmetric wide", "general wide"])
-def test_the_ping_pong_kernels_compile_for_hopper(kind: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE, kind], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    shared, warps, products = map(int, result.stdout.split()[-3:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ping_pong_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int, int, int] | str]) -> None:
+    found = compiled[kind]
+    assert not isinstance(found, str), found[-3000:]
+    shared, warps, products = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert warps == 12  # two consumers of four, and the producer's group
     # consumers, halves of 64 rows or parts of the sum between which a wide tile stores, steps of 16 along a depth of 64
