@@ -5,6 +5,8 @@ import pytest
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
 from optim_utils.testing.contract import OptimizerCase, contract, run_check
 
+pytestmark = pytest.mark.installed
+
 MATRICES = ((8, 6), (4, 8), (6, 6))
 
 

@@ -4,11 +4,14 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from optim_dist import TritonDistMuonAdamW
 from optim_utils.testing import run_ranks
 from optim_utils.testing.readme import run_readme
+
+pytestmark = pytest.mark.installed
 
 README = Path(__file__).parents[1] / "README.md"
 

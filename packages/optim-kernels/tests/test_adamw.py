@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.installed
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case: OptimizerCase, check: str) -> None:
     run_check(case, check)

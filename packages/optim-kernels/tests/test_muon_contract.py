@@ -7,6 +7,8 @@ import pytest
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_utils.testing.contract import OptimizerCase, contract, run_check
 
+pytestmark = pytest.mark.installed
+
 MATRICES = ((8, 6), (6, 10), (4, 8))
 
 

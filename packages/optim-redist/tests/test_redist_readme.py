@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -11,6 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import optim_redist as redist
 from optim_redist.cli import main
 from optim_utils.testing import run_ranks, run_readme
+
+pytestmark = pytest.mark.installed
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.installed
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case, check):
     run_check(case, check)

@@ -20,6 +20,8 @@ from optim_utils import (
     StateLoadError,
 )
 
+pytestmark = pytest.mark.installed
+
 MODULES = {
     "abstract_dataclass": "AbstractDataclass FrozenAbstractDataclass",
     "commons": "get_all_non_abstract_subclasses batched",

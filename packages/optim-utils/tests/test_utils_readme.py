@@ -6,6 +6,8 @@ import pytest
 
 from optim_utils.testing import run_readme
 
+pytestmark = pytest.mark.installed
+
 README = Path(__file__).parents[1] / "README.md"
 
 
