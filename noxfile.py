@@ -106,7 +106,7 @@ def together(session: nox.Session) -> None:
     _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
     session.run("coverage", "erase")
     packages = [_tests(package) for package in PACKAGES]
-    # the slow tests and those of times ran for each package alone; under coverage they are slower still
+    # the slow tests and those of times run for each package alone: a tracer slows Python down, and sees into no rank
     quick = ("-m", "not slow and not timing")
     session.run("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *quick, *packages, *session.posargs)
     session.run("coverage", "combine")
@@ -151,7 +151,7 @@ def wheels(session: nox.Session, package: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _build_wheels(Path(folder), package, *NEEDS[package])
         _install(session, "--no-sources", *_find_links(Path(folder)), package, *TEST_TOOLS)
-    session.run("python", "-I", "-c", CHECK_WHEEL, package, f"{_source(package)}/src")
+    session.run("python", "-I", "-c", CHECK_WHEEL, package, f"{_source(package)}/src", log=False)
     session.run(*PYTEST, "-m", "installed", _tests(package), *session.posargs)
 
 
@@ -234,7 +234,7 @@ def bench(session: nox.Session) -> None:
     """The benchmarks at sizes for a CPU; the correctness tests run first."""
     groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "bench")]
     _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
-    session.run(*PYTEST, "-x", "-m", "not slow")
+    session.run(*PYTEST, "-x")
     for script in sorted((ROOT / "benchmarks").glob("*_benchmark.py")):
         session.run("python", "-m", f"benchmarks.{script.stem}", *session.posargs)
 

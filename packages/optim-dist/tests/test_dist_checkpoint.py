@@ -119,6 +119,7 @@ def check_every_pair(folder, saved, world_sizes, backend="gloo"):
                 assert_everything(loaded[0][place][1], after)
 
 
+@pytest.mark.slow
 def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
     check_every_pair(*checkpoints, (*SIZES, 6))
 

@@ -137,6 +137,7 @@ def check_loads(folder, expected, world_size, backend="gloo"):
                 assert_everything(loaded["later"], expected[name]["later"], what + ", later", rank == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", FORMS)
 def test_any_layout_loads_any_other(saved, world_size):
     check_loads(*saved, world_size)
@@ -182,6 +183,7 @@ def run_elastic(rank, world_size, folder, lost):
     return elastic.run(lambda run: train(run, lost), folder, every=3)
 
 
+@pytest.mark.slow
 def test_training_of_dtensors_goes_on_at_other_numbers_of_ranks(tmp_path):
     expected = run_ranks(run_elastic, 2, str(tmp_path / "whole"), None)
     with pytest.raises(RankFailure, match="lost"):

@@ -54,6 +54,7 @@ def check(world_size, seeds):
         assert_same_state(state, expected["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_random_parameter_sets(world_size):
     check(world_size, range(20))

@@ -155,6 +155,7 @@ def grids_of_one_row_or_column_are_lines(rank, world_size):
         TritonDistAdamW([parameter], mesh=mesh_of(2, 2, 1))
 
 
+@pytest.mark.slow
 @scenario.parametrize()
 def test_grid(backend, world_size, name):
     scenario.check(backend, world_size, name)

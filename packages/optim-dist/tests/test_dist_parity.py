@@ -60,6 +60,7 @@ CASES = {"elementwise": ELEMENTWISE, "few elements": FEW_ELEMENTS, "matrices": M
 EXACT = {"reducer": "exact"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_exact_is_one_process_summing_in_rank_order(backend):
     sizes, cases = world_sizes(backend), list(CASES.items())

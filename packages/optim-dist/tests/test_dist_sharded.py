@@ -380,6 +380,7 @@ def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     assert optimizer.communicator.num_calls == before
 
 
+@pytest.mark.slow
 @scenario.parametrize()
 def test_sharded(backend, world_size, name):
     scenario.check(backend, world_size, name)

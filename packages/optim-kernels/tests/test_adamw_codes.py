@@ -76,6 +76,7 @@ def test_the_bytes_are_those_of_the_formats(dtype: torch.dtype, offset: int, ams
             assert torch.equal(largest[i], exact["max_exp_avg_sqs"][i])
 
 
+@pytest.mark.slow
 def test_the_bytes_at_the_edges_of_the_codes() -> None:
     """First moments on the edge between two codes, and one number above and below it: with betas of 0 they are g."""
     edges = ((2 * torch.arange(127) + 1) / 256) ** 3
@@ -138,6 +139,7 @@ def test_a_gradient_that_is_not_finite_spoils_its_block_alone() -> None:
     assert torch.equal(p.isnan(), spoilt)
 
 
+@pytest.mark.slow
 def test_zero_stays_zero_and_positive_stays_positive() -> None:
     p = torch.nn.Parameter(torch.ones(4096, device=DEVICE))
     optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
@@ -164,6 +166,7 @@ def test_paths_launches_and_small_parameters() -> None:
     assert "2 launches a step" in table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_a_thousand_steps_end_where_fp32_ends(impl: Any) -> None:
     """Least squares with noisy gradients; the loss of 8-bit moments is within 1 % of that of fp32 moments."""

@@ -59,6 +59,7 @@ def exact() -> tuple[float, torch.Tensor]:
     return train(torch.float64, {}, "torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "options", "loss_limit", "weights_limit"), FORMATS, ids=str)
 def test_a_thousand_steps_against_float64(

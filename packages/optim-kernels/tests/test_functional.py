@@ -107,6 +107,7 @@ def test_kernel_is_the_reference(dtypes: Any, options: dict[str, Any], offset: i
     problem.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 16, 5])
 def test_random_rounding_is_the_packed_stream(start: int) -> None:
     problem = Problem((BF16, BF16, BF16, BF16))

@@ -64,6 +64,7 @@ class ChainInTorch:
             self._tables.parts[start : start + len(lines)] = values.square().sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 @pytest.mark.parametrize("variant", ["torch", "nanochat-2026-07"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, in the interpreter

@@ -126,6 +126,7 @@ def test_verify_proves_and_simulates_the_examples(capsys):
     assert all(row["volume_ratio"] >= 1 for row in data["results"])
 
 
+@pytest.mark.slow
 def test_verify_runs_on_ranks(capsys):
     text = run(capsys, "verify", str(EXAMPLES), "--execute", "gloo:4", "--limit", "20")
     executed = sum(
