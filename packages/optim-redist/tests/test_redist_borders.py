@@ -27,6 +27,7 @@ def _topologies(case: Case, seed: int) -> list[Topology]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "P"])
 def test_one_exchange_crosses_what_its_transfers_cross(family: str) -> None:
     for seed in range(30):
@@ -42,6 +43,7 @@ def test_one_exchange_crosses_what_its_transfers_cross(family: str) -> None:
                 assert limits.direct_recv == max(moved.received.values(), default=0)
 
 
+@pytest.mark.slow
 def test_hierarchical_volumes_are_those_of_its_transfers() -> None:
     said = left_to_lists = 0
     for seed in range(250):

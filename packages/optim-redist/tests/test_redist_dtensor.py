@@ -72,6 +72,7 @@ def placed(draw):
     return mesh, shape, [draw(one) for _ in mesh.sizes]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(placed())
 def test_ownership_is_that_of_torchs_splitting_and_placements_round_trip(case):

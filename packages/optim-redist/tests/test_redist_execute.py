@@ -72,6 +72,7 @@ def _fuzz(rank: int, world: int, seeds: range) -> int:
     return done
 
 
+@pytest.mark.slow
 def test_random_cases_and_examples_on_four_ranks() -> None:
     assert min(run_ranks(_fuzz, 4, range(120))) > 60
 
@@ -158,6 +159,7 @@ def _reductions(rank: int, world: int, seeds: range) -> int:
     return done
 
 
+@pytest.mark.slow
 def test_pending_reductions() -> None:
     assert min(run_ranks(_reductions, 4, range(100))) > 10
 

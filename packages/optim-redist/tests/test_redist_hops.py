@@ -7,6 +7,7 @@ from itertools import chain, combinations
 from math import ceil, exp, log
 from typing import Any
 
+import pytest
 from redist_cases import Case, example_cases, random_case
 
 from optim_redist import Layout, Mesh, Topology, bounds, plan, verify
@@ -50,6 +51,7 @@ def test_forwarding_reaches_the_bound_wherever_one_step_does_not() -> None:
     assert found > 30
 
 
+@pytest.mark.slow
 def test_relays_close_half_of_every_gap_or_say_why_none_can() -> None:
     found = halved = 0
     for seed in range(500):
@@ -137,6 +139,7 @@ def test_the_largest_flow_is_the_least_cut() -> None:
         assert saturate(network, "s", "t") == expected
 
 
+@pytest.mark.slow
 def test_what_a_node_has_is_shared_inside_without_a_rank_that_does_it_all() -> None:
     compared = above = 0
     for seed in range(250):

@@ -71,6 +71,7 @@ def test_relays_beat_the_single_hop_bound() -> None:
     assert {other.planner for other in chosen.alternatives} >= {"naive", "collectives"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "P"])
 def test_random_plans_are_right(family: str) -> None:
     for seed in range(25):

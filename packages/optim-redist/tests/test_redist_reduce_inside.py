@@ -80,6 +80,7 @@ def test_what_crosses_a_border(src: Layout, dst: Layout, per_node: int, by_direc
     _check_values(made)
 
 
+@pytest.mark.slow
 def test_random_reductions_are_proven_and_right() -> None:
     offered = 0
     for seed in range(150):

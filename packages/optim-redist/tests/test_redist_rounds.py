@@ -138,6 +138,7 @@ def test_a_donated_source_is_packed_first_where_the_limit_leaves_no_room_for_bot
     assert min(below.stages[0].rounds, kept.stages[0].rounds) > 1
 
 
+@pytest.mark.slow
 def test_packed_plans_are_right() -> None:
     for seed in range(150):
         shape, src, dst = random_case(seed)

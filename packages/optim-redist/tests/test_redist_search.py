@@ -162,6 +162,7 @@ def random_even_pairs(seed: int, number: int):
         yield (prod(mesh),) * num_dims, mesh, *pair
 
 
+@pytest.mark.slow
 def test_the_search_equals_the_exhaustive_one():
     beyond = 0
     for shape, mesh, src_dims, dst_dims in random_even_pairs(7, 60):
