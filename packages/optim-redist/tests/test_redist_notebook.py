@@ -13,6 +13,7 @@ import torch
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
+from optim_redist._multi_axis_codes import Codes
 from optim_redist._multi_axis_estimate import Estimate
 from optim_redist._multi_axis_floor import least_elements
 from optim_redist._multi_axis_moves import State, max_block_size, max_local_size
@@ -278,9 +279,9 @@ def test_a_straight_path_costs_what_the_search_finds(cost_model, monkeypatch):
         return [redistributor.redistribute(*pair)[1] for redistributor in redistributors for pair in pairs]
 
     paths, straight = [], StraightPath.find
-    monkeypatch.setattr(StraightPath, "find", lambda self, start: paths.append(straight(self, start)) or paths[-1])
+    monkeypatch.setattr(StraightPath, "find", lambda self, *of: paths.append(straight(self, *of)) or paths[-1])
     with_paths = costs()
-    monkeypatch.setattr(StraightPath, "find", lambda self, start: [])
+    monkeypatch.setattr(StraightPath, "find", lambda self, *of: [])
     assert with_paths == pytest.approx(costs(), rel=1e-12)
     assert sum(map(bool, paths)) > len(paths) // 3
 
@@ -320,10 +321,11 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
     for shape, start, target in random_pairs(3, 60, [(4,), (2, 2), (2, 3), (4, 4), (2, 2, 2), (2, 3, 2), (2, 1, 2)]):
         prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
         sizes, target_size = start.processorMesh, target.maxNumElements(shape)
-        estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target_size)
+        codes = Codes(sizes, start._state, target._state)
+        estimate = Estimate(shape, codes, prices, inf, target_size)
         blocks = list(zip(start.blockSizes, target.blockSizes))
-        arrivals = [estimate.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
-        moves = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=merged)
+        arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
+        moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=merged)
 
         def bound(parts, estimate=estimate):
             return estimate(sum(part.code for part in parts), inf)
@@ -363,16 +365,17 @@ def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_mod
             walk.append(after)
             spent.append(prices[collective, n_procs, volume])
         sizes, target = start.processorMesh, walk[-1]
-        estimate = Estimate(shape, sizes, start._state, target._state, prices, inf, target.maxNumElements(shape))
+        codes = Codes(sizes, start._state, target._state)
+        estimate = Estimate(shape, codes, prices, inf, target.maxNumElements(shape))
         blocks = list(zip(start.blockSizes, target.blockSizes))
-        arrivals = [estimate.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
-        moves = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=True)
+        arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
+        moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=True)
         for place, dist in enumerate(walk[:-1]):
             parts, left = moves.parts(dist._state), sum(spent[place + 1 :])
             code = sum(part.code for part in parts)
             bound = estimate(code, inf)
             assert max(bound, estimate.floor(code)) <= left * (1 + 1e-9)
-            assert estimate.moves_left(parts) < len(walk) - place
+            assert codes.moves_left(code, sum(part.code & codes.all > 0 for part in parts)) < len(walk) - place
             tight += bound == left > 0
     assert tight > 20
 
@@ -383,7 +386,7 @@ def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_mod
 def test_least_elements_are_those_of_the_best_placement(shape, sizes):
     expected = {0: prod(shape)}
     for places in product(range(-1, len(shape)), repeat=len(sizes)):
-        used = sum(1 << 2 * axis for axis, place in enumerate(places) if place >= 0)
+        used = sum(1 << 3 * axis for axis, place in enumerate(places) if place >= 0)
         mapping = tuple(tuple(axis for axis, at in enumerate(places) if at == d) for d in range(len(shape)))
         processes = [prod(sizes[axis] for axis in axes) for axes in mapping]
         if all(p <= n for p, n in zip(processes, shape)):

@@ -7,42 +7,49 @@ smaller. So with
 
     touch(A, S) = min over moves, each charged for least(homes and S):  price + touch(A and S without what it touches)
 
-the path costs at least the minimum of touch(A, S) over every S that contains what is in use now. A move touches one
-axis (a gather, and with a home an all-to-all), several of any, or, as a permutation, two that both have a home. A
-permutation puts an axis out of use only for one that was not in use, and is charged for what is held without that.
+the path costs at least the minimum of touch(A, S) over every S that contains what is in use now. A gather touches one
+axis or several, an all-to-all as well, if they have homes. A permutation brings an axis home if the other one is
+ACROSS, at the first one's home (``_multi_axis_codes``), and the other one too if both are. Else it only puts another
+axis where the first one was, which then has to be touched for as much; and to go ACROSS by an all-to-all is no cheaper
+than to go home by it. A permutation puts an axis out of use for one that was not in use, and is charged for what is
+held without that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping as Table
 from math import inf, prod
+from typing import Protocol
 
-# (collective, n_procs, elements of the most loaded rank before) -> scalar cost
-Prices = Table[tuple[str, int, int], float]
+from optim_redist._multi_axis_codes import Codes
+
+
+class Prices(Protocol):
+    """(collective, n_procs, elements of the most loaded rank before) -> scalar cost.
+
+    ``grow`` says that no collective gets cheaper with more processes; with more elements none may.
+    """
+
+    grow: bool
+
+    def __getitem__(self, key: tuple[str, int, int], /) -> float: ...
 
 
 class Floor:
-    """The bound by code, of which it reads the low bit of each digit: 1 for an axis that is astray.
+    """The bound by code, of which it reads which axes are astray, and which of them are ACROSS.
 
     Args:
-        with_home: the axes that the target uses; all sets of axes are sums of ``1 << 2 * axis``.
         least: by axes in use, what a rank holds at least, 0 for those that cannot be.
         cap: what is left at most.
     """
 
-    def __init__(
-        self, sizes: tuple[int, ...], with_home: int, least: Table[int, int], prices: Prices, cap: float
-    ) -> None:
-        # for each axis its bit, its size and the others of that size; several axes and their processes together
-        self.axes: list[tuple[int, int, int]] = []
-        together = [(0, 1)]
-        for axis, size in enumerate(sizes):
-            bit = 1 << 2 * axis
-            alike = sum(1 << 2 * other for other, same in enumerate(sizes) if same == size and other != axis)
-            self.axes.append((bit, size, alike))
-            together += [(others | bit, n_procs * size) for others, n_procs in together]
-        self.several = [(axes, n_procs) for axes, n_procs in together if axes & axes - 1]
-        self._all, self._with_home = (1 << 2 * len(sizes)) // 3, with_home
+    def __init__(self, codes: Codes, least: Table[int, int], prices: Prices, cap: float) -> None:
+        # for each axis its bit, its size and the others of that size
+        self.axes = [(1 << 3 * axis, size, alike) for axis, (size, alike) in enumerate(zip(codes.sizes, codes.alike))]
+        self._several: list[tuple[int, int]] = []
+        self._all, self._with_home = codes.all, codes.with_home
+        self._across, self._across_at_start = codes.across, codes.across_at_start
+        self._without_home = codes.all & ~codes.with_home
         self._least, self._prices, self._cap = least, prices, cap
         self._known = {0: 0.0}
         self._touched = {0: 0.0}
@@ -50,21 +57,36 @@ class Floor:
     def __call__(self, code: int, enough: float = inf) -> float:
         """The bound from ``code``, computed in full whatever is ``enough``."""
         astray = code & self._all
-        found = self._known.get(astray)
+        across = astray & (code >> 2 | code >> 1 & self._across_at_start)
+        key = astray | across << 1
+        found = self._known.get(key)
         if found is None:
             found = self._cap
-            others = more = self._all & ~self._with_home & ~astray
+            others = more = self._without_home & ~astray
             while True:
-                found = min(found, self._touching(astray | more))
+                touched = self._touching(astray | more, across | more & self._across)
+                if touched < found:
+                    found = touched
                 if not more:
                     break
                 more = more - 1 & others
-            self._known[astray] = found
+            self._known[key] = found
         return found
 
-    def _touching(self, astray: int) -> float:
+    @property
+    def several(self) -> list[tuple[int, int]]:
+        """Two or more axes, and their processes together."""
+        if not self._several:
+            together = [(0, 1)]
+            for bit, size, _ in self.axes:
+                together += [(others | bit, n_procs * size) for others, n_procs in together]
+            self._several = [(axes, n_procs) for axes, n_procs in together if axes & axes - 1]
+        return self._several
+
+    def _touching(self, astray: int, across: int) -> float:
         """What it costs to touch all of ``astray`` if no other axis without a home is ever in use."""
-        found = self._touched.get(astray)
+        key = astray | across << 1
+        found = self._touched.get(key)
         if found is not None:
             return found
         found, prices, least, with_home, left = inf, self._prices, self._least, self._with_home, self._touching
@@ -72,27 +94,34 @@ class Floor:
         elements = least[used]
         for bit, size, alike in self.axes if elements else ():
             if bit & astray:
-                price, partners = prices["allgather", size, elements], alike & with_home
+                price, partners = prices["allgather", size, elements], alike & with_home & ~astray
                 if bit & with_home:
                     price = min(price, prices["alltoall", size, elements])
-                    if alike:
-                        swap = prices["permute", 2, elements]
-                        price = min(price, swap)
-                        for other, *_ in self.axes if partners & astray else ():
-                            if other & partners & astray:
-                                found = min(found, swap + left(astray ^ bit ^ other))
+                    if bit & across and partners:
+                        price = min(price, prices["permute", 2, elements])
+                    for other, *_ in self.axes if alike & across else ():
+                        if other & alike & across:
+                            both = other & with_home if bit & across else 0
+                            swap = prices["permute", 2, elements]
+                            found = min(found, swap + left(astray ^ bit ^ both, across & ~(bit | other)))
                 elif partners and least[used ^ (partners & -partners)]:
                     # it goes out of use for one that was not in use
-                    price = min(price, prices["permute", 2, least[used ^ (partners & -partners)]])
-                found = min(found, price + left(astray ^ bit))
-        for axes, n_procs in self.several if elements else ():
-            for collective, touched in (("allgather", axes & astray), ("alltoall", axes & astray & with_home)):
-                if touched:
-                    price = prices[collective, n_procs, elements]
-                    # often one by one is cheaper than these alone
-                    if price < found:
-                        found = min(found, price + left(astray ^ touched))
-        self._touched[astray] = found
+                    swap = prices["permute", 2, least[used ^ (partners & -partners)]]
+                    if not bit & across:
+                        swap += prices["alltoall", size, elements]
+                    price = min(price, swap)
+                found = min(found, price + left(astray ^ bit, across & ~bit))
+        if elements and (astray & astray - 1 or not prices.grow):
+            for axes, n_procs in self.several:
+                if axes & ~astray and prices.grow:
+                    continue
+                for collective, touched in (("allgather", axes & astray), ("alltoall", axes & astray & with_home)):
+                    if touched:
+                        price = prices[collective, n_procs, elements]
+                        # often one by one is cheaper than these alone
+                        if price < found:
+                            found = min(found, price + left(astray ^ touched, across & ~touched))
+        self._touched[key] = found
         return found
 
 
@@ -110,28 +139,28 @@ def least_of_subsets(least: dict[int, int]) -> dict[int, int]:
 def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> dict[int, int]:
     """The least that the most loaded rank can hold with axes in use, 0 if that is above ``limit``.
 
-    By the sum of ``1 << 2 * axis``. With dimensions taken one by one, N the length of the last,
+    By the set of axes. With dimensions taken one by one, N the length of the last,
 
         least(dimensions, used) = min over axes P of used:  least(those before the last, used without P) · ceil(N/P)
     """
-    used, n_procs = [0], [1]
-    for axis, size in enumerate(sizes):
-        used += [others | 1 << 2 * axis for others in used]
+    sets, n_procs, bit = [0], [1], 1
+    for size in sizes:
+        sets += [others | bit for others in sets]
         n_procs += [others * size for others in n_procs]
-    if any(length % n_procs[-1] == 0 for length in shape):
+        bit <<= 3
+    every = n_procs[-1]
+    least: list[float]
+    if any(length % every == 0 for length in shape):
         total = prod(shape)
         least = [total // together for together in n_procs]
     else:
-        least = [-(-shape[0] // together) if together <= shape[0] else 0 for together in n_procs]
+        # with each set the sets in it, of which there are three to the power of all axes together
+        subsets = [[0]]
+        for k in range(len(sizes)):
+            subsets += [inner + [part | 1 << k for part in inner] for inner in subsets]
+        least = [-(-shape[0] // together) if together <= shape[0] else inf for together in n_procs]
         for length in shape[1:]:
-            shares = [-(-length // together) if together <= length else 0 for together in n_procs]
-            before, least = least, []
-            for whole in range(len(used)):
-                best = 0
-                for part in range(whole + 1):
-                    if part | whole == whole:
-                        elements = before[whole ^ part] * shares[part]
-                        if elements and (elements < best or not best):
-                            best = elements
-                least.append(best)
-    return {axes: elements if elements <= limit else 0 for axes, elements in zip(used, least)}
+            before, shares = least, [-(-length // together) if together <= length else inf for together in n_procs]
+            parted = [[before[whole ^ part] * shares[part] for part in parts] for whole, parts in enumerate(subsets)]
+            least = list(map(min, parted))
+    return {axes: int(elements) if elements <= limit and elements < inf else 0 for axes, elements in zip(sets, least)}

@@ -31,12 +31,16 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step: its printed name, the collective it is charged as, where it leads, and the size of its group."""
+    """One step: its printed name, the collective it is charged as, where it leads, and the size of its group.
+
+    ``elements`` are those of the most loaded rank after it.
+    """
 
     name: str
     collective: str  # "split", "allgather", "alltoall" or "permute"
     state: State
     n_procs: int
+    elements: int
 
 
 def max_block_size(length: int, n_procs: int) -> int:

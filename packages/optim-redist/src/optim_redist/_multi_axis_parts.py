@@ -58,28 +58,35 @@ class Dimension:
         self._code_of, self._merged = code_of, merged
         self._candidates: tuple[int, ...] = ()
         self._known: dict[tuple[Axes, tuple[int, ...]], Part] = {}
+        self._found: dict[tuple[Axes, tuple[int, ...]], list[Part]] = {}
         self._unsplit = [Part((), (UNSPLIT,), 1, length, 0)]
 
     def parts(self, axes: Axes, blocks: Iterable[int]) -> list[Part]:
         """The dimension over ``axes`` in any of ``blocks`` that leaves no process empty: one part for each share."""
         if not axes:
             return self._unsplit
-        length, n_procs, merged = self._length, axes_size(self._sizes, axes), self._merged
-        if length < n_procs:
-            return []
-        longest, alike = max_block_size(length, n_procs), dict[int, list[int]]()
-        for block in blocks:
-            if block <= longest:
-                alike.setdefault(local_length(length, n_procs, block) if merged else block, []).append(block)
-        found = []
-        for same in alike.values():
-            key = axes, tuple(same)
-            part = self._known.get(key)
-            if part is None:
-                share = local_length(length, n_procs, same[0])
-                part = self._known[key] = Part(axes, key[1], n_procs, share, self._code_of(self._tensor_dim, *key))
-            found.append(part)
+        key = axes, tuple(blocks)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = []
+            sizes, length = self._sizes, self._length
+            n_procs = sizes[axes[0]] if len(axes) == 1 else axes_size(sizes, axes)
+            if length >= n_procs:
+                longest, alike = max_block_size(length, n_procs), dict[int, list[int]]()
+                for block in key[1]:
+                    if block <= longest:
+                        share = local_length(length, n_procs, block)
+                        alike.setdefault(share if self._merged else block, []).append(block)
+                for same in alike.values():
+                    found.append(self._part(axes, tuple(same), n_procs))
         return found
+
+    def _part(self, axes: Axes, blocks: tuple[int, ...], n_procs: int) -> Part:
+        part = self._known.get((axes, blocks))
+        if part is None:
+            share, code = local_length(self._length, n_procs, blocks[0]), self._code_of(self._tensor_dim, axes, blocks)
+            part = self._known[axes, blocks] = Part(axes, blocks, n_procs, share, code)
+        return part
 
     def enter(self, part: Part, moved: Axes) -> list[Part]:
         """``part`` with further axes: with any block if it was unsplit, else in front or at the back."""

@@ -23,9 +23,10 @@ from math import inf, nextafter, prod
 from operator import itemgetter
 from typing import NamedTuple
 
+from optim_redist._multi_axis_codes import Codes
 from optim_redist._multi_axis_estimate import Estimate
 from optim_redist._multi_axis_floor import Prices
-from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size, max_local_size
+from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size
 from optim_redist._multi_axis_names import name_of
 from optim_redist._multi_axis_parts import Part
 from optim_redist._multi_axis_steps import Candidate, MoveSet, Parts, Step, state_of
@@ -51,6 +52,7 @@ def cheapest_moves(
     sizes: tuple[int, ...],
     start: State,
     target: State,
+    elements: tuple[int, int],
     prices: Prices,
     *,
     memory_limit: float = inf,
@@ -59,6 +61,7 @@ def cheapest_moves(
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
+    ``elements`` are those of the most loaded rank at the start and at the target.
     Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
     No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
     and of the lengths that allow the same steps the shortest leaves no rank with more.
@@ -66,17 +69,19 @@ def cheapest_moves(
     """
     if start == target:
         return []
-    start_size, target_size = max_local_size(shape, sizes, start), max_local_size(shape, sizes, target)
-    estimate = Estimate(shape, sizes, start, target, prices, memory_limit, target_size)
+    start_size, target_size = elements
+    codes = Codes(sizes, start, target)
+    estimate = Estimate(shape, codes, prices, memory_limit, target_size)
     if start_size <= memory_limit:
-        straight = StraightPath(shape, sizes, target, prices, estimate, memory_limit, wanted, max_depth).find(start)
-        if straight:
-            return straight
+        straight = StraightPath(shape, target, codes, prices, estimate, memory_limit, wanted, max_depth)
+        moves = straight.find(start, start_size)
+        if moves:
+            return moves
     blocks = list(zip(start.blocks, target.blocks))
-    arrivals = [estimate.arrivals(d) for d in range(len(shape))]
-    move_set = MoveSet(shape, sizes, blocks, estimate.code_of, arrivals, merged=wanted is None)
+    arrivals = [codes.arrivals(d) for d in range(len(shape))]
+    move_set = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=wanted is None)
     first, goal = move_set.parts(start), move_set.parts(target)
-    leap: Candidate = ("exchange", prod(sizes), (None, None, ()), 0, estimate.goal)
+    leap: Candidate = ("exchange", prod(sizes), (None, None, ()), 0, codes.goal)
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
     below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
@@ -88,7 +93,7 @@ def cheapest_moves(
     left = estimate(root.code, below) if start_size <= memory_limit else 0.0
     # An entry is (f, h, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one that is
     # estimated nearest to the target goes first. It stands for all steps from that one on, without any for the node.
-    order = count()
+    order, homes = count(), ~(codes.all << 2)
     queue: list[tuple[float, float, int, float, int, Node, Onward, int]] = [(left, left, 0, 0.0, 0, root, [], 0)]
     reached: dict[Parts, list[tuple[float, int]]] = {first: [(0.0, 0)]}
     while queue:
@@ -103,40 +108,51 @@ def cheapest_moves(
                 if cost + left < below:
                     heappush(queue, (cost + left, left, -next(order), cost, depth, node, steps, 0))
                 continue
-            steps, which = onward(node, f - cost), -1
-        if which + 1 < len(steps) and cost + steps[which + 1][0] < below:
-            bound, left, *_ = steps[which + 1]
-            heappush(queue, (max(f, cost + bound), left, -next(order), cost, depth, node, steps, which + 1))
-        if which < 0:
-            continue
-        _, _, price, candidate = steps[which]
-        _, n_procs, step, *_ = candidate
-        if early_splits and node.made_by and not n_procs and _commutes(node.made_by[2], step):
-            continue
-        cost += price
-        for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
-            size, code = 1, 0
-            for part in after:
-                size *= part.share
-                code += part.code
-            arrived = code == estimate.goal and _covers(after, goal)
-            if arrived:
-                after = goal
-            elif size > memory_limit:
+            steps = onward(node, f - cost)
+        entered, nearer = -next(order), False
+        # as long as steps lead to nothing that comes next, one after the other
+        while which < len(steps) and not nearer and cost + steps[which][0] <= f:
+            _, _, price, candidate = steps[which]
+            _, n_procs, step, *_ = candidate
+            which += 1
+            if early_splits and node.made_by and not n_procs and _commutes(node.made_by[2], step):
                 continue
-            left = estimate(code, f - cost)
-            if max_depth is not None and depth + estimate.moves_left(after) >= max_depth and not arrived:
-                left = estimate.cap  # too few moves are left for anything but an exchange
-            if (
-                cost + left < below
-                and _improves(reached, after, cost, depth + 1, max_depth)
-                and (arrived or wanted is None or wanted(state_of(after)))
-            ):
-                if arrived:
-                    below = cost
-                entry = Node(after, size, code, node, candidate)
-                heappush(queue, (max(f, cost + left), left, -next(order), cost, depth + 1, entry, [], 0))
-    return _moves_to(Node(goal, target_size, estimate.goal, root, leap), sizes, start, target)
+            spent = cost + price
+            for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
+                front = reached.get(after)
+                if front and _dominated(front, spent, depth, max_depth):
+                    continue
+                size, code, num_astray = 1, 0, 0
+                for part in after:
+                    size *= part.share
+                    if part.code:
+                        code += part.code
+                        if part.code & codes.all:
+                            num_astray += 1
+                if code & homes == codes.goal and _covers(after, goal):
+                    left, after, front = 0.0, goal, reached.get(goal)
+                    if front and _dominated(front, spent, depth, max_depth):
+                        continue
+                elif size > memory_limit or (wanted and not wanted(state_of(after))):
+                    reached[after] = [(-inf, 0)]
+                    continue
+                elif max_depth is not None and depth + codes.moves_left(code, num_astray) >= max_depth:
+                    left = estimate.cap  # too few moves are left for anything but an exchange
+                else:
+                    left = estimate(code, f - spent)
+                if spent + left < below:
+                    # of arrivals that cost no less only those by fewer moves stay
+                    better = [one for one in front or () if one[0] < spent or (max_depth and one[1] <= depth)]
+                    reached[after] = [(spent, depth + 1), *better]
+                    if after is goal:
+                        below = spent
+                    nearer = nearer or spent + left <= f
+                    entry = Node(after, size, code, node, candidate)
+                    heappush(queue, (max(f, spent + left), left, -next(order), spent, depth + 1, entry, [], 0))
+        if which < len(steps) and cost + steps[which][0] < below:
+            bound, left, *_ = steps[which]
+            heappush(queue, (max(f, cost + bound), left, entered, cost, depth, node, steps, which))
+    return _moves_to(Node(goal, target_size, codes.goal, root, leap), sizes, start, target)
 
 
 class _StepsByBound:
@@ -158,14 +174,16 @@ class _StepsByBound:
         found = self._known.get((mapping, elements, code))
         if found is None:
             found = self._known[mapping, elements, code] = []
-            prices, estimate, exact = self._prices, self._estimate, self._estimate.exact
+            prices, exact, at_least = self._prices, self._estimate.exact, self._estimate.at_least
             for candidate in self._move_set.candidates(mapping):
                 collective, n_procs, _, kept, arrived = candidate
                 price = prices[collective, n_procs, elements] if n_procs else 0.0
                 after = code & kept | arrived
                 left = exact.get(after)
                 if left is None:
-                    left = estimate(after, enough - price)
+                    left = at_least.get(after)
+                    if left is None or price + left <= enough:
+                        left = self._estimate.improved(after, enough - price)
                 found.append((price + left, left, price, candidate))
             if elements >= self._target_size:
                 price = prices["alltoall", self._leap[1], elements]
@@ -193,20 +211,12 @@ def _covers(parts: Parts, goal: Parts) -> bool:
     return all(part.axes == end.axes and end.blocks[0] in part.blocks for part, end in zip(parts, goal))
 
 
-def _improves(
-    reached: dict[Parts, list[tuple[float, int]]], state: Parts, cost: float, depth: int, max_depth: int | None
-) -> bool:
-    """Enter (cost, depth) in a state's front of best arrivals, unless one there is as good in both."""
-    front = reached.get(state)
-    if front is None:
-        reached[state] = [(cost, depth)]
-        return True
-    depth_counts = max_depth is not None
-    if any(known <= cost and (not depth_counts or steps <= depth) for known, steps in front):
-        return False
-    front[:] = [(known, steps) for known, steps in front if known < cost or (depth_counts and steps < depth)]
-    front.append((cost, depth))
-    return True
+def _dominated(front: list[tuple[float, int]], cost: float, depth: int, max_depth: int | None) -> bool:
+    """Whether arriving at ``cost`` by one move more than ``depth`` is no better than something in a front of arrivals.
+
+    Of (cost, moves) the moves count only if they are limited.
+    """
+    return any(known <= cost and (max_depth is None or moves <= depth + 1) for known, moves in front)
 
 
 def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -> list[Move]:
@@ -219,9 +229,9 @@ def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -
             blocks = [_block_before(sizes, step, *dim) for dim in zip(range(len(parts)), parts, *after)]
             before = State(tuple([part.axes for part in parts]), tuple(blocks))
         if collective == "exchange":
-            moves.append(Move("exchange_*", "alltoall", after, n_procs))
+            moves.append(Move("exchange_*", "alltoall", after, n_procs, node.elements))
         else:
-            moves.append(Move(name_of(collective, before, after), collective, after, n_procs))
+            moves.append(Move(name_of(collective, before, after), collective, after, n_procs, node.elements))
         node, after = node.before, before
     return moves[::-1]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from math import prod
 
 from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size
 from optim_redist._multi_axis_names import name_of
@@ -94,20 +95,20 @@ class MoveSet:
         """All axes or the last one go to another dimension, the last or the first is gathered, or the block changes."""
         found: list[Candidate] = []
         sizes, last = self._sizes, axes[-1]
-        one = ~(3 << 2 * last)
+        one = ~(7 << 3 * last)
         for target, arrivals in enumerate(self._arrivals):
             if target != source:
                 found.append(("alltoall", sizes[last], (source, target, (last,)), one, arrivals[last]))
         found.append(("allgather", sizes[last], (source, None, (last,)), one, 0))
         n_procs, kept = sizes[last], one
         if len(axes) > 1:
-            n_procs, kept = axes_size(sizes, axes), ~sum(3 << 2 * axis for axis in axes)
+            n_procs, kept = axes_size(sizes, axes), ~sum(7 << 3 * axis for axis in axes)
             for target, arrivals in enumerate(self._arrivals):
                 if target != source:
                     arrived = sum(arrivals[axis] for axis in axes)
                     found.append(("alltoall", n_procs, (source, target, axes), kept, arrived))
             first = axes[0]
-            found.append(("allgather", sizes[first], (source, None, (first,)), ~(3 << 2 * first), 0))
+            found.append(("allgather", sizes[first], (source, None, (first,)), ~(7 << 3 * first), 0))
         arrived = sum(self._arrivals[source][axis] for axis in axes)
         found.append(("alltoall", n_procs, (source, source, ()), kept, arrived))
         return found
@@ -121,7 +122,7 @@ class MoveSet:
                         arrived |= arrivals[second]
                     if second in axes:
                         arrived |= arrivals[first]
-                kept = ~(3 << 2 * first | 3 << 2 * second)
+                kept = ~(7 << 3 * first | 7 << 3 * second)
                 found.append(("permute", 2, (None, None, (first, second)), kept, arrived))
 
     def after(self, parts: Parts, step: Step) -> list[Parts]:
@@ -151,7 +152,8 @@ class MoveSet:
                 result = state_of(after)
                 if (result, collective, n_procs) not in kept:
                     name = name_of(collective, state, result)
-                    kept[result, collective, n_procs] = Move(name, collective, result, n_procs)
+                    elements = prod([part.share for part in after])
+                    kept[result, collective, n_procs] = Move(name, collective, result, n_procs, elements)
         return list(kept.values())
 
 

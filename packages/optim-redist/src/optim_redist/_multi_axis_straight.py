@@ -14,10 +14,11 @@ An axis comes home to an unsplit dimension in blocks of its stride there, else o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import NamedTuple
 
+from optim_redist._multi_axis_codes import Codes
 from optim_redist._multi_axis_estimate import Estimate
 from optim_redist._multi_axis_floor import Prices
 from optim_redist._multi_axis_moves import (
@@ -33,7 +34,7 @@ from optim_redist._multi_axis_moves import (
 from optim_redist._multi_axis_names import name_of
 
 # a search is the better choice after so many states
-_MOST_STATES = 10
+_MOST_STATES = 8
 
 
 class Split(NamedTuple):
@@ -46,9 +47,9 @@ class Split(NamedTuple):
     code: int
 
 
-Splits = tuple[Split, ...]
-# (dimension, axes, block, processes) to be
-Change = tuple[int, Axes, int, int]
+Splits = list[Split]
+# (dimension, axes, block) to be
+Change = tuple[int, Axes, int]
 # collective, processes of a group, what it changes
 Attempt = tuple[str, int, tuple[Change, ...]]
 
@@ -63,92 +64,113 @@ class StraightPath:
     def __init__(
         self,
         shape: tuple[int, ...],
-        sizes: tuple[int, ...],
         target: State,
+        codes: Codes,
         prices: Prices,
         estimate: Estimate,
         memory_limit: float,
         wanted: Callable[[State], bool] | None,
         max_depth: int | None,
     ) -> None:
-        self._shape, self._sizes, self._target = shape, sizes, target
+        self._shape, self._sizes, self._target, self._codes = shape, codes.sizes, target, codes
         self._prices, self._estimate = prices, estimate
         self._memory_limit, self._wanted, self._max_depth = memory_limit, wanted, max_depth
-        self._seen: set[Splits] = set()
+        self._seen: set[State] = set()
         self._moves: list[Move] = []
 
-    def find(self, start: State) -> list[Move]:
-        """The moves from ``start``, which must be within the limit; none if there is no such path."""
-        nowhere: Splits = (Split((), UNSPLIT, 1, 1, 0),) * len(start.mapping)
-        splits = self._changed(
-            nowhere, [(d, axes, block, axes_size(self._sizes, axes)) for d, (axes, block) in enumerate(zip(*start))]
-        )
-        assert splits is not None
-        code, floor = _code(splits), -1.0
+    def find(self, start: State, elements: int) -> list[Move]:
+        """The moves from ``start``, whose ``elements`` must be within the limit; none if there is no such path."""
+        found = [self._split(d, axes, block) for d, (axes, block) in enumerate(zip(*start))]
+        splits = [split for split in found if split is not None]
+        code, floor = sum(split.code for split in splits), -1.0
         # often the floor, which takes no search over codes, is the bound; it does not know of axes that wait for others
         bounds = (self._estimate.floor.__call__, self._estimate.__call__)
-        for left in bounds[1:] if self._estimate.waits(code) else bounds:
+        for left in bounds[1:] if self._codes.waits(code) else bounds:
             bound = left(code, self._estimate.cap)
             if bound > floor:
                 self._seen.clear()
-                if self._follow(splits, code, 0.0, bound, left):
+                if self._follow(splits, start, elements, code, 0.0, bound, left):
                     return self._moves[::-1]
             floor = bound
         return []
 
     def _follow(
-        self, splits: Splits, code: int, cost: float, bound: float, left: Callable[[int, float], float], depth: int = 1
+        self,
+        splits: Splits,
+        state: State,
+        elements: int,
+        code: int,
+        cost: float,
+        bound: float,
+        left: Callable[[int, float], float],
+        depth: int = 1,
     ) -> bool:
         """Whether the target can be reached; then the moves are known, the last one first."""
-        self._seen.add(splits)
-        elements = prod([split.share for split in splits])
+        self._seen.add(state)
         for collective, n_procs, changes in self._attempts(splits, code):
             through = cost
             if n_procs:
                 through += self._prices[collective, n_procs, elements]
                 if through > bound:
                     continue
-            after = self._changed(splits, changes)
-            if after is None or after in self._seen:
-                continue
-            after_code = _code(after)
-            if through + left(after_code, bound - through) > bound:
-                continue
-            arrived = after_code == self._estimate.goal and _state(after) == self._target
-            if arrived or (
-                self._allowed(after, depth) and self._follow(after, after_code, through, bound, left, depth + 1)
-            ):
-                state = _state(after)
-                self._moves.append(Move(name_of(collective, _state(splits), state), collective, state, n_procs))
-                return True
+            made, made_code = list(splits), code
+            for d, axes, block in changes:
+                new = self._split(d, axes, block)
+                if new is None:
+                    break
+                made_code += new.code - made[d].code
+                made[d] = new
+            else:
+                if through + left(made_code, bound - through) > bound:
+                    continue
+                after = State(tuple([split.axes for split in made]), tuple([split.block for split in made]))
+                held = prod([split.share for split in made])
+                if after == self._target or (
+                    after not in self._seen
+                    and self._allowed(after, held, depth)
+                    and self._follow(made, after, held, made_code, through, bound, left, depth + 1)
+                ):
+                    self._moves.append(Move(name_of(collective, state, after), collective, after, n_procs, held))
+                    return True
         return False
 
-    def _allowed(self, splits: Splits, depth: int) -> bool:
+    def _split(self, d: int, axes: Axes, block: int) -> Split | None:
+        """A dimension with these axes and block, if that leaves no process empty."""
+        length = self._shape[d]
+        if not axes:
+            return Split(axes, UNSPLIT, 1, length, 0)
+        n_procs = self._sizes[axes[0]] if len(axes) == 1 else axes_size(self._sizes, axes)
+        if not split_fits(length, n_procs, block):
+            return None
+        share = local_length(length, n_procs, block)
+        return Split(axes, block, n_procs, share, self._codes.code_of(d, axes, (block,)))
+
+    def _allowed(self, state: State, elements: int, depth: int) -> bool:
         """Whether a state may be on the way after ``depth`` moves."""
         return (
             len(self._seen) < _MOST_STATES
             and (self._max_depth is None or depth < self._max_depth)
-            and prod([split.share for split in splits]) <= self._memory_limit
-            and (self._wanted is None or self._wanted(_state(splits)))
+            and elements <= self._memory_limit
+            and (self._wanted is None or self._wanted(state))
         )
 
     def _attempts(self, splits: Splits, code: int) -> Iterator[Attempt]:
         """The moves that bring an axis nearer to its home or out of use; those that are free and lead home first."""
-        sizes, home = self._sizes, self._estimate.home
-        unused = [axis for axis in range(len(sizes)) if not code >> 2 * axis & 3]
+        sizes, home = self._sizes, self._codes.home
+        unused = [axis for axis in range(len(sizes)) if not code >> 3 * axis & 7]
         for axis in unused:
             if axis in home:
                 d, stride = home[axis]
                 for change in _entering(d, splits[d], (axis,), sizes[axis], stride):
                     yield "split", 0, (change,)
         for d, split in enumerate(splits):
-            if split.code & self._estimate.all:
+            if split.code & self._codes.all:
                 yield from self._departures(d, splits)
-        for i, j in self._estimate.equal_axes:
-            if (code >> 2 * i | code >> 2 * j) & 1:
+        for i, j in self._codes.equal_axes:
+            if (code >> 3 * i | code >> 3 * j) & 1:
                 swapped = [
-                    (d, swapped_axes(axes, i, j), block, n_procs)
-                    for d, (axes, block, n_procs, *_) in enumerate(splits)
+                    (d, swapped_axes(axes, i, j), block)
+                    for d, (axes, block, *_) in enumerate(splits)
                     if i in axes or j in axes
                 ]
                 yield "permute", 2, tuple(swapped)
@@ -163,51 +185,29 @@ class StraightPath:
         if axes == self._target.mapping[d]:
             new = self._target.blocks[d]
             if new != block and (new % block == 0 or block % new == 0):
-                yield "alltoall", n_procs, ((d, axes, new, n_procs),)
+                yield "alltoall", n_procs, ((d, axes, new),)
         last, first = axes[-1], axes[0]
-        if code >> 2 * last & 1:
+        if code >> 3 * last & 1:
             size = self._sizes[last]
             groups = [(axes[-1:], size), (axes, n_procs)][: len(axes)]
-            to, stride = self._estimate.home.get(last, (d, 0))
+            to, stride = self._codes.home.get(last, (d, 0))
             for moved, together in groups if to != d else ():
-                left = d, axes[: -len(moved)], block * together, n_procs // together
+                left = d, axes[: -len(moved)], block * together
                 for came in _entering(to, splits[to], moved, together, stride):
                     yield "alltoall", together, (left, came)
-            yield "allgather", size, ((d, axes[:-1], block * size, n_procs // size),)
-        if len(axes) > 1 and code >> 2 * first & 1:
+            yield "allgather", size, ((d, axes[:-1], block * size),)
+        if len(axes) > 1 and code >> 3 * first & 1:
             size = self._sizes[first]
-            yield "allgather", size, ((d, axes[1:], block, n_procs // size),)
-
-    def _changed(self, splits: Splits, changes: Iterable[Change]) -> Splits | None:
-        """The state after changes of dimensions, if it leaves no process empty."""
-        after = list(splits)
-        for d, axes, block, n_procs in changes:
-            length = self._shape[d]
-            if not axes:
-                after[d] = Split((), UNSPLIT, 1, length, 0)
-            elif split_fits(length, n_procs, block):
-                share = local_length(length, n_procs, block)
-                after[d] = Split(axes, block, n_procs, share, self._estimate.code_of(d, axes, (block,)))
-            else:
-                return None
-        return tuple(after)
+            yield "allgather", size, ((d, axes[1:], block),)
 
 
 def _entering(d: int, split: Split, moved: Axes, size: int, stride: int | None = None) -> Iterator[Change]:
     """A dimension with axes that come to it, the last of them at ``stride`` or wherever it can be."""
     axes, block, n_procs, *_ = split
     if not axes:
-        yield d, moved, stride or 1, size
+        yield d, moved, stride or 1
         return
     if stride is None or stride == block * n_procs:
-        yield d, (*moved, *axes), block, n_procs * size
+        yield d, (*moved, *axes), block
     if block % size == 0 and (stride is None or stride == block // size):
-        yield d, (*axes, *moved), block // size, n_procs * size
-
-
-def _code(splits: Splits) -> int:
-    return sum(split.code for split in splits)
-
-
-def _state(splits: Splits) -> State:
-    return State(tuple([split.axes for split in splits]), tuple([split.block for split in splits]))
+        yield d, (*axes, *moved), block // size

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Cost:
     """The cost of one step, or of several: sums, and the largest growth of memory."""
 
@@ -19,6 +20,16 @@ class Cost:
     bandwidth: float = 0
     computation: float = 0
     max_memory_delta: float = 0
+
+    def __init__(
+        self, latency: float = 0, bandwidth: float = 0, computation: float = 0, max_memory_delta: float = 0
+    ) -> None:
+        # what dataclasses generate for frozen ones takes twice as long, and searches for sequences make many
+        values = self.__dict__
+        values["latency"] = latency
+        values["bandwidth"] = bandwidth
+        values["computation"] = computation
+        values["max_memory_delta"] = max_memory_delta
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -40,7 +51,14 @@ def _rounds(n_procs: int) -> int:
 
 
 class CostModel(ABC):
-    """Five collectives as functions of the number of processes and of the elements each of them holds before."""
+    """Five collectives as functions of the number of processes and of the elements each of them holds before.
+
+    Attributes:
+        grows_with_processes: whether none gets cheaper with more processes of as many elements each. Searches are
+            faster if they may rely on it.
+    """
+
+    grows_with_processes: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -75,6 +93,8 @@ class IdealLowerBoundsCM(CostModel):
     gathers win too often. ``TextbookCM`` counts honestly.
     """
 
+    grows_with_processes = True
+
     @staticmethod
     def allgather(n_procs: int, n_elements: int) -> Cost:
         return Cost(_rounds(n_procs), float((n_procs - 1) * n_elements))
@@ -100,6 +120,8 @@ class IdealLowerBoundsCM(CostModel):
 
 class TextbookCM(CostModel):
     """What a process really sends in the usual bandwidth-optimal algorithms."""
+
+    grows_with_processes = True
 
     @staticmethod
     def allgather(n_procs: int, n_elements: int) -> Cost:

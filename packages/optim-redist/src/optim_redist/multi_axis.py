@@ -131,11 +131,12 @@ class MultiAxisDist:
 
     def compatible(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of ``shape`` has as many dimensions and leaves no process empty."""
-        return len(shape) == len(self.dimsMapping) and all(
-            split_fits(length, axes_size(self.processorMesh, axes), block)
-            for length, axes, block in zip(shape, self.dimsMapping, self.blockSizes)
-            if axes
-        )
+        if len(shape) != len(self.dimsMapping):
+            return False
+        for length, axes, block in zip(shape, self.dimsMapping, self.blockSizes):
+            if axes and not split_fits(length, axes_size(self.processorMesh, axes), block):
+                return False
+        return True
 
     def _check(self, shape: Sequence[int], what: str) -> tuple[int, ...]:
         if not self.compatible(shape):

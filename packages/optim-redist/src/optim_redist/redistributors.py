@@ -129,34 +129,35 @@ class OptimalRedist(Redistributor):
             raise ValueError(f"max_depth must be at least 1, got {max_depth}")
         self.memory_limit, self.node_filter, self.max_depth = memory_limit, node_filter, max_depth
 
-    def _limit(self, shape: tuple[int, ...], dist: MultiAxisDist, target: MultiAxisDist) -> float:
+    def _limit(self, start_size: int, target_size: int) -> float:
         return inf if self.memory_limit is None else self.memory_limit
 
     def _steps(self, shape: tuple[int, ...], dist: MultiAxisDist, target: MultiAxisDist) -> list[Row]:
         mesh, node_filter = dist.processorMesh, self.node_filter
+        start_size, target_size = (max_local_size(shape, mesh, side._state) for side in (dist, target))
         moves = cheapest_moves(
             shape,
             mesh,
             dist._state,
             target._state,
+            (start_size, target_size),
             _Prices(self),
-            memory_limit=self._limit(shape, dist, target),
+            memory_limit=self._limit(start_size, target_size),
             wanted=None if node_filter is None else lambda state: node_filter(MultiAxisDist._of(mesh, state)),
             max_depth=self.max_depth,
         )
-        return self._rows(shape, dist, moves)
+        return self._rows(mesh, moves, start_size)
 
-    def _rows(self, shape: tuple[int, ...], dist: MultiAxisDist, moves: Sequence[Move]) -> list[Row]:
+    def _rows(self, mesh: tuple[int, ...], moves: Sequence[Move], elements: int) -> list[Row]:
+        """The rows of moves from where the most loaded rank holds so many elements."""
         rows: list[Row] = []
-        mesh, before = dist.processorMesh, dist._state
         for move in moves:
             if move.collective == "split":
-                sizes = [max_local_size(shape, mesh, state) for state in (before, move.state)]
-                cost = Cost(max_memory_delta=sizes[1] - sizes[0])
+                cost = Cost(max_memory_delta=move.elements - elements)
             else:
-                cost = getattr(self.cost_model, move.collective)(move.n_procs, max_local_size(shape, mesh, before))
+                cost = getattr(self.cost_model, move.collective)(move.n_procs, elements)
             rows.append((move.name, MultiAxisDist._of(mesh, move.state), cost))
-            before = move.state
+            elements = move.elements
         return rows
 
 
@@ -167,6 +168,7 @@ class _Prices(dict[tuple[str, int, int], float]):
         super().__init__()
         self._weights = redistributor.alpha, redistributor.beta, redistributor.gamma, 0.0
         self._model = redistributor.cost_model
+        self.grow = redistributor.cost_model.grows_with_processes
 
     def __missing__(self, key: tuple[str, int, int]) -> float:
         collective, n_procs, elements = key
@@ -193,5 +195,5 @@ class MemoryConstrainedRedist(OptimalRedist):
     ) -> None:
         super().__init__(cost_model, alpha, beta, gamma, epsilon, max_depth=max_depth)
 
-    def _limit(self, shape: tuple[int, ...], dist: MultiAxisDist, target: MultiAxisDist) -> float:
-        return max(max_local_size(shape, side.processorMesh, side._state) for side in (dist, target))
+    def _limit(self, start_size: int, target_size: int) -> float:
+        return max(start_size, target_size)
