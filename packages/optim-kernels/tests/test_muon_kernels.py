@@ -102,6 +102,26 @@ def test_quarters_of_diagonal_tiles(m: int) -> None:
         assert same(one, other)
 
 
+@pytest.mark.parametrize("m", [24, 32, 80, 128, 200], ids=str)
+def test_diagonal_tiles_in_pairs(m: int) -> None:
+    """The same result as by single tiles (on a GPU the same bits), with an odd number of them too."""
+    x = mk.as_batch(torch.randn(3, m, 40, device=DEVICE).half() / 8)
+    size, depth = (32, 32) if DEVICE == "cpu" else (64, 128)
+    tile = Tile(size, size, depth, 4, 2)
+    same = torch.equal if DEVICE == "cuda" else partial(torch.allclose, rtol=2e-3, atol=2e-3)
+    results = []
+    for each in (tile, tile._replace(joined=True)):
+        a = mk.symmetric_product(x, x, tile=each)
+        q = mk.empty_matrices(*a.shape, like=a).fill_(float("nan"))
+        scale = torch.tensor([1.0, 0.5, 2.0], device=DEVICE)
+        d = mk.symmetric_product(a, a, c=a, alpha=0.5, beta=2.0, shifted=(q, 3.0), scale=scale, tile=each)
+        results.append((a, d, q))
+    for one, other in zip(*results, strict=True):
+        assert same(one, other)
+    with pytest.raises(ValueError, match="x xᵀ alone"):
+        mk.symmetric_product(x, x.clone(), tile=tile._replace(joined=True))
+
+
 def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
     x = torch.randn(3, 5, 7, device=DEVICE).half()
     batch = mk.as_batch(x)
@@ -137,8 +157,12 @@ def test_normalize(dtype: torch.dtype, layout: str, eps_mode: str) -> None:
 
 def test_tile_choice() -> None:
     """Small matrices alone take small tiles, batches and large ones large tiles; the wide one only for A Aᵀ."""
-    assert symmetric_tile(1024, 1024, 1, 132, True) == Tile(64, 64, 128, 4, 3, quartered=True)
-    assert symmetric_tile(768, 3072, 1, 132, True) == Tile(64, 64, 128, 4, 3)
+    assert symmetric_tile(1024, 1024, 1, 132, True) == Tile(64, 64, 128, 4, 5, joined=True)
+    assert symmetric_tile(1024, 1024, 1, 132, False) == Tile(64, 64, 128, 4, 3, quartered=True)
+    assert symmetric_tile(512, 512, 4, 132, True) == Tile(64, 64, 128, 4, 5, joined=True)
+    assert symmetric_tile(768, 3072, 1, 132, True) == Tile(64, 64, 128, 4, 5)
+    assert symmetric_tile(1920, 1920, 1, 132, True) == Tile(128, 128, 64, 4, 3)
+    assert symmetric_tile(1920, 7680, 1, 132, True) == Tile(128, 128, 64, 4, 6)
     assert symmetric_tile(2048, 2048, 1, 132, False, True) == Tile(128, 128, 64, 4, 3, quartered=True)
     assert symmetric_tile(768, 768, 12, 132, False, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
@@ -168,6 +192,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "master"), [("torch", "fp32"), ("climbing", None), ("nanochat", None)], ids=list(VARIANTS)
 )

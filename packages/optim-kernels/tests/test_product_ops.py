@@ -56,8 +56,8 @@ def test_factors_by_their_address() -> None:
     x = mk.as_batch(torch.randn(2, 40, 40, device=device).half() / 8)
     alpha, beta = (torch.tensor(value, device=device) for value in (0.5, -2.0))
     size, depth = (32, 32) if device == "cpu" else (128, 64)
-    for quartered in (False, True):
-        tile = Tile(size, size, depth, 4, 2, quartered=quartered)
+    for kind in ({}, {"quartered": True}, {"joined": True}):
+        tile = Tile(size, size, depth, 4, 2, **kind)
         by_number = mk.symmetric_product(x, x, c=x, alpha=0.5, beta=-2.0, tile=tile)
         assert torch.equal(mk.symmetric_product(x, x, c=x, alpha=alpha, beta=beta, tile=tile), by_number)
     tile = mk.portable_tile(x, x, symmetric=False)

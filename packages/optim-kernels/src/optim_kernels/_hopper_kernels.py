@@ -17,7 +17,7 @@ A barrier of the ring (`_hopper_ring`) knows only the parity of a slot's round, 
 the other one has taken all its steps, not earlier: that is what `turn` says.
 
 The tile's own buffer [128, 128] first receives C (copied while the other consumer multiplies), then D, then D's mirror
-image. Exact symmetry is needed and kept as in `_product_kernels`.
+image. Exact symmetry is needed and kept as in `_symmetric_kernels`.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ vanish (fp16), else in fp64, and tiles in fp64; a NaN stays in its matrix.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels._tiles import cdiv
-from optim_kernels._triton import Launch, div_rn, narrow, tl, triton
+from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, after_previous, can_overlap, div_rn, narrow, tl, triton
 
 BLOCK_M, BLOCK_N = 32, 256
 # Of one launch, over all matrices: enough to fill the chip, few enough to be added by every program of the next.
@@ -54,7 +55,9 @@ def squares_kernel(
     HAS_STATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    after_previous(OVERLAP)
     part, parts, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     if HAS_STATE:
         tl.store(state + 1 + batch, 0, mask=part == 0)
@@ -99,7 +102,9 @@ def scale_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    after_previous(OVERLAP)
     tile, batch = tl.program_id(0), tl.program_id(1)
     at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
     value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
@@ -232,6 +237,14 @@ def _layout(x: Tensor) -> Layout:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device.index
 
 
+def _overlapping(kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], g: Layout) -> Launch:
+    """A launch under whose end the next one may start, where the device can do that."""
+    index = g[-1]
+    if index is None or not can_overlap(torch.device("cuda", index)):
+        return Launch(kernel, grid, (*constants, NO_OVERLAP))
+    return Launch(kernel, grid, (*constants, ALONE), launch_pdl=True)
+
+
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _squares_launch(g: Layout, has_state: bool) -> tuple[Launch, int, tuple[int, ...]]:
     """The launch, how many parts it makes of a matrix, and its numbers."""
@@ -239,7 +252,7 @@ def _squares_launch(g: Layout, has_state: bool) -> tuple[Launch, int, tuple[int,
     columns = cdiv(n, BLOCK_N)
     tiles = cdiv(m, BLOCK_M) * columns
     parts = min(tiles, max(1, MAX_PARTS // batch))
-    launch = Launch(squares_kernel, (parts, batch, 1), (has_state, BLOCK_M, BLOCK_N))
+    launch = _overlapping(squares_kernel, (parts, batch, 1), (has_state, BLOCK_M, BLOCK_N), g)
     return launch, parts, (*strides, m, n, tiles, columns)
 
 
@@ -249,7 +262,7 @@ def _scale_launch(g: Layout, x: Layout, parts: int, add_eps: bool) -> tuple[Laun
     (batch, m, n), strides, *_ = g
     columns = cdiv(n, BLOCK_N)
     constants = (add_eps, triton.next_power_of_2(parts), BLOCK_M, BLOCK_N)
-    launch = Launch(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants)
+    launch = _overlapping(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants, g)
     return launch, (*strides, *x[1][:2], m, n, columns, parts)
 
 

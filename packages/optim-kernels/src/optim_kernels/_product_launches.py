@@ -5,7 +5,8 @@
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
 operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). The kernels stand in
-`_product_kernels` and `_hopper_kernels`. Launches are kept for matrices of the same shapes and strides.
+`_product_kernels`, `_symmetric_kernels` and `_hopper_kernels`. Launches are kept for matrices of the same shapes and
+strides.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ import torch
 import triton
 from torch import Tensor
 
-from optim_kernels import _product_kernels as kernels
+from optim_kernels import _product_kernels, _symmetric_kernels
 from optim_kernels._block_launch import BlockLaunch
 from optim_kernels._impl import is_interpreted
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, Tile, cdiv, general_tile, symmetric_tile, symmetric_tiles
+from optim_kernels._tiles import (
+    FULL_PRECISION,
+    INTERPRETED,
+    Tile,
+    cdiv,
+    general_tile,
+    symmetric_programs,
+    symmetric_tile,
+    symmetric_tiles,
+)
+from optim_kernels._triton import can_overlap
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -71,6 +82,8 @@ def symmetric_product(
     matrices: tuple[Tensor | None, ...]
     if tile.quartered:
         matrices = 2 * (a, None if same else b, c, out, q)
+    elif tile.joined:
+        matrices = (a, c, out, q)
     elif tile.rows == tile.columns:
         matrices = (a, None if same else b, c, out, None, q, None)
     else:
@@ -90,21 +103,33 @@ def _symmetric_launch(
     )
     if tile.on_hopper:
         return tile, None, ()
-    flags = (c is not None, q is not None, scale is not None, alpha is not None, same)
+    if tile.joined and not same:
+        raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
+    flags = (c is not None, q is not None, scale is not None, alpha is not None)
     sides, depth = cdiv(m, tile.side), tile.depth
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.quartered:
         whole = batch * (sides * (sides - 1) // 2)
         blocks = [block for side in (tile.side, tile.side // 2) for block in (2 * [(side, depth)] + 3 * [(side, side)])]
-        constants: tuple[Any, ...] = (*flags, tile.side, depth, PANEL)
-        launch = BlockLaunch(kernels.quartered_kernel, whole + 3 * batch * sides, blocks, constants, **options)
+        constants: tuple[Any, ...] = (*flags, same, tile.side, depth, PANEL)
+        launch = BlockLaunch(
+            _symmetric_kernels.quartered_kernel, whole + 3 * batch * sides, blocks, constants, **options
+        )
         return tile, launch, (whole, sides)
     rows, columns = tile.rows, tile.columns
+    programs = batch * symmetric_programs(m, tile)
+    overlap = may_overlap(programs, device)
+    if overlap:
+        options["launch_pdl"] = True
+    if tile.joined:
+        blocks = [(rows, depth), *(3 * [(rows, rows)])]
+        constants = (*flags, rows, depth, PANEL, overlap)
+        launch = BlockLaunch(_symmetric_kernels.joined_kernel, programs, blocks, constants, **options)
+        return tile, launch, (batch * (sides * (sides - 1) // 2), sides)
     blocks = [(rows, depth), (columns, depth), (rows, columns), *(2 * [(rows, columns), (columns, rows)])]
-    constants = (*flags, rows, columns, depth, PANEL)
-    tiles = symmetric_tiles(m, tile)
-    launch = BlockLaunch(kernels.symmetric_kernel, batch * tiles, blocks, constants, **options)
-    return tile, launch, (tiles, sides)
+    constants = (*flags, same, rows, columns, depth, PANEL, overlap)
+    launch = BlockLaunch(_symmetric_kernels.symmetric_kernel, programs, blocks, constants, **options)
+    return tile, launch, (symmetric_tiles(m, tile), sides)
 
 
 def general_product(
@@ -148,16 +173,27 @@ def _general_launch(
     if tile.on_hopper:
         return tile, None, ()
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
-    square = (tile.rows, tile.columns)
+    square, programs = (tile.rows, tile.columns), batch * rows * columns
+    overlap = may_overlap(programs, device)
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     launch = BlockLaunch(
-        kernels.general_kernel,
-        batch * rows * columns,
+        _product_kernels.general_kernel,
+        programs,
         [(tile.rows, tile.depth), (tile.depth, tile.columns), square, square],
-        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL),
+        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL, overlap),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **options,
     )
     return tile, launch, (rows * columns, rows, columns)
+
+
+def may_overlap(programs: int, device: torch.device) -> bool:
+    """Whether the next launch may come to the device before this one's programs end.
+
+    A third of the multiprocessors has to be free for it: where fewer are, its first programs share those.
+    """
+    return can_overlap(device) and 3 * programs <= 2 * num_multiprocessors(device.index)
 
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -7,10 +7,10 @@ predicted time
     launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
 
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
-they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile: that wins
-where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on the ping-pong schedule of
-`_hopper_kernels`, the largest in the tiles of `_hopper_wide_kernel` unless these waste more than they save; all others
-run in `_product_kernels`.
+they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile, or of A Aᵀ
+two such tiles together: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on
+the ping-pong schedule of `_hopper_kernels`, the largest in the tiles of `_hopper_wide_kernel` unless these waste more
+than they save; all others run in `_product_kernels` and `_symmetric_kernels`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Tile(NamedTuple):
     cooperative: bool = False
     # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one
     quartered: bool = False
+    # A Aᵀ: tiles on the diagonal are computed in pairs
+    joined: bool = False
 
     @property
     def on_hopper(self) -> bool:
@@ -67,6 +69,11 @@ SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
     )
     for quartered in (False, True)
 )
+# Two tiles on the diagonal read what one below it reads, and that is what small tiles wait for.
+JOINED = (Tile(64, 64, 128, 4, 3, joined=True), Cost(2.85, 0.1, 0.9))
+# By its side, the steps that a tile has under way where no other program shares its multiprocessor, and the sums from
+# which on: with fewer, the last programs to start join the first ones while other multiprocessors stay free.
+STAGES_ALONE = {64: (5, 0), 128: (6, 4096)}
 # Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
 SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
@@ -94,6 +101,12 @@ def symmetric_tiles(m: int, tile: Tile) -> int:
     return side * (side + 1) // 2 * (tile.columns // tile.rows)
 
 
+def symmetric_programs(m: int, tile: Tile) -> int:
+    """Programs that compute them, unless the tile is quartered."""
+    side = cdiv(m, tile.columns)
+    return symmetric_tiles(m, tile) - (side // 2 if tile.joined else 0)
+
+
 @lru_cache(maxsize=4096)
 def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False) -> Tile:
     """The tile of a symmetric m×m product over k; ``same``: of a matrix with its own transpose."""
@@ -105,13 +118,16 @@ def symmetric_tile(m: int, k: int, batch: int, num_sms: int, same: bool, hopper:
     def time(each: tuple[Tile, Cost]) -> float:
         tile, cost = each
         if not tile.quartered:
-            return _time(cost, batch * symmetric_tiles(m, tile), k, num_sms)
+            return _time(cost, batch * symmetric_programs(m, tile), k, num_sms)
         # three quarters of each diagonal tile, which run beside whole tiles: rounds are not full numbers
         blocks = cdiv(m, tile.side)
         load = batch * blocks * (blocks + 0.5) / 2
         return cost.launch + (max(1.0, load / num_sms) + 0.25) * (cost.slope * k / 1024 + cost.end)
 
-    return min([*SYMMETRIC, SYMMETRIC_WIDE] if same else SYMMETRIC, key=time)[0]
+    tile = min([*SYMMETRIC, JOINED, SYMMETRIC_WIDE] if same else SYMMETRIC, key=time)[0]
+    stages, least = STAGES_ALONE.get(tile.columns, (0, 0))
+    is_alone = not tile.quartered and batch * symmetric_programs(m, tile) <= num_sms
+    return tile._replace(num_stages=stages) if stages and is_alone and k >= least else tile
 
 
 @lru_cache(maxsize=4096)

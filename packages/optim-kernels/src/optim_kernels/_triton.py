@@ -32,11 +32,13 @@ __all__ = [
     "current_stream",
     "div_rn",
     "dot",
+    "let_next_start",
     "narrow",
     "sqrt_rn",
     "tl",
     "triton",
     "tuned",
+    "wait_for_previous",
 ]
 
 INTERPRETED = tl.constexpr(is_interpreted())
@@ -89,6 +91,20 @@ def before_next(OVERLAP: tl.constexpr):
     """The end of every such kernel: a launch that has not waited is complete only when the ones before it are."""
     if OVERLAP == _LATER:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """The start of a launch that overlaps with its neighbours: what it needs is complete."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(OVERLAP: tl.constexpr):
+    """Where such a launch has little left to do: the next one's programs may come to the device, and wait there."""
+    if OVERLAP:
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -28,5 +28,10 @@ def tiles_in_chain() -> str:
 
 
 def _words(tile: Tile) -> str:
-    kinds = {"in turns": tile.ping_pong, "by two": tile.cooperative, "diagonal quartered": tile.quartered}
+    kinds = {
+        "in turns": tile.ping_pong,
+        "by two": tile.cooperative,
+        "diagonal quartered": tile.quartered,
+        "diagonal in pairs": tile.joined,
+    }
     return " ".join([f"{tile.rows}×{tile.columns}", *(word for word, applies in kinds.items() if applies)])
