@@ -236,7 +236,7 @@ def test_seeded_form_compiles_fullgraph(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_default_form_compiles_fullgraph_and_is_unbiased_and_reproducible(dtype: torch.dtype, backend: str) -> None:
     compiled = torch.compile(lambda x: stochastic_round(x, dtype), fullgraph=True, backend=backend)
     x = torch.full((1 << 16,), 1 + 0.3 * torch.finfo(dtype).eps)
