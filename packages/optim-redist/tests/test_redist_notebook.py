@@ -1,25 +1,17 @@
 """The notebook's redistributors: its cells and printed tables, optimality by exhaustion, and what it got wrong."""
 
-import heapq
 import json
-import random
 import time
-from itertools import product
-from math import inf, prod
+from math import inf
 from pathlib import Path
 
 import pytest
 import torch
+from redist_notebook_pairs import cheapest_by_exhaustion, random_pairs
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_codes import Codes
-from optim_redist._multi_axis_estimate import Estimate
-from optim_redist._multi_axis_floor import least_elements
-from optim_redist._multi_axis_moves import State, max_block_size, max_local_size
-from optim_redist._multi_axis_steps import MoveSet
 from optim_redist._multi_axis_straight import StraightPath
-from optim_redist.redistributors import _Prices
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
 NOTEBOOK = EXAMPLES["notebook"]
@@ -176,35 +168,6 @@ def test_incompatible_arguments(redistributor, shape, target):
 
 # -- exactness and coverage
 
-MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (4, 4), (2, 2, 2), (4, 2, 4), (2, 4, 2), (3, 2), (2, 3, 2)]
-
-
-def random_dist(rng: random.Random, mesh, shape) -> MultiAxisDist:
-    while True:
-        mapping = [[] for _ in shape]
-        for axis in rng.sample(range(len(mesh)), len(mesh)):
-            if rng.random() < 0.75:
-                mapping[rng.randrange(len(shape))].append(axis)
-        procs = [prod(mesh[axis] for axis in axes) for axes in mapping]
-        if all(p <= n for p, n in zip(procs, shape)):
-            limits = [max_block_size(n, p) for n, p in zip(shape, procs)]
-            blocks = [
-                rng.choice([b for b in (1, 2, 4, -(-n // p)) if b <= limit])
-                for n, p, limit in zip(shape, procs, limits)
-            ]
-            return MultiAxisDist(mesh, mapping, blocks)
-
-
-def random_pairs(seed: int, number: int, meshes=MESHES, max_dims=4):
-    rng = random.Random(seed)
-    for _ in range(number):
-        mesh = rng.choice(meshes)
-        unit = prod(mesh)
-        shape = tuple(
-            rng.choice([unit, 2 * unit, unit + rng.choice([0, 1, 2, 3, 5])]) for _ in range(rng.randint(2, max_dims))
-        )
-        yield shape, random_dist(rng, mesh, shape), random_dist(rng, mesh, shape)
-
 
 @pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
 def test_every_random_pair_is_planned_and_no_dearer_than_gathering(cost_model):
@@ -221,30 +184,6 @@ def test_every_random_pair_is_planned_and_no_dearer_than_gathering(cost_model):
         assert cost <= constrained_cost
         assert cost <= naive
     print(f"{(time.perf_counter() - started) / 60 * 1e3:.1f} ms a pair for both planners")
-
-
-def cheapest_by_exhaustion(shape, start, target, price, limit=inf, max_depth=None) -> float:
-    """Dijkstra over every compatible distribution that any block length of the planner's choice leads to."""
-    leap_size = target.maxNumElements(shape)
-    queue, done, order = [(0.0, 0, 0, start)], set(), 0
-    while queue:
-        cost, depth, _, dist = heapq.heappop(queue)
-        if dist == target:
-            return cost
-        key = (dist, depth if max_depth is not None else 0)
-        if key in done or depth == max_depth:
-            continue
-        done.add(key)
-        moves = dist.neighbours(shape, [*start.blockSizes, *target.blockSizes])
-        elements = dist.maxNumElements(shape)
-        if elements >= leap_size:
-            moves.append(("exchange_*", target, elements, target.numProcessors))
-        for name, result, volume, n_procs in moves:
-            if result.maxNumElements(shape) <= limit:
-                step = 0.0 if name.startswith("split") else price(name, n_procs, volume)
-                order += 1
-                heapq.heappush(queue, (cost + step, depth + 1, order, result))
-    return inf
 
 
 @pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
@@ -311,88 +250,3 @@ def test_options_of_the_search():
     weighted, _ = OptimalRedist(TextbookCM(), alpha=1e6).redistribute(shape, start, target)
     assert sum(not name.startswith("split") for name, *_ in weighted) == 2
     assert len(free) > 1
-
-
-@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
-@pytest.mark.parametrize("merged", [False, True], ids=["single blocks", "open blocks"])
-def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merged):
-    # else the estimate of the search could be too high; alpha weighs latency, so that moving axes together pays
-    rng, distances = random.Random(5), []
-    for shape, start, target in random_pairs(3, 60, [(4,), (2, 2), (2, 3), (4, 4), (2, 2, 2), (2, 3, 2), (2, 1, 2)]):
-        prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
-        sizes, target_size = start.processorMesh, target.maxNumElements(shape)
-        codes = Codes(sizes, start._state, target._state)
-        estimate = Estimate(shape, codes, prices, inf, target_size)
-        blocks = list(zip(start.blockSizes, target.blockSizes))
-        arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
-        moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=merged)
-
-        def bound(parts, estimate=estimate):
-            return estimate(sum(part.code for part in parts), inf)
-
-        def floor(parts, estimate=estimate):
-            return estimate.floor(sum(part.code for part in parts))
-
-        assert bound(moves.parts(target._state)) == 0
-        distances.append(bound(moves.parts(start._state)))
-        state = moves.parts(start._state)
-        for _ in range(12):
-            elements, reachable = prod(part.share for part in state), []
-            assert bound(state) <= prices["alltoall", prod(sizes), max(elements, target_size)]
-            for collective, n_procs, step, kept, arrived in moves.candidates(tuple(part.axes for part in state)):
-                price = prices[collective, n_procs, elements]
-                best = estimate(sum(part.code for part in state) & kept | arrived, inf)
-                for after in moves.after(state, step):
-                    assert best <= bound(after)
-                    assert bound(state) <= price + bound(after) + 1e-9 * price
-                    assert floor(state) <= price + floor(after) + 1e-9 * price
-                    reachable.append(after)
-            state = rng.choice(reachable)
-    assert sum(distance > 0 for distance in distances) > len(distances) // 2
-
-
-@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
-def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_model):
-    # walks of which the end is made the target: what is left of them bounds what the search may believe is left
-    rng, tight = random.Random(7), 0
-    meshes = [(4,), (2, 2), (2, 3), (2, 2, 2), (2, 3, 2), (2, 1, 2), (3, 3)]
-    for shape, start, _ in random_pairs(4, 150, meshes, max_dims=3):
-        prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
-        walk, spent = [start], [0.0]
-        for _ in range(rng.randint(1, 5)):
-            name, after, volume, n_procs = rng.choice(walk[-1].neighbours(shape))
-            collective = name.split("_")[0].replace("changeBlockSize", "alltoall")
-            walk.append(after)
-            spent.append(prices[collective, n_procs, volume])
-        sizes, target = start.processorMesh, walk[-1]
-        codes = Codes(sizes, start._state, target._state)
-        estimate = Estimate(shape, codes, prices, inf, target.maxNumElements(shape))
-        blocks = list(zip(start.blockSizes, target.blockSizes))
-        arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
-        moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=True)
-        for place, dist in enumerate(walk[:-1]):
-            parts, left = moves.parts(dist._state), sum(spent[place + 1 :])
-            code = sum(part.code for part in parts)
-            bound = estimate(code, inf)
-            assert max(bound, estimate.floor(code)) <= left * (1 + 1e-9)
-            assert codes.moves_left(code, sum(part.code & codes.all > 0 for part in parts)) < len(walk) - place
-            tight += bound == left > 0
-    assert tight > 20
-
-
-@pytest.mark.parametrize(
-    "shape, sizes", [((5, 7), (2, 3)), ((9, 4, 6), (4, 2)), ((8, 3), (2, 2, 2)), ((2, 3), (2, 3, 2))]
-)
-def test_least_elements_are_those_of_the_best_placement(shape, sizes):
-    expected = {0: prod(shape)}
-    for places in product(range(-1, len(shape)), repeat=len(sizes)):
-        used = sum(1 << 3 * axis for axis, place in enumerate(places) if place >= 0)
-        mapping = tuple(tuple(axis for axis, at in enumerate(places) if at == d) for d in range(len(shape)))
-        processes = [prod(sizes[axis] for axis in axes) for axes in mapping]
-        if all(p <= n for p, n in zip(processes, shape)):
-            size = max_local_size(shape, sizes, State(mapping, (1,) * len(shape)))
-            expected[used] = min(size, expected.get(used, size))
-    found = least_elements(shape, sizes, inf)
-    assert {used: size for used, size in found.items() if size} == expected
-    limited = least_elements(shape, sizes, 10)
-    assert limited == {used: size if size <= 10 else 0 for used, size in found.items()}

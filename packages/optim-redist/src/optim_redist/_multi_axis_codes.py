@@ -192,10 +192,9 @@ class Codes:
             return digit
         home, crosses = self.home.get(axis), self._crosses.get(axis, ())
         if digit == ACROSS:
-            places = self._crosses[other]
-            if len(places) > 1:
+            if len(self._crosses[other]) > 1:
                 return self.arriving(1 << 3 * axis) >> 3 * axis
-            return HOME if places[0] == home else ACROSS
+            return HOME if self._crosses[other][0] == home else ACROSS
         place = self.home[other] if digit == HOME else self._start[other]
         return HOME if place == home else ACROSS if place in crosses else AWAY
 

@@ -40,7 +40,7 @@ class Estimate:
     def __init__(
         self, shape: tuple[int, ...], codes: Codes, prices: Prices, memory_limit: float, target_size: int
     ) -> None:
-        self._codes, self._prices = codes, prices
+        self.codes, self._prices = codes, prices
         # an exchange costs at least this much, and what is left at most
         self.cap = prices["alltoall", prod(codes.sizes), target_size]
         self._least = _Least(shape, codes.sizes, memory_limit)
@@ -63,7 +63,7 @@ class Estimate:
 
     def improved(self, code: int, enough: float) -> float:
         """The bound from ``code`` as far as it is asked for, remembered."""
-        settled = self._codes.settled(code)
+        settled = self.codes.settled(code)
         left = self.exact.get(settled)
         if left is None:
             left = self.floor(settled)
@@ -76,7 +76,7 @@ class Estimate:
 
     def _search(self, root: int, enough: float) -> float:
         """The cost of a cheapest path from ``root``, or what it exceeds ``enough`` by at least."""
-        exact, at_least, floor, beyond, arrived = self.exact, self.at_least, self.floor, self.cap, self._codes.arrived
+        exact, at_least, floor, beyond, arrived = self.exact, self.at_least, self.floor, self.cap, self.codes.arrived
         queue, order = [(0.0, 0, root, 0.0)], 0
         spent, before = {root: 0.0}, dict[int, int]()
         while queue:
@@ -115,7 +115,7 @@ class Estimate:
 
     def _moves(self, code: int) -> list[tuple[float, int]]:
         """(price, code after it) of the moves from ``code``, which is settled."""
-        codes, prices, least = self._codes, self._prices, self._least
+        codes, prices, least = self.codes, self._prices, self._least
         settled, taking, arriving = codes.settled, codes.taking, codes.arriving
         astray = code & codes.all
         used = astray | code >> 1 & codes.all

@@ -129,11 +129,12 @@ def least_of_subsets(least: dict[int, int]) -> dict[int, int]:
     """The least that a rank can hold with any of some axes in use, 0 if there is no such state."""
     if all(least.values()):
         return least
-    found: dict[int, int] = {}
-    for used, elements in least.items():
-        fewer = [found[used ^ 1 << bit] for bit in range(used.bit_length()) if used >> bit & 1]
-        found[used] = min((size for size in (elements, *fewer) if size), default=0)
-    return found
+    found = {used: elements or inf for used, elements in least.items()}
+    for bit in [used for used in found if not used & used - 1]:
+        for used, elements in found.items():
+            if used & bit and found[used ^ bit] < elements:
+                found[used] = found[used ^ bit]
+    return {used: int(elements) if elements < inf else 0 for used, elements in found.items()}
 
 
 def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> dict[int, int]:

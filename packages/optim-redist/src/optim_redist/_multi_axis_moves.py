@@ -64,9 +64,9 @@ def local_length(length: int, n_procs: int, block: int, coordinate: int = 0) -> 
     return rounds * block + min(max(rest - coordinate * block, 0), block)
 
 
-def axes_size(sizes: Sequence[int], axes: Iterable[int]) -> int:
+def axes_size(sizes: Sequence[int], axes: Sequence[int]) -> int:
     """The number of processes along ``axes`` together."""
-    return prod([sizes[axis] for axis in axes])
+    return sizes[axes[0]] if len(axes) == 1 else prod([sizes[axis] for axis in axes])
 
 
 def max_local_size(shape: tuple[int, ...], sizes: tuple[int, ...], state: State) -> int:
@@ -74,8 +74,7 @@ def max_local_size(shape: tuple[int, ...], sizes: tuple[int, ...], state: State)
     total = 1
     for length, axes, block in zip(shape, state.mapping, state.blocks):
         if axes:
-            n_procs = sizes[axes[0]] if len(axes) == 1 else axes_size(sizes, axes)
-            length = local_length(length, n_procs, block)
+            length = local_length(length, axes_size(sizes, axes), block)
         total *= length
     return total
 

@@ -43,13 +43,14 @@ def name_of(collective: str, before: State, after: State) -> str:
     if not changed:
         tensor_dim = next(d for d, (old, new) in enumerate(zip(before.blocks, after.blocks)) if old != new)
         return f"changeBlockSize_{tensor_dim}_{after.blocks[tensor_dim]}"
-    target = next(d for d in changed if len(after.mapping[d]) > len(before.mapping[d]))
+    target, source = changed[0], changed[-1]
+    if len(after.mapping[target]) < len(before.mapping[target]):
+        target, source = source, target
     old, new, block = before.mapping[target], after.mapping[target], after.blocks[target]
     at_back = new[: len(old)] == old
     if collective == "split":
         axis = new[-1] if at_back else new[0]
         return f"{'split_minor' if old and at_back else 'split'}_{target}_{axis}_{block}"
-    source = next(d for d in changed if d != target)
     last = bool(after.mapping[source])
     if old or block == before.blocks[source]:
         block = UNSPLIT

@@ -69,8 +69,8 @@ class Dimension:
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = []
-            sizes, length = self._sizes, self._length
-            n_procs = sizes[axes[0]] if len(axes) == 1 else axes_size(sizes, axes)
+            length = self._length
+            n_procs = axes_size(self._sizes, axes)
             if length >= n_procs:
                 longest, alike = max_block_size(length, n_procs), dict[int, list[int]]()
                 for block in key[1]:

@@ -120,7 +120,7 @@ def cheapest_moves(
             spent = cost + price
             for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
                 front = reached.get(after)
-                if front and _dominated(front, spent, depth, max_depth):
+                if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
                     continue
                 size, code, num_astray = 1, 0, 0
                 for part in after:
@@ -131,7 +131,7 @@ def cheapest_moves(
                             num_astray += 1
                 if code & homes == codes.goal and _covers(after, goal):
                     left, after, front = 0.0, goal, reached.get(goal)
-                    if front and _dominated(front, spent, depth, max_depth):
+                    if front and _dominated(front, spent, depth):
                         continue
                 elif size > memory_limit or (wanted and not wanted(state_of(after))):
                     reached[after] = [(-inf, 0)]
@@ -211,12 +211,9 @@ def _covers(parts: Parts, goal: Parts) -> bool:
     return all(part.axes == end.axes and end.blocks[0] in part.blocks for part, end in zip(parts, goal))
 
 
-def _dominated(front: list[tuple[float, int]], cost: float, depth: int, max_depth: int | None) -> bool:
-    """Whether arriving at ``cost`` by one move more than ``depth`` is no better than something in a front of arrivals.
-
-    Of (cost, moves) the moves count only if they are limited.
-    """
-    return any(known <= cost and (max_depth is None or moves <= depth + 1) for known, moves in front)
+def _dominated(front: list[tuple[float, int]], cost: float, depth: int) -> bool:
+    """Whether one of (cost, moves) is as good as arriving at ``cost`` by one move more than ``depth``."""
+    return any(known <= cost and moves <= depth + 1 for known, moves in front)
 
 
 def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -> list[Move]:

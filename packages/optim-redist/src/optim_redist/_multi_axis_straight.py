@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
 
 from optim_redist._multi_axis_codes import Codes
 from optim_redist._multi_axis_estimate import Estimate
@@ -28,7 +27,7 @@ from optim_redist._multi_axis_moves import (
     State,
     axes_size,
     local_length,
-    split_fits,
+    max_block_size,
     swapped_axes,
 )
 from optim_redist._multi_axis_names import name_of
@@ -37,16 +36,8 @@ from optim_redist._multi_axis_names import name_of
 _MOST_STATES = 8
 
 
-class Split(NamedTuple):
-    """How a dimension is split: axes, block, their processes, elements of the most loaded rank, digits of the axes."""
-
-    axes: Axes
-    block: int
-    n_procs: int
-    share: int
-    code: int
-
-
+# how a dimension is split: axes, block, their processes, elements of the most loaded rank, digits of the axes
+Split = tuple[Axes, int, int, int, int]
 Splits = list[Split]
 # (dimension, axes, block) to be
 Change = tuple[int, Axes, int]
@@ -82,7 +73,7 @@ class StraightPath:
         """The moves from ``start``, whose ``elements`` must be within the limit; none if there is no such path."""
         found = [self._split(d, axes, block) for d, (axes, block) in enumerate(zip(*start))]
         splits = [split for split in found if split is not None]
-        code, floor = sum(split.code for split in splits), -1.0
+        code, floor = sum(digits for *_, digits in splits), -1.0
         # often the floor, which takes no search over codes, is the bound; it does not know of axes that wait for others
         bounds = (self._estimate.floor.__call__, self._estimate.__call__)
         for left in bounds[1:] if self._codes.waits(code) else bounds:
@@ -118,13 +109,13 @@ class StraightPath:
                 new = self._split(d, axes, block)
                 if new is None:
                     break
-                made_code += new.code - made[d].code
+                made_code += new[4] - made[d][4]
                 made[d] = new
             else:
                 if through + left(made_code, bound - through) > bound:
                     continue
-                after = State(tuple([split.axes for split in made]), tuple([split.block for split in made]))
-                held = prod([split.share for split in made])
+                mapping, blocks, _, shares, _ = zip(*made)
+                after, held = State(mapping, blocks), prod(shares)
                 if after == self._target or (
                     after not in self._seen
                     and self._allowed(after, held, depth)
@@ -138,12 +129,11 @@ class StraightPath:
         """A dimension with these axes and block, if that leaves no process empty."""
         length = self._shape[d]
         if not axes:
-            return Split(axes, UNSPLIT, 1, length, 0)
-        n_procs = self._sizes[axes[0]] if len(axes) == 1 else axes_size(self._sizes, axes)
-        if not split_fits(length, n_procs, block):
+            return axes, UNSPLIT, 1, length, 0
+        n_procs = axes_size(self._sizes, axes)
+        if length < n_procs or block > max_block_size(length, n_procs):
             return None
-        share = local_length(length, n_procs, block)
-        return Split(axes, block, n_procs, share, self._codes.code_of(d, axes, (block,)))
+        return axes, block, n_procs, local_length(length, n_procs, block), self._codes.code_of(d, axes, (block,))
 
     def _allowed(self, state: State, elements: int, depth: int) -> bool:
         """Whether a state may be on the way after ``depth`` moves."""
@@ -163,8 +153,8 @@ class StraightPath:
                 d, stride = home[axis]
                 for change in _entering(d, splits[d], (axis,), sizes[axis], stride):
                     yield "split", 0, (change,)
-        for d, split in enumerate(splits):
-            if split.code & self._codes.all:
+        for d, (*_, digits) in enumerate(splits):
+            if digits & self._codes.all:
                 yield from self._departures(d, splits)
         for i, j in self._codes.equal_axes:
             if (code >> 3 * i | code >> 3 * j) & 1:

@@ -88,9 +88,7 @@ class MultiAxisDist:
     def _of(cls, mesh: tuple[int, ...], state: State) -> MultiAxisDist:
         """The distribution with this state, skipping the checks that its source has passed."""
         dist = object.__new__(cls)
-        object.__setattr__(dist, "processorMesh", mesh)
-        object.__setattr__(dist, "dimsMapping", state.mapping)
-        object.__setattr__(dist, "blockSizes", state.blocks)
+        dist.__dict__.update(processorMesh=mesh, dimsMapping=state.mapping, blockSizes=state.blocks)
         return dist
 
     # -- printing
@@ -228,7 +226,7 @@ class MultiAxisDist:
         if gather_mesh_dim is None:
             replicated = State(((),) * len(shape), (UNSPLIT,) * len(shape))
             return self._outcome(
-                checked, replicated, axes_size(sizes, chain.from_iterable(self.dimsMapping)), "allgather"
+                checked, replicated, axes_size(sizes, [*chain.from_iterable(self.dimsMapping)]), "allgather"
             )
         tensor_dim = next((i for i, axes in enumerate(self.dimsMapping) if gather_mesh_dim in axes), None)
         if tensor_dim is None:
