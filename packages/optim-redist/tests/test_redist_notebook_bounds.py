@@ -77,9 +77,16 @@ def test_what_is_known_of_an_axis_never_lowers_the_estimate(cost_model):
         prices, sizes = _Prices(OptimalRedist(cost_model)), start.processorMesh
         codes = Codes(sizes, start._state, target._state)
         estimate = Estimate(shape, codes, prices, inf, target.maxNumElements(shape))
+        starts = [axis for axis, digit in enumerate(digits_of(codes, start)) if digit == START]
         choices = [
-            [FREE, AWAY, *([HOME] if codes.with_home & bit else ()), *([ACROSS] if codes.across & bit else ())]
-            for bit in (1 << 3 * axis for axis in range(len(sizes)))
+            [
+                FREE,
+                *([HOME] if codes.with_home >> 3 * axis & 1 else ()),
+                *([] if codes.vague >> 3 * axis & 1 else [AWAY]),
+                *([ACROSS] if codes.across >> 3 * axis & 1 else ()),
+                *([START] if axis in starts else ()),
+            ]
+            for axis in range(len(sizes))
         ]
         for digits in product(*choices):
             code = sum(digit << 3 * axis for axis, digit in enumerate(digits))

@@ -10,7 +10,8 @@ a move touches it. Of its place one digit is kept:
     AWAY   it lies anywhere else              OPEN    it is in use, and HOME, ACROSS or AWAY as is best
 
 START matters where another axis has its home across that place, so that one cannot come before the other has left.
-ACROSS matters as a permutation brings an axis home only if the other one is there.
+ACROSS matters as a permutation brings an axis home only if the other one is there. Where two others have homes it does
+not say at which of them an axis is; such axes are vague, and ACROSS wherever they are AWAY.
 
 The code is the sum of ``digit << 3 * axis``. A set of axes is the sum of ``1 << 3 * axis``; so the low bits of a code
 are the axes that are astray (in use and not at home), and the low and middle bits together are the axes in use.
@@ -36,7 +37,8 @@ class Codes:
         goal: the target's code; ``at_ease``: that of all axes with a home that wait for nothing.
         all, with_home: sets of axes.
         equal_axes: pairs of axes of equal size; ``alike``: for each axis the set of the others of its size.
-        across: the axes that can be ACROSS; ``across_at_start``: those that the start has there.
+        across: the axes that can be ACROSS; ``across_at_start``: those that the start has there; ``vague``: those that
+            are never AWAY.
     """
 
     def __init__(self, sizes: tuple[int, ...], start: State, target: State) -> None:
@@ -51,7 +53,7 @@ class Codes:
         self._crosses: dict[int, list[Place]] = {}
         self.equal_axes: list[tuple[int, int]] = []
         self.alike = [0] * num_axes
-        self.across = self.across_at_start = self._paired = self._most_permutations = 0
+        self.across = self.across_at_start = self.vague = self._paired = self._most_permutations = 0
         if len(set(sizes)) < num_axes:
             self._pair_equal_axes()
         # the code with every axis FREE that has a home, once settled
@@ -89,6 +91,8 @@ class Codes:
         self._most_permutations = sum(sizes.count(size) // 2 for size in set(sizes))
         for axis, places in self._crosses.items():
             self.across |= 1 << 3 * axis
+            if len(places) > 1:
+                self.vague |= 1 << 3 * axis
             if self._start.get(axis) in places:
                 self.across_at_start |= 1 << 3 * axis
 
@@ -128,7 +132,7 @@ class Codes:
             for axis in axes[::-1]:
                 code |= self._digits.get((axis, (tensor_dim, stride)), AWAY) << 3 * axis
                 stride *= self.sizes[axis]
-            return code
+            return self._blurred(code)
         inner = 1
         for axis in reversed(axes):
             at_home, *across = [
@@ -137,7 +141,11 @@ class Codes:
             ]
             code |= _either(at_home, any(across)) << 3 * axis
             inner *= self.sizes[axis]
-        return code
+        return self._blurred(code)
+
+    def _blurred(self, code: int) -> int:
+        """``code`` with axes that are AWAY as if they were ACROSS where they are vague."""
+        return code | (code & ~(code >> 1) & self.vague) << 2
 
     def arrivals(self, tensor_dim: int) -> list[int]:
         """What stands for all that each axis can be, in its place in the code, when it comes to a dimension."""
@@ -145,7 +153,7 @@ class Codes:
         for axis in range(len(self.sizes)):
             at_home = axis in self.home and self.home[axis][0] == tensor_dim
             across = any(place[0] == tensor_dim for place in self._crosses.get(axis, ()))
-            found.append(_either(at_home, across) << 3 * axis)
+            found.append(_either(at_home, across or self.vague >> 3 * axis & 1 == 1) << 3 * axis)
         return found
 
     def arriving(self, axes: int) -> int:
@@ -177,6 +185,7 @@ class Codes:
             at_home = middle & ~low & not_home
             # ACROSS gets AWAY; HOME gets AWAY; OPEN gets ACROSS, or AWAY
             code ^= across << 2 | at_home << 1 | at_home | (at_home & high & (not_across | ~self.across)) << 2
+            code = self._blurred(code)
         free = self.with_home & ~(low | middle | not_home)
         if free:
             code |= self.at_ease & 7 * free
@@ -189,14 +198,14 @@ class Codes:
     def taking(self, axis: int, other: int, digit: int) -> int:
         """What ``axis`` is at the place of ``other``, of which ``digit`` is known."""
         if digit in (FREE, AWAY):
-            return digit
+            return self._blurred(digit << 3 * axis) >> 3 * axis
         home, crosses = self.home.get(axis), self._crosses.get(axis, ())
         if digit == ACROSS:
             if len(self._crosses[other]) > 1:
                 return self.arriving(1 << 3 * axis) >> 3 * axis
             return HOME if self._crosses[other][0] == home else ACROSS
         place = self.home[other] if digit == HOME else self._start[other]
-        return HOME if place == home else ACROSS if place in crosses else AWAY
+        return HOME if place == home else ACROSS if place in crosses or len(crosses) > 1 else AWAY
 
     def moves_left(self, code: int, num_astray: int) -> int:
         """The least number of moves from a state to the target without an exchange.

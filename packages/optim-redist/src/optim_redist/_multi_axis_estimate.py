@@ -136,13 +136,17 @@ class Estimate:
                 found.append((prices["allgather", size, elements], gathered))
                 found.append((prices["alltoall", size, elements], moved))
             elif digit == FREE:
-                found.append((0.0, rest | AWAY * bit))
+                if not bit & codes.vague:
+                    found.append((0.0, rest | AWAY * bit))
                 if bit & across:
                     found.append((0.0, rest | ACROSS * bit))
             elif alike & astray:
                 # only an axis that is astray could make use of this one where it has its home
-                found.append((0.0, rest | (HOME if digit == OPEN else AWAY) * bit))
-                if digit == OPEN and bit & across:
+                if digit == OPEN:
+                    found.append((0.0, rest | HOME * bit))
+                elif not bit & codes.vague:
+                    found.append((0.0, rest | AWAY * bit))
+                if bit & (codes.vague if digit == HOME else across):
                     found.append((0.0, rest | ACROSS * bit))
             elif digit == OPEN:
                 found.append((0.0, rest | HOME * bit))

@@ -48,7 +48,7 @@ class Floor:
         self.axes = [(1 << 3 * axis, size, alike) for axis, (size, alike) in enumerate(zip(codes.sizes, codes.alike))]
         self._several: list[tuple[int, int]] = []
         self._all, self._with_home = codes.all, codes.with_home
-        self._across, self._across_at_start = codes.across, codes.across_at_start
+        self._across, self._across_at_start, self._vague = codes.across, codes.across_at_start, codes.vague
         self._without_home = codes.all & ~codes.with_home
         self._least, self._prices, self._cap = least, prices, cap
         self._known = {0: 0.0}
@@ -103,7 +103,9 @@ class Floor:
                         if other & alike & across:
                             both = other & with_home if bit & across else 0
                             swap = prices["permute", 2, elements]
-                            found = min(found, swap + left(astray ^ bit ^ both, across & ~(bit | other)))
+                            found = min(
+                                found, swap + left(astray ^ bit ^ both, across & ~(bit | other & (both | ~self._vague)))
+                            )
                 elif partners and least[used ^ (partners & -partners)]:
                     # it goes out of use for one that was not in use
                     swap = prices["permute", 2, least[used ^ (partners & -partners)]]
