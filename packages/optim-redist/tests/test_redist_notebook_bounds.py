@@ -102,18 +102,32 @@ def test_what_is_known_of_an_axis_never_lowers_the_estimate(cost_model):
     assert raised > 100
 
 
+@pytest.mark.parametrize("gone, come", [(0, 1), (1, 0)])
+def test_a_permutation_puts_an_axis_out_of_use_for_one_that_was_not_in_use(gone, come):
+    shape, mesh = (8, 8), (4, 4)
+    start, target = (MultiAxisDist(mesh, ((axis,), ()), 2) for axis in (gone, come))
+    # where rounds are dear: one, where gathering takes two
+    redistributor = OptimalRedist(IdealLowerBoundsCM(), alpha=1000)
+    # whether it was there from the start or came there
+    for first, digit in ((start, START), (MultiAxisDist(mesh, ((), (gone,)), 2), ACROSS)):
+        codes = Codes(mesh, first._state, target._state)
+        estimate = Estimate(shape, codes, _Prices(redistributor), inf, 16)
+        code = codes.code_of(0, (gone,), (2,))
+        assert code == digit << 3 * gone
+        assert estimate.floor(code) == estimate(code, inf) == 1000 + 2 * 16
+    sequence, cost = redistributor.redistribute(shape, start, target)
+    assert [name for name, *_ in sequence] == ["", "permute_0_1"]
+    assert cost == 1032
+
+
 class CheaperInNumbers(TextbookCM):
-    """Groups are cheaper the larger they are, so that moving axes together with others can pay."""
+    """Groups gather for less the larger they are, so that moving axes together with others can pay."""
 
     grows_with_processes = False
 
     @staticmethod
     def allgather(n_procs, n_elements):
         return Cost(9 / n_procs, 3.0 * n_elements / n_procs) if n_procs > 1 else Cost()
-
-    @staticmethod
-    def alltoall(n_procs, n_elements):
-        return Cost(4 / n_procs, n_elements / n_procs) if n_procs > 1 else Cost()
 
 
 def test_a_model_may_get_cheaper_with_more_processes():
