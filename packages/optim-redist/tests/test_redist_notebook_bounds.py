@@ -123,8 +123,6 @@ def test_a_permutation_puts_an_axis_out_of_use_for_one_that_was_not_in_use(gone,
 class CheaperInNumbers(TextbookCM):
     """Groups gather for less the larger they are, so that moving axes together with others can pay."""
 
-    grows_with_processes = False
-
     @staticmethod
     def allgather(n_procs, n_elements):
         return Cost(9 / n_procs, 3.0 * n_elements / n_procs) if n_procs > 1 else Cost()
@@ -145,13 +143,22 @@ def test_a_model_may_get_cheaper_with_more_processes():
 @pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM, TextbookCM])
 def test_models_that_say_so_get_no_cheaper_with_more_processes(cost_model):
     assert cost_model.grows_with_processes
-    assert not CheaperInNumbers.grows_with_processes
     for collective in ("allgather", "permute", "allreduce", "reduce_scatter", "alltoall"):
         costs = [getattr(cost_model, collective)(n_procs, 24) for n_procs in range(1, 40)]
         for one, more in pairwise(costs):
             assert one.latency <= more.latency
             assert one.bandwidth <= more.bandwidth
             assert one.computation <= more.computation
+
+
+@pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM, TextbookCM])
+def test_formulas_are_the_costs(cost_model):
+    assert cost_model.formulas.keys() == {"allgather", "permute", "alltoall"}
+    for collective, formula in cost_model.formulas.items():
+        for n_procs in range(1, 20):
+            for elements in (0, 1, 7, 2**40 + 1):
+                latency, bandwidth, computation = formula(n_procs, elements)
+                assert getattr(cost_model, collective)(n_procs, elements) == Cost(latency, bandwidth, computation)
 
 
 def test_moves_know_what_a_rank_holds_after_them():

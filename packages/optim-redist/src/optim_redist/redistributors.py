@@ -9,14 +9,14 @@ the cost model with its group size and the elements of the most loaded rank befo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import inf
 from operator import add
 
 from optim_redist._multi_axis_moves import Move, max_local_size
 from optim_redist._multi_axis_search import cheapest_moves
-from optim_redist.collective_costs import Cost, CostModel
+from optim_redist.collective_costs import Cost, CostModel, Formula
 from optim_redist.multi_axis import MultiAxisDist
 
 Row = tuple[str, MultiAxisDist, Cost]
@@ -168,12 +168,20 @@ class _Prices(dict[tuple[str, int, int], float]):
         super().__init__()
         self._weights = redistributor.alpha, redistributor.beta, redistributor.gamma, 0.0
         self._model = redistributor.cost_model
-        self.grow = redistributor.cost_model.grows_with_processes
+        # what a class says of itself: one that extends it may charge something else
+        said = vars(type(self._model))
+        self._formulas: Mapping[str, Formula] = said.get("formulas", {})
+        self.grow: bool = said.get("grows_with_processes", False)
 
     def __missing__(self, key: tuple[str, int, int]) -> float:
         collective, n_procs, elements = key
         found = 0.0
-        if collective != "split":
+        formula = self._formulas.get(collective)
+        if formula is not None:
+            alpha, beta, gamma, _ = self._weights
+            latency, bandwidth, computation = formula(n_procs, elements)
+            found = float(alpha * latency + beta * bandwidth + gamma * computation)
+        elif collective != "split":
             charged: Cost = getattr(self._model, collective)(n_procs, elements)
             found = charged.scalar(*self._weights)
         self[key] = found
