@@ -96,7 +96,9 @@ class Floor:
             if bit & astray:
                 price, partners = prices["allgather", size, elements], alike & with_home & ~astray
                 if bit & with_home:
-                    price = min(price, prices["alltoall", size, elements])
+                    moved = prices["alltoall", size, elements]
+                    if moved < price:
+                        price = moved
                     if bit & across and partners:
                         price = min(price, prices["permute", 2, elements])
                     for other, *_ in self.axes if alike & across else ():
@@ -112,7 +114,10 @@ class Floor:
                     if not bit & across:
                         swap += prices["alltoall", size, elements]
                     price = min(price, swap)
-                found = min(found, price + left(astray ^ bit, across & ~bit))
+                if price < found:
+                    price += left(astray ^ bit, across & ~bit)
+                    if price < found:
+                        found = price
         if elements and (astray & astray - 1 or not prices.grow):
             for axes, n_procs in self.several:
                 if axes & ~astray and prices.grow:
@@ -128,15 +133,22 @@ class Floor:
 
 
 def least_of_subsets(least: dict[int, int]) -> dict[int, int]:
-    """The least that a rank can hold with any of some axes in use, 0 if there is no such state."""
-    if all(least.values()):
+    """The least that a rank can hold with any of some axes in use, 0 if there is no such state.
+
+    ``least`` has all sets of axes, those with the k-th axis 2^k places behind those without.
+    """
+    found = list(least.values())
+    if all(found):
         return least
-    found = {used: elements or inf for used, elements in least.items()}
-    for bit in [used for used in found if not used & used - 1]:
-        for used, elements in found.items():
-            if used & bit and found[used ^ bit] < elements:
-                found[used] = found[used ^ bit]
-    return {used: int(elements) if elements < inf else 0 for used, elements in found.items()}
+    without = 1
+    while without < len(found):
+        for place, elements in enumerate(found):
+            if place & without:
+                fewer = found[place ^ without]
+                if fewer and (fewer < elements or not elements):
+                    found[place] = fewer
+        without *= 2
+    return dict(zip(least, found))
 
 
 def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> dict[int, int]:
