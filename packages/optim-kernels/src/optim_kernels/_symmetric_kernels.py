@@ -281,8 +281,8 @@ def joined_kernel(
 ):
     """s (α X Xᵀ + β C) with tiles below the diagonal, and then two of those on it to a program, which reads as much.
 
-    T rows of tiles are T² / 2 programs: 128 for T = 16, where single tiles would be 136 on 132 multiprocessors, of which
-    a few had to do the work of two.
+    T rows of tiles are T² / 2 programs: 128 for T = 16, where single tiles would be 136 on 132 multiprocessors, a few
+    of which had to do the work of two.
     """
     wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
