@@ -3,12 +3,13 @@
     python -m benchmarks.muon_benchmark --dim 2048 --dtype float16 --steps 5 --warmup 3 --runs 10
     python -m benchmarks.muon_benchmark --shape 24 1024 4096
     python -m benchmarks.muon_benchmark --suite --json muon.json --plot muon.png
-    python -m benchmarks.muon_benchmark --model d20 --semantics nanochat
+    python -m benchmarks.muon_benchmark --model d20 --semantics nanochat --ns-dtype bfloat16
 
-``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the iteration's flops, symmetric halves
-counted once, at the rate of a large matrix product, and for a step the bytes of its elementwise part. Peers are torch's
-own ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled) and the packages of
-`newton_schulz_peers` that are installed. Without a GPU plain torch runs, small.
+Shapes are measured in each ``--dtype``, a suite in both 16-bit ones: fp16 is the more accurate, bf16 draws less power,
+which is what limits large products. ``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the
+iteration's flops, symmetric halves counted once, at the rate of a large matrix product, and for a step the bytes of its
+elementwise part. Peers are torch's own ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's
+``addmm``, compiled) and the installed packages of `newton_schulz_peers`. Without a GPU plain torch runs, small.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def main() -> int:
         report = measure_step(arguments, device)
     else:
         shapes = SUITE if arguments.suite else [tuple(arguments.shape or (arguments.dim, arguments.dim))]
-        report = Report(f"Newton–Schulz, {arguments.steps} steps, {arguments.dtype}")
-        if not all(measure_iteration(shape, arguments, device, report) for shape in shapes):
+        report = Report(f"Newton–Schulz, {arguments.steps} steps, {' and '.join(arguments.dtype)}")
+        dtypes = [getattr(torch, name) for name in arguments.dtype]
+        if not all(measure_iteration(shape, dtype, arguments, device, report) for shape in shapes for dtype in dtypes):
             report = None
     if report is None:
         return 1
@@ -72,11 +74,12 @@ def main() -> int:
     return 0
 
 
-def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, device: str, report: Report) -> bool:
+def measure_iteration(
+    shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace, device: str, report: Report
+) -> bool:
     """Rows of Newton–Schulz on one shape; whether ours is right (else its speed is not reported)."""
     if device == "cpu":
         shape = tuple(min(size, 128) for size in shape)
-    dtype = getattr(torch, arguments.dtype)
     config = NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
     size = math.prod(shape) * dtype.itemsize
     num_sets = min(12, max(1, math.ceil(3 * timing.L2_BYTES / size))) if device == "cuda" else 1
@@ -120,6 +123,7 @@ def measure_iteration(shape: tuple[int, ...], arguments: argparse.Namespace, dev
         ours_first = ours_first or first
         report.add(
             shape="×".join(map(str, shape)),
+            dtype=str(dtype).removeprefix("torch."),
             what=name,
             **times,
             floor_ms=floor,
@@ -177,16 +181,18 @@ def relative_error(result: Tensor, x: Tensor, config: NSConfig) -> float:
 def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
     """The step of a model's matrices; ``None`` if ours and torch's part further than bf16 products explain."""
     shapes = muon_shapes(model_shapes(arguments.model if device == "cuda" else "tiny"))
-    dtype = getattr(torch, arguments.dtype)
+    dtype = getattr(torch, arguments.dtype[0])
+    options: dict[str, Any] = {"ns_dtype": getattr(torch, arguments.ns_dtype) if arguments.ns_dtype else None}
     makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {}
     if arguments.semantics == "torch":
-        makers["TritonMuon"] = lambda params: TritonMuon(params, capturable=True)
+        makers["TritonMuon"] = lambda params: TritonMuon(params, capturable=True, **options)
         makers["torch.optim.Muon"] = lambda params: torch.optim.Muon(params)
     else:
         makers["TritonMuonAdamW"] = lambda params: TritonMuonAdamW(
-            [{"params": params, "kind": "muon"}], capturable=True
+            [{"params": params, "kind": "muon", **options}], capturable=True
         )
-    report = Report(f"Muon step, {arguments.model}, {arguments.dtype}, {arguments.semantics} semantics")
+    products = f", products in {arguments.ns_dtype}" if arguments.ns_dtype else ""
+    report = Report(f"Muon step, {arguments.model}, {arguments.dtype[0]}{products}, {arguments.semantics} semantics")
     config = NSConfig(coefficients="keller" if arguments.semantics == "torch" else "polar_express")
     flops = sum(config.flops(*shape) for shape in shapes)
     # read p, g and B, write p and B; with NorMuon the update O is read once more, in 16 bits
@@ -226,7 +232,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--suite", action="store_true", help="all shapes of the suite")
     parser.add_argument("--model", help="the matrices of gpt2_124m, gpt2_1.56b, d20 or tiny, full step")
     parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])
-    parser.add_argument("--dtype", help="float16 (one shape), bfloat16 (a model) or float32")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float16", "bfloat16", "float32"],
+        help="of the matrices: float16 (one shape), float16 and bfloat16 (a suite), bfloat16 (a model, one dtype)",
+    )
+    parser.add_argument(
+        "--ns-dtype",
+        choices=["float16", "bfloat16", "float32"],
+        help="of a model's products (float16 on CUDA)",
+    )
     parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
     parser.add_argument("--coefficients", default="keller")
     parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
@@ -237,7 +253,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", help="draw the rows into this file")
     arguments = parser.parse_args()
     if arguments.dtype is None:
-        arguments.dtype = "bfloat16" if arguments.model else "float16"
+        arguments.dtype = (
+            ["bfloat16"] if arguments.model else ["float16", "bfloat16"] if arguments.suite else ["float16"]
+        )
+    if arguments.model and len(arguments.dtype) > 1:
+        parser.error(f"--dtype is one dtype for a --model, got {' '.join(arguments.dtype)}")
+    if arguments.ns_dtype and not arguments.model:
+        parser.error("--ns-dtype is for a --model; a shape's products take its --dtype")
     return arguments
 
 
