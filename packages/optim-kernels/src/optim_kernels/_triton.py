@@ -24,6 +24,7 @@ __all__ = [
     "INTERPRETED",
     "LATER",
     "NO_OVERLAP",
+    "SHORT_LAUNCH",
     "TRITON_DTYPES",
     "Launch",
     "after_previous",
@@ -32,6 +33,8 @@ __all__ = [
     "current_stream",
     "div_rn",
     "dot",
+    "has_launch_hooks",
+    "has_short_launch",
     "let_next_start",
     "narrow",
     "sqrt_rn",
@@ -146,12 +149,33 @@ def can_overlap(device: torch.device) -> bool:
     return not INTERPRETED.value and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+# Triton's versions whose compiled kernels are launched by
+#     run(grid x, grid y, grid z, stream, function, packed metadata, launch metadata, enter hook, exit hook, *arguments)
+SHORT_LAUNCH = ((3, 5), (3, 9))
+
+
+def has_short_launch(version: str) -> bool:
+    """Whether `Launch` may call a compiled kernel of this version of Triton past ``kernel[grid]``."""
+    first, last = SHORT_LAUNCH
+    return first <= tuple(int(part) for part in version.split(".")[:2]) <= last
+
+
+def has_launch_hooks() -> bool:
+    """Whether someone wants to hear of launches, a profiler say; Triton keeps two chains of hooks, mostly empty."""
+    knobs = triton.knobs.runtime
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    # what is no chain is a hook itself, or none
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
 class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
     Triton binds and specialises arguments on every launch, which costs tens of microseconds; here only the first launch
     does, later ones hand addresses to the compiled kernel. So arguments keep their types from launch to launch, and
-    tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``.
+    tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``. The compiled
+    kernel's own ``kernel[grid]`` prepares for hooks whether there are any or not, and takes longer for it than for the
+    launch; where there are none, launches go past it.
     """
 
     def __init__(self, kernel: Any, grid: int | tuple[int, int, int], constants: Sequence[Any], **options: Any) -> None:
@@ -162,6 +186,10 @@ class Launch:
         # the compiled kernel, bound to the grid; the device it was loaded on
         self._run: Any = None
         self._device = -1
+        # the same without hooks: a function, what it takes before and after the stream, and how to ask for that
+        self._run_short: Any = None
+        self._loaded: tuple[Any, ...] = ()
+        self._stream: Callable[[int], int]
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""
@@ -174,15 +202,26 @@ class Launch:
         if INTERPRETED.value:
             self._kernel[self._grid](*arguments, *self._constants, **self._options)
             return
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        with torch.cuda.device(self._device):
-            compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(number):
+            self._keep(self._kernel[self._grid](*arguments, *self._constants, **self._options), number)
+
+    def _keep(self, compiled: Any, device: int) -> None:
+        """Launch this compiled kernel from now on, which is loaded on the device of this number."""
+        self._device = device
         self._run = compiled[self._grid]
+        if has_short_launch(triton.__version__):
+            self._run_short = compiled.run
+            self._loaded = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._stream = triton.runtime.driver.active.get_current_stream
 
     def again(self, arguments: Sequence[Any]) -> None:
         """Launch, not for the first time, with tensors by their addresses."""
-        if torch.cuda.current_device() == self._device:
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self.again(arguments)
+        elif self._run_short is None or has_launch_hooks():
             self._run(*arguments, *self._constants)
         else:
-            with torch.cuda.device(self._device):
-                self._run(*arguments, *self._constants)
+            stream = self._stream(self._device)
+            self._run_short(*self._grid, stream, *self._loaded, *arguments, *self._constants)
