@@ -219,7 +219,7 @@ def _measure_side_by_side(
     """Device and wall time of all contenders in turn, so that every figure sees the clocks that the others see."""
     rows: dict[str, dict[str, Any]] = {name: {} for name in contenders}
     steps: dict[str, list[Step]] = {}
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     timers: dict[tuple[str, str], timing.Timer] = {}
     for name, make_step in contenders.items():
         start = perf_counter()
@@ -229,8 +229,8 @@ def _measure_side_by_side(
             timers[name, "wall_ms"] = partial(timing.wall_ms, steps[name], repeats=1)
             if on_gpu:
                 rows[name] |= {"host_us": timing.host_us(steps[name][0]), "launches": timing.launches(steps[name][0])}
-                graphs[name], num_calls = timing.capture_rounds(steps[name])
-                timers[name, "graph_ms"] = partial(timing.replay_ms, graphs[name], num_calls)
+                graphs[name] = timing.capture_rounds(steps[name])
+                timers[name, "graph_ms"] = partial(timing.replay_ms, *graphs[name])
         except (RuntimeError, ImportError, TypeError) as problem:
             rows[name]["note"] = str(problem).splitlines()[0][:60]
         # some compile for a minute
@@ -240,7 +240,8 @@ def _measure_side_by_side(
         figures = {kind: times[name, kind] for kind in ("graph_ms", "wall_ms") if (name, kind) in times}
         rows[name] = {**figures, **row}
         if name in graphs:
-            rows[name]["sm_mhz"] = timing.sm_clock_mhz(graphs[name].replay)
+            rows[name]["sustained_ms"] = timing.sustained_ms(*graphs[name])
+            rows[name]["sm_mhz"] = timing.sm_clock_mhz(graphs[name][0].replay)
             if len(sets) > 1:
                 rows[name]["hot_ms"] = timing.graph_ms(steps[name][:1], repeat=len(sets))
     return rows

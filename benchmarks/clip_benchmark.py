@@ -99,7 +99,6 @@ def add_case(report: Report, case: Case) -> bool:
         timers[name, "wall_ms"] = partial(timing.wall_ms, mine, repeats=1)
         if on_gpu:
             timers[name, "graph_ms"] = partial(timing.replay_ms, *timing.capture_rounds(mine))
-    # in turn, and never from idle: clocks that wake up cost a short launch a tenth of its time
     times = timing.alternate(timers)
     for name, passes, _ in rows:
         row = {kind: times[name, kind] for kind in ("graph_ms", "wall_ms") if (name, kind) in times}

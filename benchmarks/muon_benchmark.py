@@ -18,6 +18,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,16 +138,20 @@ def measure_iteration(
 
 
 def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namespace, device: str) -> dict[str, float]:
-    """A call's time by graph replay, of single calls after a flush of L2 (one shape), and back to back."""
-    times: dict[str, float] = {}
-    if device == "cuda":
-        graph, num_calls = timing.capture_rounds(calls, warmups=arguments.warmup)
-        times["graph_ms"] = timing.replay_ms(graph, num_calls, replays=arguments.runs)
-        if not arguments.suite:
-            times["flushed_ms"] = timing.flushed_ms(calls[0])
+    """A call's time by graph replay, back to back, and, of one shape, of single calls after a flush of L2.
+
+    By replay both from a rested card and over a second.
+    """
     at_least = 30.0 if arguments.suite else 100.0
-    times["wall_ms"] = timing.wall_ms(calls, at_least_ms=at_least, warmups=arguments.warmup)
-    return times
+    wall = partial(timing.wall_ms, calls, at_least_ms=at_least, warmups=arguments.warmup, repeats=1)
+    if device == "cpu":
+        return {"wall_ms": wall()}
+    graph, num_calls = timing.capture_rounds(calls, warmups=arguments.warmup)
+    replay = partial(timing.replay_ms, graph, num_calls, replays=arguments.runs)
+    timers = {"graph_ms": replay, "wall_ms": wall}
+    if not arguments.suite:
+        timers["flushed_ms"] = partial(timing.flushed_ms, calls[0])
+    return timing.alternate(timers) | {"sustained_ms": timing.sustained_ms(graph, num_calls)}
 
 
 def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
@@ -204,12 +209,16 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
         optimizer = make(params)
         optimizer.step()
         results.append([p.detach().float().clone() for p in params])
-        row = {"wall_ms": timing.wall_ms([optimizer.step])}
+        timers: dict[str, timing.Timer] = {"wall_ms": partial(timing.wall_ms, [optimizer.step], repeats=1)}
+        row: dict[str, float] = {}
         if device == "cuda":
             row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
             if plans_of(optimizer):
                 # torch.optim.Muon cannot be captured
-                row["graph_ms"] = timing.graph_ms([optimizer.step])
+                graph = timing.capture([optimizer.step])
+                timers["graph_ms"] = partial(timing.replay_ms, graph, 1)
+                row["sustained_ms"] = timing.sustained_ms(graph, 1)
+        row = timing.alternate(timers) | row
         launches = sum(plan.launches for plan in plans_of(optimizer))
         report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
     if len(results) == 2:

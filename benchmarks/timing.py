@@ -5,6 +5,10 @@
     flushed    device time of single calls, each after L2 was overwritten
     sustained  graph replays for a second: the clocks that the power limit allows
 
+Matrix products draw more power than a card may for long: an H200 starts them at 1.98 GHz, has after some 50 ms what 700 W
+allow, 1.4 GHz say, and from .7 s on, about every second, less than that for some 150 ms. A figure would depend on what
+ran before it, so `alternate` lets the card rest first, and ``sustained`` stands beside ``graph``.
+
 Give ``graph_ms`` several functions that do the same on different tensors, more than three times the L2 together, and
 the figure is "cold"; give it one and small inputs stay in L2, which is "hot". On a CPU only ``wall_ms`` exists.
 All figures are milliseconds per call.
@@ -25,6 +29,7 @@ Timer = Callable[[], float]
 K = TypeVar("K")
 
 L2_BYTES = 60 << 20
+REST_SECONDS = 0.6  # after which an H200 has its highest clock again
 COPY_BYTES_PER_SECOND = 4.24e12  # read and written, by a copy on an H200
 
 
@@ -62,7 +67,8 @@ def capture_rounds(
 
 def replay_ms(graph: torch.cuda.CUDAGraph, num_calls: int, *, replays: int = 15, budget_ms: float = 130.0) -> float:
     """The median time of a replay over ``num_calls``: 15 replays, or at least 5 once the budget is spent."""
-    graph.replay()
+    for _ in range(3):  # clocks that wake up cost a short launch a tenth of its time
+        graph.replay()
     torch.cuda.synchronize()
     times: list[float] = []
     while len(times) < replays and (len(times) < 5 or sum(times) < budget_ms):
@@ -156,27 +162,33 @@ def flushed_ms(call: Call, *, runs: int = 20) -> float:
     return statistics.median(times)
 
 
-def sustained_ms(calls: Sequence[Call], *, seconds: float = 1.0) -> float:
-    """Mean device time of a call over replays that go on for ``seconds``."""
-    graph = capture(calls)
-    once = replay_ms(graph, 1, replays=5)
-    count = max(1, round(1e3 * seconds / once))
+def sustained_ms(graph: torch.cuda.CUDAGraph, num_calls: int, *, seconds: float = 1.0) -> float:
+    """Mean device time of a call over replays of ``num_calls`` each that go on for ``seconds``."""
+    count = max(1, round(1e3 * seconds / (num_calls * replay_ms(graph, num_calls, replays=5))))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):
         graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / count / len(calls)
+    return start.elapsed_time(end) / count / num_calls
 
 
 def alternate(timers: Mapping[K, Timer], *, rounds: int = 2) -> dict[K, float]:
-    """The median figure of each timer, measured in turn (A B A B), so that all see the same drift of the clocks."""
+    """The median figure of each timer, measured in turn (A B A B) and on a rested card, so that all see one clock."""
     figures: dict[K, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
+            rest()
             figures[name].append(timer())
     return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def rest() -> None:
+    """Leave a GPU without work until it may run at its highest clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
 
 
 def _synchronize() -> None:
