@@ -5,9 +5,9 @@
     flushed    device time of single calls, each after L2 was overwritten
     sustained  graph replays for a second: the clocks that the power limit allows
 
-Matrix products draw more power than a card may for long: an H200 starts them at 1.98 GHz, has after some 50 ms what 700 W
-allow, 1.4 GHz say, and from .7 s on, about every second, less than that for some 150 ms. A figure would depend on what
-ran before it, so `alternate` lets the card rest first, and ``sustained`` stands beside ``graph``.
+Matrix products draw more power than a card may for long: an H200 starts them at 1.98 GHz, has after some 50 ms what
+700 W allow, 1.4 GHz say, and from .7 s on, about every second, less than that for some 150 ms. A figure would depend on
+what ran before it, so `alternate` lets the card rest first, and ``sustained`` stands beside ``graph``.
 
 Give ``graph_ms`` several functions that do the same on different tensors, more than three times the L2 together, and
 the figure is "cold"; give it one and small inputs stay in L2, which is "hot". On a CPU only ``wall_ms`` exists.
