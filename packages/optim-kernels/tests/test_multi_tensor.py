@@ -1,13 +1,18 @@
-"""How lists of tensors are cut into chunks."""
+"""How lists of tensors are cut into chunks, and recognised when they come again."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from optim_kernels.multi_tensor import SIZE_SHIFT, TENSOR_SHIFT, UNIT, ChunkMap, ChunkSize
+from optim_kernels import multi_tensor
+from optim_kernels.multi_tensor import SIZE_SHIFT, TENSOR_SHIFT, UNIT, ChunkMap, ChunkSize, KnownKinds, TensorList
 
 CPU = torch.device("cpu")
 
@@ -64,3 +69,71 @@ def test_elements_beyond_32_bits_have_a_place(numel: int) -> None:
     chunks = ChunkMap.build([5, numel], [True] * 2, [ChunkSize(1 << 13)], CPU)
     tensor, start, size = pieces(chunks)[chunks.num_full - 1]
     assert (tensor, start + size) == (1, numel // 8192 * 8192)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dtype": lambda x: x.view(torch.int32),
+    "narrower dtype": lambda x: x.view(torch.float16)[:, :3],
+    "shape": lambda x: x.view(2, 6),
+    "fewer elements": lambda x: x[:2],
+    "strides": lambda x: x.as_strided((4, 3), (1, 4)),
+    "dimensions": lambda x: x.view(12),
+}
+
+
+@pytest.mark.parametrize("with_guards", [True, False], ids=["guards", "plain"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_at_the_same_address_is_seen(
+    change: Callable[[Tensor], Tensor], with_guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_guards:
+        monkeypatch.setattr(multi_tensor, "TensorGuards", None)
+    tensors, known = [torch.randn(4, 3), torch.randn(7)], KnownKinds()
+    kinds = [TensorList(tensors, known).kinds for _ in range(4)]
+    assert kinds[0] == TensorList(tensors).kinds
+    assert all(each is kinds[0] for each in kinds)
+    changed = [change(tensors[0]), tensors[1]]
+    assert changed[0].data_ptr() == tensors[0].data_ptr()
+    for each in (changed, tensors, changed[:1], tensors[:1], tensors, tensors, tensors, changed):
+        assert TensorList(each, known).kinds == TensorList(each).kinds
+
+
+def test_what_changes_in_place_is_seen() -> None:
+    """The same tensor object, at the same address."""
+    tensors, known = [torch.randn(4, 3)], KnownKinds()
+    for change in (None, None, None, lambda x: x.t_(), lambda x: x.resize_(2, 3), lambda x: x.resize_(6)):
+        if change is not None:
+            change(tensors[0])
+        assert known.of(tensors) == TensorList(tensors).kinds
+
+
+def test_a_known_list_is_looked_at_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its third time on, also when the tensors are new ones; where that call says no, each is looked at."""
+    known = KnownKinds()
+    for _ in range(2):
+        known.of([torch.randn(4, 3), torch.randn(7)])
+    kinds, looks = multi_tensor._kinds, []
+
+    def look(tensors: list[Tensor]) -> object:
+        looks.append(len(tensors))
+        return kinds(tensors)
+
+    monkeypatch.setattr(multi_tensor, "_kinds", look)
+    new = [torch.randn(4, 3), torch.randn(7)]
+    known.of(new)
+    assert looks == []
+    with torch.inference_mode():
+        assert known.of(new) == kinds(new)
+    assert looks == [2]
+    known.of(new)
+    assert looks == [2]
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    known = KnownKinds()
+    tensor = torch.randn(5)
+    for _ in range(4):
+        known.of([tensor])
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
@@ -44,6 +44,7 @@ class AdamWStep:
         self._params, self._states = params, states
         self._moments = list(map(_exp_avg, states))
         self._has_dtensors = any(map(is_dtensor, params))
+        self._kinds = KnownKinds()
         self._addresses = self._where(params)
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
@@ -72,7 +73,7 @@ class AdamWStep:
 
     def look_at(self, grads: list[Tensor]) -> TensorList:
         """This step's gradients, as norm and update take them."""
-        return TensorList(list(map(local, grads)) if self._has_dtensors else grads)
+        return TensorList(list(map(local, grads)) if self._has_dtensors else grads, self._kinds)
 
     def run(
         self,

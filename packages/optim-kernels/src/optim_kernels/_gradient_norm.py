@@ -18,8 +18,10 @@ from optim_kernels.multi_tensor import (
     ChunkMap,
     ChunkSize,
     DeviceTable,
+    KnownKinds,
     TensorList,
     is_capturing,
+    is_cuda,
     is_dense,
     keep_for_graphs,
 )
@@ -47,6 +49,8 @@ class GradientNorm:
         self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
         self._counter = self._counters.pop()
         self._total = torch.zeros((), dtype=torch.float64, device=device)
+        # the last norm's; the norm itself is a tensor of its own, for the caller keeps it
+        self.factor = torch.zeros((), dtype=torch.float32, device=device)
         self._addresses: list[int] = []
         self._numels: list[int] = []
         self._aligned: list[bool] = []
@@ -63,24 +67,31 @@ class GradientNorm:
         own = copy.copy(self)
         own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
         own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
+        own.factor = torch.empty_like(self.factor)
         return own
 
     def refresh(self, addresses: list[int], numels: list[int]) -> None:
-        """Take note of where the gradients are; nothing is uploaded unless that changed."""
+        """Take note of where the gradients are; nothing is uploaded unless that changed.
+
+        The lists are kept, and recognised when they come again.
+        """
+        if addresses is self._addresses and numels is self._numels:
+            return
         if self.knows(addresses, numels):
+            self._addresses, self._numels = addresses, numels
             return
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
             raise ValueError("a gradient has elements but no memory: its storage was freed")
         aligned = [address % ALIGNMENT == 0 for address in addresses]
         if aligned != self._aligned or numels != self._numels:
             self._cut(numels, aligned)
-        self._addresses = addresses
+        self._addresses, self._numels = addresses, numels
         rows = array("q", bytes(8 * 2 * len(addresses)))
         rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
         self._rows.update(rows.tobytes())
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
-        self._numels, self._aligned = numels, aligned
+        self._aligned = aligned
         self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * TILE)], self.device)
         self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
         self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
@@ -89,19 +100,20 @@ class GradientNorm:
     def _keep_if_captured(self) -> None:
         if is_capturing(self.device):
             self._rows.keep_for_graph()
-            keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total)
+            keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
 
-    def norm(self, norm_type: float, max_norm: float, result: Tensor, total: Tensor | None = None) -> None:
-        """Write ``[norm, clip factor]`` to the fp32 ``result``, and Σ|g|^p (or the maximum) to the fp64 ``total``."""
+    def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
+        """The norm, fp32; ``factor`` is then what clips it, and the fp64 ``total`` is Σ|g|^p (or the maximum)."""
         launch = self._launches.get(norm_type)
         if launch is None:
             launch = self._launches[norm_type] = self._norm_launch(norm_type)
         self._keep_if_captured()
-        chunks, total = self._chunks, self._total if total is None else total
+        chunks, total, norm = self._chunks, self._total if total is None else total, torch.empty_like(self.factor)
         launch(
-            (chunks.words, self._rows.words, self._partials, self._counter, total, result),
+            (chunks.words, self._rows.words, self._partials, self._counter, total, norm, self.factor),
             (chunks.num_chunks, chunks.num_full, float(max_norm)),
         )
+        return norm
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply the gradients by the fp32 ``factor`` unless it is 1 or more."""
@@ -145,6 +157,8 @@ class _Split(NamedTuple):
     devices: list[torch.device]
     # of each part: device, dtype, and the places of its gradients in the list
     parts: list[tuple[torch.device, torch.dtype, list[int]]]
+    # whether the kernels can read all of them where they are
+    is_dense: bool
 
 
 class GradientNorms:
@@ -160,17 +174,18 @@ class GradientNorms:
         self._any_stream = any_stream
         self._parts: dict[Any, dict[int, GradientNorm]] = {}
         self._split: _Split | None = None
+        self._kinds = KnownKinds()
 
     def norm_and_factor(
         self, grads: Sequence[Tensor] | TensorList, norm_type: float, max_norm: float
     ) -> tuple[Tensor, Tensor]:
-        """``(norm, clip factor)``, 0-d on the first gradient's device, without a synchronisation on one device."""
+        """``(norm, clip factor)``, 0-d on the first gradient's device, without a synchronisation on one device.
+
+        The factor is overwritten by the next call.
+        """
         parts = self._refreshed(grads, norm_type)
         if parts is not None and len(parts) == 1:
-            result = torch.empty(2, dtype=torch.float32, device=parts[0].device)
-            parts[0].norm(norm_type, max_norm, result)
-            norm, factor = result.unbind()
-            return norm, factor
+            return parts[0].norm(norm_type, max_norm), parts[0].factor
         norm = self._combined(parts, grads.tensors if isinstance(grads, TensorList) else grads, norm_type)
         return norm, reference.clip_factor(norm, max_norm)
 
@@ -181,10 +196,8 @@ class GradientNorms:
         if seen is None or parts is None:
             return None
         if len(parts) == 1:
-            result = torch.empty(2, dtype=torch.float32, device=parts[0].device)
-            parts[0].norm(norm_type, max_norm, result)
-            norm, factor = result.unbind()
-            parts[0].scale_(factor)
+            norm = parts[0].norm(norm_type, max_norm)
+            parts[0].scale_(parts[0].factor)
             return norm
         norm, factor = self.norm_and_factor(seen, norm_type, max_norm)
         self.scale_(seen, factor)
@@ -193,6 +206,11 @@ class GradientNorms:
     def norm(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         """The norm alone."""
         return self.norm_and_factor(grads, norm_type, 1.0)[0]
+
+    def norm_in_one_launch(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        """The norm alone, by kernels alone; ``None`` where more is needed."""
+        parts = self._refreshed(grads, norm_type)
+        return parts[0].norm(norm_type, 1.0) if parts is not None and len(parts) == 1 else None
 
     def totals(self, grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
         """Σ|g|^p, or the maximum, of the gradients of each device and dtype: 0-d fp64."""
@@ -211,7 +229,7 @@ class GradientNorms:
         if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
             return None
         try:
-            return TensorList(grads)
+            return TensorList(grads, self._kinds)
         except RuntimeError:  # a sparse tensor has no address
             return None
 
@@ -225,18 +243,19 @@ class GradientNorms:
         split = self._split_of(seen)
         if split is None:
             return None
-        if not all(seen.kinds[2]) and not all(map(is_dense, seen.tensors)):
+        addresses, numels = split.addresses, split.kinds[1]
+        if not split.is_dense:
             if in_place:
                 return None
             seen = TensorList([grad if is_dense(grad) else grad.contiguous() for grad in seen.tensors])
-        numels: list[int] = seen.kinds[1]
+            addresses = seen.addresses
         parts = []
         for device, dtype, places in split.parts:
-            addresses, own_numels = seen.addresses, numels
+            own_addresses, own_numels = addresses, numels
             if len(split.parts) > 1:
-                addresses, own_numels = ([values[place] for place in places] for values in (addresses, numels))
-            part = self._part(device, dtype, addresses, own_numels)
-            part.refresh(addresses, own_numels)
+                own_addresses, own_numels = ([values[place] for place in places] for values in (addresses, numels))
+            part = self._part(device, dtype, own_addresses, own_numels)
+            part.refresh(own_addresses, own_numels)
             parts.append(part)
         return parts
 
@@ -271,10 +290,11 @@ class GradientNorms:
             for place, grad in enumerate(grads.tensors):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(place)
             parts = [(*kind, places) for kind, places in by_kind.items()]
+            dense = all(map(is_dense, grads.tensors))
         else:
-            parts = split.parts
-        self._split = _Split(grads.kinds, grads.addresses, devices, parts)
-        return self._split
+            parts, dense = split.parts, split.is_dense
+        split = self._split = _Split(grads.kinds, grads.addresses, devices, parts, dense)
+        return split
 
     def _combined(self, parts: list[GradientNorm] | None, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         if parts is None:
@@ -289,7 +309,7 @@ class GradientNorms:
     @staticmethod
     def _total(part: GradientNorm, norm_type: float) -> Tensor:
         total = torch.empty((), dtype=torch.float64, device=part.device)
-        part.norm(norm_type, 1.0, torch.empty(2, dtype=torch.float32, device=part.device), total)
+        part.norm(norm_type, 1.0, total)
         return total
 
 
@@ -301,7 +321,7 @@ def _num_programs(device: torch.device) -> int:
 
 def _stream(device: torch.device) -> int:
     """The stream that a launch on the device would go to."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return 0
     from optim_kernels._triton import current_stream
 

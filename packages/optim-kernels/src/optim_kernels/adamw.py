@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ __all__ = ["TritonAdamW"]
 
 # What belongs to this instance rather than to a checkpoint: a loaded state is converted to it.
 _OWN_OPTIONS = ("state_dtype", "master_weights", "impl")
+
+_group_params = itemgetter("params")
 
 
 class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
@@ -167,7 +171,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         """
         check_capture(self)
         loss = run_closure(closure)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
         prepared = self._prepared
         if prepared is None or not prepared.is_for(self.param_groups, params, grads):

@@ -55,7 +55,6 @@ def clip_grad_norm_(
     return norm
 
 
-@torch.no_grad()
 def compute_global_grad_norm(
     parameters: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
@@ -63,7 +62,6 @@ def compute_global_grad_norm(
     return get_total_norm(_gradients(_as_list(parameters)), norm_type, error_if_nonfinite, foreach)
 
 
-@torch.no_grad()
 def get_total_norm(
     tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
@@ -76,6 +74,15 @@ def get_total_norm(
         RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.
     """
     tensors, norm_type = _as_list(tensors), float(norm_type)
+    if foreach is None and tensors and not error_if_nonfinite:
+        norm = _NORMS.norm_in_one_launch(tensors, norm_type)
+        if norm is not None:
+            return norm
+    return _total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
     if foreach:
         norm = torch.nn.utils.get_total_norm(tensors, norm_type, False, True)
     elif foreach is None and tensors:
@@ -143,4 +150,4 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -75,7 +75,8 @@ def norm_kernel(
     partials,
     counter,
     total,
-    result,
+    norm_result,
+    factor,
     num_chunks,
     num_full,
     max_norm,
@@ -85,7 +86,7 @@ def norm_kernel(
     VECTOR: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Write the fp64 ``total`` and ``result = [norm, factor]`` of all chunks; ``PARTIALS`` >= number of programs."""
+    """Write the fp64 ``total``, norm and factor of all chunks; ``PARTIALS`` >= number of programs."""
     CHUNK: tl.constexpr = _RUN * TILE
     accumulator = tl.zeros([TILE // VECTOR], dtype=tl.int32 if NORM == _INF_NORM else tl.float64)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
@@ -120,9 +121,9 @@ def norm_kernel(
                 norm = tl.sqrt(norm)
         norm = norm.to(tl.float32)
         # as torch divides a number by a tensor: the reciprocal first
-        factor = div_rn(tl.where(norm == norm, 1.0, norm), norm + 1e-6) * max_norm
-        tl.store(result, norm)
-        tl.store(result + 1, tl.where(factor > 1.0, 1.0, factor))
+        found_factor = div_rn(tl.where(norm == norm, 1.0, norm), norm + 1e-6) * max_norm
+        tl.store(norm_result, norm)
+        tl.store(factor, tl.where(found_factor > 1.0, 1.0, found_factor))
 
 
 @triton.jit

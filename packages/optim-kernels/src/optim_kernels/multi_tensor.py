@@ -17,11 +17,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+try:
+    from torch._C._dynamo import guards as dynamo_guards
+except ImportError:
+    dynamo_guards = None  # type: ignore[assignment]
 
 ALIGNMENT = 16  # bytes
 UNIT = 256  # elements
@@ -107,7 +113,13 @@ def _upload(content: bytes, on_device: Tensor) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on the device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return is_cuda(device) and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def is_cuda(device: torch.device) -> bool:
+    """Whether the device is a GPU; remembered, for to ask a device for its type takes three times as long."""
+    return device.type == "cuda"
 
 
 # What captured graphs read: alive as long as the process, for nobody learns when a graph is gone. It is little: tables
@@ -155,18 +167,69 @@ class TensorList:
 
     Two lists with equal addresses and kinds are the same to a kernel. An address alone says too little: memory that
     was freed comes back as another dtype or layout.
+
+    Args:
+        known: what lists were that came from the same place before.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], known: KnownKinds | None = None) -> None:
         self.tensors = tensors
         self.addresses = list(map(Tensor.data_ptr, tensors))
-        contiguous = list(map(Tensor.is_contiguous, tensors))
-        self.kinds: list[Any] = [list(map(_dtype, tensors)), list(map(Tensor.numel, tensors)), contiguous]
-        if not all(contiguous):
-            self.kinds.append([(t.shape, t.stride()) for t, plain in zip(tensors, contiguous) if not plain])
+        self.kinds = _kinds(tensors) if known is None else known.of(tensors)
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
+    """The dtypes, the numbers of elements, which are contiguous, and shapes and strides of those that are not."""
+    contiguous = list(map(Tensor.is_contiguous, tensors))
+    kinds: list[Any] = [list(map(_dtype, tensors)), list(map(Tensor.numel, tensors)), contiguous]
+    if not all(contiguous):
+        kinds.append([(t.shape, t.stride()) for t, plain in zip(tensors, contiguous) if not plain])
+    return kinds
 
 
 _dtype = attrgetter("dtype")
+
+# Not torch's public API: where it is gone, kinds are read tensor by tensor.
+TensorGuards: Any = getattr(dynamo_guards, "TensorGuards", None)
+
+
+def _guards(tensors: Sequence[Tensor]) -> Any:
+    """What compares types, dtypes, devices, shapes and strides of other tensors with those of these."""
+    if TensorGuards is None:
+        return None
+    return TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+
+
+class KnownKinds:
+    """The kinds of a list that comes again and again, recognised by one call for all its tensors.
+
+    That call is Dynamo's check of a compiled function's arguments: types, dtypes, devices, shapes and strides. It holds
+    no tensor, takes half as long as `_kinds`, and ten times as long to be made: so it is made for a list that came
+    twice, and once.
+    """
+
+    def __init__(self) -> None:
+        # kinds, how often they came again, and the check; one tuple, since lists may come from several threads
+        self._last: tuple[list[Any], int, Any] = [[]], 0, None
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The kinds of these tensors: the same list as long as they stay the same."""
+        last, repeats, guards = self._last
+        if guards is not None and len(tensors) == len(last[0]) and guards.check(*tensors):
+            return last
+        kinds = _kinds(tensors)
+        if kinds != last:
+            self._last = kinds, 0, None
+            return kinds
+        # where the check fails for what is nothing to a kernel, the autograd state say, another would not last either
+        if repeats == 0:
+            guards = _guards(tensors)
+        self._last = last, repeats + 1, guards
+        return last
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -129,6 +129,8 @@ class AdamWLaunch:
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_alone = False
+        # of the kernel's arguments the numbers, which stay as long as the gradients do
+        self._numbers: tuple[int, ...] = ()
         self._chunks: ChunkMap
         self._rows: list[Record]
 
@@ -147,8 +149,11 @@ class AdamWLaunch:
         aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
         if aligned != self._aligned:
             self._cut(aligned)
+        counts = (self._chunks.num_chunks, self._chunks.num_full)
         if self._is_alone:
+            self._numbers = (*counts, *self._place_of_one())
             return
+        self._numbers = counts
         rows = array("q", bytes(16 * len(addresses)))
         rows[0::2] = array("q", addresses)
         rows[1::2] = array("q", self._slice_strides)
@@ -274,33 +279,32 @@ class AdamWLaunch:
             keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
         changing = (self._scalars_view, self._counters, self._memos, *self._factors)
-        counts = (chunks.num_chunks, chunks.num_full)
         if self._is_alone:
-            record = self._rows[0]
-            self._launch(
-                changing,
-                (
-                    *counts,
-                    record.param,
-                    self._addresses[0],
-                    self._slice_strides[0],
-                    record.exp_avg,
-                    record.exp_avg_sq,
-                    record.max_exp_avg_sq,
-                    record.master,
-                    record.exp_avg_scale,
-                    record.exp_avg_sq_scale,
-                    record.step,
-                    record.present,
-                    record.numel,
-                    record.group,
-                    record.seed,
-                    record.place,
-                    record.start,
-                ),
-            )
+            self._launch(changing, self._numbers)
         else:
-            self._launch((chunks.words, self._records.words, self._grads_view, *changing), counts)
+            self._launch((chunks.words, self._records.words, self._grads_view, *changing), self._numbers)
+
+    def _place_of_one(self) -> tuple[int, ...]:
+        """What a lone tensor's kernel is told of it."""
+        record = self._rows[0]
+        return (
+            record.param,
+            self._addresses[0],
+            self._slice_strides[0],
+            record.exp_avg,
+            record.exp_avg_sq,
+            record.max_exp_avg_sq,
+            record.master,
+            record.exp_avg_scale,
+            record.exp_avg_sq_scale,
+            record.step,
+            record.present,
+            record.numel,
+            record.group,
+            record.seed,
+            record.place,
+            record.start,
+        )
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
@@ -320,7 +324,10 @@ class AdamWLaunch:
 
     def _as_scalar(self, value: Tensor | None, neutral: Tensor) -> Tensor:
         """One fp32 number on the device."""
-        return neutral if value is None else value.to(device=self._device, dtype=torch.float32)
+        if value is None:
+            return neutral
+        is_ready = value.dtype == torch.float32 and value.device == self._device
+        return value if is_ready else value.to(device=self._device, dtype=torch.float32)
 
 
 def _is_aligned(member: PlannedTensor) -> bool:
