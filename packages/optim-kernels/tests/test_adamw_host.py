@@ -76,6 +76,77 @@ def test_a_gradient_of_another_layout_at_the_same_address_is_seen() -> None:
     torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
+def test_a_step_that_failed_is_not_taken_for_done(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New gradients whose addresses did not reach the device are uploaded by the next step."""
+    params, others = make_params(shapes), make_params(shapes)
+    for p, q in zip(params, others):
+        q.data, q.grad = p.detach().clone(), None if p.grad is None else p.grad.clone()
+    ours, expected = (TritonAdamW(each, impl="triton", max_norm=1.0) for each in (params, others))
+    ours.step()
+    expected.step()
+    old = give_gradients(params)
+    for p, q in zip(params, others):
+        assert p.grad is not None
+        q.grad = p.grad.clone()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no pinned memory")
+
+    # of the norm's table, and then of the step's where it has one
+    for attribute in (
+        "optim_kernels.multi_tensor._upload",
+        "optim_kernels.functional._adamw_launch.AdamWLaunch._upload",
+    ):
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(attribute, fail)
+            ours.param_groups[0]["lr"] = expected.param_groups[0]["lr"] = 0.5
+            ours.step()
+    ours.step()
+    expected.step()
+    assert len(old) == len(params)
+    assert all(map(torch.equal, params, others))
+
+
+def test_a_refused_gradient_does_not_hide_that_others_are_copied() -> None:
+    """Those of a foreign layout are copied again after a step that failed."""
+    p, q = (torch.nn.Parameter(torch.ones(4, 6, device=DEVICE)) for _ in range(2))
+    grad = torch.randn(6, 4, device=DEVICE)
+    p.grad, q.grad = grad.t(), grad.t().contiguous()
+    ours, expected = TritonAdamW([p], impl="triton"), TritonAdamW([q], impl="triton")
+    ours.step()
+    p.grad = torch.zeros(4, 6, device=DEVICE)
+    p.grad.resize_(3)
+    with pytest.raises(ValueError, match=r"grads\[0\]"):
+        ours.step()
+    p.grad = grad.t()
+    for optimizer in (ours, expected, expected):
+        optimizer.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["one launch", "two launches"])
+def test_each_of_several_steady_steps_reads_what_is_there(dtype: torch.dtype, max_norm: float | None) -> None:
+    """Gradients that are written in place, and that move."""
+    params = [torch.nn.Parameter(torch.randn(100, device=DEVICE).to(each)) for each in (torch.float32, dtype)]
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours, expected = (TritonAdamW(each, lr=0.1, max_norm=max_norm, impl="triton") for each in (params, others))
+    kept = [[torch.randn_like(p) for p in params] for _ in range(2)]
+    for turn in (0, 0, 0, 1, 1, 0, 0, 0):
+        for p, q, grad in zip(params, others, kept[turn]):
+            grad.mul_(1.5)
+            p.grad, q.grad = grad, grad.clone()
+        # so that nothing is taken for known
+        expected._forget()
+        ours.step()
+        expected.step()
+    assert ours._prepared is not None
+    assert ours._prepared.kernels is not None
+    assert ours._prepared.kernels.plan.num_launches == len({torch.float32, dtype})
+    assert all(map(torch.equal, params, others))
+
+
 def test_a_gradient_that_was_resized_is_refused() -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl="triton")

@@ -148,12 +148,12 @@ class DeviceTable:
         """Make ``content`` the table's; it is uploaded, without waiting, if it changed. Whether ``words`` is new."""
         if content == self._content:
             return False
-        self._content = content
         is_new = self._captured or 8 * self.words.numel() != len(content)
         if is_new:
             self.words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device)
             self._captured = False
         _upload(content, self.words)
+        self._content = content
         return is_new
 
     def keep_for_graph(self) -> None:

@@ -137,28 +137,26 @@ class AdamWLaunch:
     def refresh(self, grads: TensorList) -> None:
         """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
         addresses = grads.addresses
-        if grads.kinds == self._kinds and not self.copies:
-            if addresses == self._addresses:
-                return
-            if 0 in addresses:
-                self._take(grads.tensors)
-        else:
+        are_alike = grads.kinds == self._kinds and not self.copies
+        if are_alike and addresses == self._addresses:
+            return
+        # until all is done, so that nothing that a failed call has seen is taken for known
+        self._kinds = []
+        if not are_alike or 0 in addresses:
             addresses = self._take(grads.tensors)
-            self._kinds = grads.kinds
-        self._addresses = addresses
         aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
         if aligned != self._aligned:
             self._cut(aligned)
-        counts = (self._chunks.num_chunks, self._chunks.num_full)
+        self._numbers = (self._chunks.num_chunks, self._chunks.num_full)
         if self._is_alone:
-            self._numbers = (*counts, *self._place_of_one())
-            return
-        self._numbers = counts
-        rows = array("q", bytes(16 * len(addresses)))
-        rows[0::2] = array("q", addresses)
-        rows[1::2] = array("q", self._slice_strides)
-        self._grad_rows = rows.tobytes()
-        self._is_uploaded = False
+            self._numbers += self._place_of_one(addresses[0])
+        else:
+            rows = array("q", bytes(16 * len(addresses)))
+            rows[0::2] = array("q", addresses)
+            rows[1::2] = array("q", self._slice_strides)
+            self._grad_rows = rows.tobytes()
+            self._is_uploaded = False
+        self._addresses, self._kinds = addresses, grads.kinds
 
     def _take(self, grads: Sequence[Tensor]) -> list[int]:
         """Check gradients of a new kind and copy those of a foreign layout; where each is to be read."""
@@ -191,7 +189,6 @@ class AdamWLaunch:
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         tuned = tuning(kind, numels, num_multiprocessors)
         sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
-        self._aligned = aligned
         self._chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
         slot_chunks = dict.fromkeys(self._slots, 0)
         for member, count in zip(members, self._chunks.counts):
@@ -224,6 +221,7 @@ class AdamWLaunch:
             maxnreg=tuned.max_registers,
             **({"launch_pdl": True} if overlap else {}),
         )
+        self._aligned = aligned
 
     def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
         from optim_kernels.adamw_kernels import Record
@@ -284,12 +282,12 @@ class AdamWLaunch:
         else:
             self._launch((chunks.words, self._records.words, self._grads_view, *changing), self._numbers)
 
-    def _place_of_one(self) -> tuple[int, ...]:
-        """What a lone tensor's kernel is told of it."""
+    def _place_of_one(self, grad: int) -> tuple[int, ...]:
+        """What a lone tensor's kernel is told of it and of its gradient's address."""
         record = self._rows[0]
         return (
             record.param,
-            self._addresses[0],
+            grad,
             self._slice_strides[0],
             record.exp_avg,
             record.exp_avg_sq,

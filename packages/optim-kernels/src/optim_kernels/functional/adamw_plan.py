@@ -31,6 +31,8 @@ class AdamWPlan:
         self._tensors: list[Sequence[Tensor | None]] = []
         self._numbers: list[Sequence[int]] = []
         self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
+        # addresses and kinds of the gradients that the launches know
+        self._known: tuple[list[int], list[Any]] | None = None
         self.num_tensors = 0
 
     @classmethod
@@ -95,7 +97,7 @@ class AdamWPlan:
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
         check_shared_steps(planned, grads.tensors)
-        self._launches = _launches(list(by_signature.values()), grads.tensors)
+        self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
         # copies, for the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
@@ -130,8 +132,13 @@ class AdamWPlan:
         if len(self._launches) == 1:
             self._launches[0].refresh(grads)
             return
+        seen = grads.addresses, grads.kinds
+        if seen == self._known and not self.num_copied:
+            return
+        self._known = None
         for launch in self._launches:
             launch.refresh(TensorList([grads.tensors[place] for place in launch.places]))
+        self._known = seen
 
     def step(
         self,
