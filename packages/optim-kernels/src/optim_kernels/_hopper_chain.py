@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optim_kernels._block_launch import BlockLaunch
 from optim_kernels._chain_jobs import BLOCK, Ending, Members, job_table, jobs_of, num_squares, places, tile_list
 from optim_kernels._normalize_kernels import divisors_of, normalize_into
 from optim_kernels._ns_config import NSConfig
@@ -69,78 +69,105 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
     return count * blocks * (blocks + 1) // 2 >= LEAST_ROUNDS * num_multiprocessors(device.index)
 
 
-def run_chain(
-    chain: Chain,
-    xs: Xs,
-    scales: Tensor,
-    squared_scales: Tensor,
-    state: Tensor,
-    counter: int,
-    *,
-    ending: Ending = Ending.STORE,
-    addresses: Tensor | None = None,
-    **update: Any,
-) -> None:
-    """Run the chain.
+class ChainLaunch:
+    """The launch of a chain, kept: again and again on buffers of the same shapes.
 
     Args:
-        xs: where X is, then the two buffers that it moves to in turn; the first and the third may be one, and are in
-            panels. The result is in the one that the last job names.
-        scales, squared_scales: σ and σ² of each matrix.
-        state: int32, zero: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
-        ending: of the last product; with ``addresses`` as `_hopper_chain_tiles` numbers them, and the compile-time
-            arguments of an update.
+        ending: of the last product; others than STORE need ``addresses`` at every launch.
+        update: the compile-time arguments of an update.
     """
-    from optim_kernels import _hopper_chain_kernel as kernels
-    from optim_kernels._hopper_ring import descriptor
 
-    side, depth, m = PING_PONG.rows, PING_PONG.depth, chain.m
-    assert not chain.in_panels or xs[0] is xs[2]
-    squares = empty_matrices(chain.num_squares, m, m, like=xs[0])
-    kernels.chain_kernel[(min(len(chain.entries), num_multiprocessors(xs[0].device.index)),)](
-        descriptor(squares, side, depth),
-        *(descriptor(x, side, depth) for x in xs),
-        *(descriptor(x, depth, side) for x in xs),
-        descriptor(squares, side, side),
-        *(descriptor(x, side, side) for x in xs),
-        chain.entries,
-        chain.jobs,
-        chain.places,
-        scales,
-        squared_scales,
-        state,
-        chain.entries if addresses is None else addresses,
-        counter,
-        len(chain.entries),
-        DEPTH=depth,
-        STAGES=PING_PONG.num_stages,
-        PANELS=chain.in_panels,
-        ENDING=ending.value,
-        **{"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update},
-        num_warps=4,
-    )
+    def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, **update: Any) -> None:
+        from optim_kernels import _hopper_chain_kernel as kernels
+        from optim_kernels._hopper_ring import descriptor
+
+        self._chain, self._num_squares = chain, chain.num_squares
+        side, depth = PING_PONG.rows, PING_PONG.depth
+        options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
+        self._launch = BlockLaunch(
+            kernels.chain_kernel,
+            min(len(chain.entries), num_multiprocessors(chain.entries.device.index)),
+            [(side, depth), *3 * [(side, depth)], *3 * [(depth, side)], (side, side), *3 * [(side, side)]],
+            (
+                depth,
+                PING_PONG.num_stages,
+                chain.in_panels,
+                ending.value,
+                options["P_DTYPE"],
+                options["MASTER_KIND"],
+                options["CAUTIOUS"],
+            ),
+            describe=descriptor,
+            num_warps=4,
+        )
+
+    def __call__(
+        self,
+        xs: Xs,
+        scales: Tensor,
+        squared_scales: Tensor,
+        state: Tensor,
+        counter: int,
+        addresses: Tensor | None = None,
+    ) -> None:
+        """Run the chain.
+
+        Args:
+            xs: where X is, then the two buffers that it moves to in turn; the first and the third may be one, and are
+                in panels. The result is in the one that the last job names.
+            scales, squared_scales: σ and σ² of each matrix.
+            state: int32, zero: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
+            addresses: what the ending needs, as `_hopper_chain_tiles` numbers it.
+        """
+        chain = self._chain
+        assert not chain.in_panels or xs[0] is xs[2]
+        squares = empty_matrices(self._num_squares, chain.m, chain.m, like=xs[0])
+        tables = (chain.entries, chain.jobs, chain.places)
+        others = chain.entries if addresses is None else addresses
+        numbers = (counter, len(chain.entries))
+        self._launch.launch(
+            (squares, *xs, *xs, squares, *xs), (*tables, scales, squared_scales, state, others, *numbers)
+        )
 
 
-def orthogonalize_batch(x: Tensor, config: NSConfig) -> Tensor:
-    """The result ``[batch, M, N]`` for ``x [..., M, N]``, M ≤ N, in the compute dtype."""
-    g = x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
-    count, m, n = g.shape
-    chain = _chain_of(config, count, m, n, x.device)
-    dtype = config.compute_dtype(x)
-    like = x.new_empty(0, dtype=dtype)
-    state = torch.empty(1 + count, dtype=torch.int32, device=x.device)
-    other, third = (empty_matrices(count, m, n, like=like) for _ in range(2))
-    scale, eps, add_eps = config.norm_scale, config.eps, config.eps_mode == "add"
-    if dtype == x.dtype == torch.float16 and is_readable(g):
-        first = g
-        scales = divisors_of(g, norm_scale=scale, eps=eps, add_eps=add_eps, state=state)
-    else:
-        first = third
-        normalize_into(first, g, norm_scale=scale, eps=eps, add_eps=add_eps, state=state)
-        scales = torch.ones(2, count, device=x.device)
-    xs = (first, other, third)
-    run_chain(chain, xs, scales[0], scales[1], state, count)
-    return xs[chain.groups[0].jobs[-1].d]
+class BatchPlan:
+    """Newton–Schulz of batches like ``g [batch, M, N]``, M ≤ N, in one launch behind the norms.
+
+    Args:
+        shape: ``[..., M, N]``, in which they come and the results go.
+    """
+
+    def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
+        self._shape, self._dtype = shape, g.dtype
+        self._compute_dtype = config.compute_dtype(g)
+        self._is_read = g.dtype == self._compute_dtype == torch.float16 and is_readable(g)
+        self._norm: Any = {
+            "norm_scale": config.norm_scale,
+            "eps": config.eps,
+            "add_eps": config.eps_mode == "add",
+        }
+        count, m, n = g.shape
+        chain = _chain_of(config, count, m, n, g.device)
+        self._launch, self._last = ChainLaunch(chain), chain.groups[0].jobs[-1].d
+        # of matrices that are divided first
+        self._ones = None if self._is_read else torch.ones(count, device=g.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result for ``x [..., M, N]``."""
+        g = x.reshape(-1, *x.shape[-2:])
+        count, m, n = g.shape
+        like = g.new_empty(0, dtype=self._compute_dtype)
+        state = g.new_empty(1 + count, dtype=torch.int32)
+        other, third = (empty_matrices(count, m, n, like=like) for _ in range(2))
+        if self._ones is None:
+            first, inverses = g, divisors_of(g, **self._norm, state=state)
+            scales, squared_scales = inverses[0], inverses[1]
+        else:
+            first, scales, squared_scales = third, self._ones, self._ones
+            normalize_into(first, g, **self._norm, state=state)
+        xs = (first, other, third)
+        self._launch(xs, scales, squared_scales, state, count)
+        return xs[self._last].reshape(self._shape).to(self._dtype).contiguous()
 
 
 @lru_cache(maxsize=64)

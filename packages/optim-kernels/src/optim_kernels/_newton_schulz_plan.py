@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._chain_jobs import Kind, Scale, jobs_of
-from optim_kernels._hopper_chain import orthogonalize_batch, takes_chain
+from optim_kernels._hopper_chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz_buffers import Buffers
 from optim_kernels._normalize_kernels import (
     Division,
@@ -57,7 +57,7 @@ def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.empty(shape, dtype=x.dtype, device=x.device)
     count, m, n = prod(shape[:-2]), *shape[-2:]
     if x.is_cuda and takes_chain(count, m, n, config, config.compute_dtype(x), x.device):
-        return lambda x: orthogonalize_batch(x, config).reshape(shape).to(x.dtype).contiguous()
+        return BatchPlan(x.reshape(count, m, n), shape, config)
     return Plan(x.reshape(count, m, n), shape, config)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._chain_jobs import Ending, Members, jobs_of
-from optim_kernels._hopper_chain import Chain, run_chain
+from optim_kernels._hopper_chain import Chain, ChainLaunch
 from optim_kernels._ns_config import NSConfig
 from optim_kernels._tiles import cdiv
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables
@@ -37,7 +37,6 @@ class StepChain:
     ) -> None:
         self._xs = (batches.x, batches.other, batches.x)
         self._tables, self._counter = tables, len(tables.matrices) + number
-        self._ending, self._of_update = ending, of_update if ending is Ending.UPDATE else {}
         of_last = (tables.matrices, hyper, control, tables.lr_scales, tables.parts)
         self._addresses = torch.tensor([x.data_ptr() for x in of_last], dtype=torch.int64, device=batches.x.device)
         m = batches.x.shape[1]
@@ -46,19 +45,10 @@ class StepChain:
             for batch in batches.batches
             for count, _, n in (batch.shape,)
         ]
-        self._chain = Chain.of(groups, m, batches.x.device, in_panels=True)
+        chain = Chain.of(groups, m, batches.x.device, in_panels=True)
+        self._launch = ChainLaunch(chain, ending=ending, **(of_update if ending is Ending.UPDATE else {}))
 
     def run(self) -> None:
         """Launch it; the counts of finished tiles must be zero."""
         tables = self._tables
-        run_chain(
-            self._chain,
-            self._xs,
-            tables.scales,
-            tables.squared_scales,
-            tables.progress,
-            self._counter,
-            ending=self._ending,
-            addresses=self._addresses,
-            **self._of_update,
-        )
+        self._launch(self._xs, tables.scales, tables.squared_scales, tables.progress, self._counter, self._addresses)
