@@ -76,36 +76,51 @@ def test_a_gradient_of_another_layout_at_the_same_address_is_seen() -> None:
     torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
-def test_a_step_that_failed_is_not_taken_for_done(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New gradients whose addresses did not reach the device are uploaded by the next step."""
-    params, others = make_params(shapes), make_params(shapes)
-    for p, q in zip(params, others):
-        q.data, q.grad = p.detach().clone(), None if p.grad is None else p.grad.clone()
-    ours, expected = (TritonAdamW(each, impl="triton", max_norm=1.0) for each in (params, others))
-    ours.step()
-    expected.step()
-    old = give_gradients(params)
-    for p, q in zip(params, others):
-        assert p.grad is not None
-        q.grad = p.grad.clone()
+@pytest.mark.parametrize("back", [True, False], ids=["back", "on"])
+def test_a_step_that_failed_is_not_taken_for_done(
+    shapes: Any, max_norm: float | None, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever upload it is that fails, the next step knows what is on the device, with old gradients and with new."""
+    upload, countdown = multi_tensor._upload, [0]
 
-    def fail(*_: object) -> None:
-        raise MemoryError("no pinned memory")
+    def fail_once(content: bytes, on_device: Tensor) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise MemoryError("no pinned memory")
+        upload(content, on_device)
 
-    # of the norm's table, and then of the step's where it has one
-    for attribute in (
-        "optim_kernels.multi_tensor._upload",
-        "optim_kernels.functional._adamw_launch.AdamWLaunch._upload",
-    ):
-        with monkeypatch.context() as patched, pytest.raises(MemoryError):
-            patched.setattr(attribute, fail)
-            ours.param_groups[0]["lr"] = expected.param_groups[0]["lr"] = 0.5
+    monkeypatch.setattr(multi_tensor, "_upload", fail_once)
+    num_failures = 0
+    for failing in range(1, 8):
+        countdown[0] = 0
+        params = make_params(shapes)
+        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        ours, expected = (TritonAdamW(each, impl="triton", max_norm=max_norm) for each in (params, others))
+        first = [torch.randn_like(p) for p in params]
+        # not aligned to 16 bytes, so that everything is cut anew
+        second = [torch.randn(p.numel() + 1, device=DEVICE)[1:].view(p.shape) for p in params]
+
+        def give(grads: list[Tensor], params: Any = params, others: Any = others) -> None:
+            for p, q, grad in zip(params, others, grads):
+                p.grad, q.grad = grad, grad.clone()
+
+        give(first)
+        ours.step()
+        give(second)
+        countdown[0] = failing
+        try:
             ours.step()
-    ours.step()
-    expected.step()
-    assert len(old) == len(params)
-    assert all(map(torch.equal, params, others))
+        except MemoryError:
+            num_failures += 1
+            give(first)
+            expected.step()
+            give(first if back else second)
+            ours.step()
+            expected.step()
+            assert all(map(torch.equal, params, others)), failing
+    assert num_failures >= (2 if max_norm is None else 4) - (len(shapes) == 1)
 
 
 def test_a_refused_gradient_does_not_hide_that_others_are_copied() -> None:

@@ -82,16 +82,18 @@ class GradientNorm:
             return
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
             raise ValueError("a gradient has elements but no memory: its storage was freed")
+        # nothing is known until all is done: a call that fails may leave tables of either list
+        self._addresses = []
         aligned = [address % ALIGNMENT == 0 for address in addresses]
         if aligned != self._aligned or numels != self._numels:
             self._cut(numels, aligned)
         rows = array("q", bytes(8 * 2 * len(addresses)))
         rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
         self._rows.update(rows.tobytes())
-        # last, so that what a failed call has seen is not taken for known
         self._addresses, self._numels = addresses, numels
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
+        self._aligned = []
         self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * TILE)], self.device)
         self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
         self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)

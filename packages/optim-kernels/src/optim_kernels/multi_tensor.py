@@ -148,11 +148,13 @@ class DeviceTable:
         """Make ``content`` the table's; it is uploaded, without waiting, if it changed. Whether ``words`` is new."""
         if content == self._content:
             return False
+        # what an upload that fails has left is nothing that can be relied on
+        self._content = b""
         is_new = self._captured or 8 * self.words.numel() != len(content)
+        words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device) if is_new else self.words
+        _upload(content, words)
         if is_new:
-            self.words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device)
-            self._captured = False
-        _upload(content, self.words)
+            self.words, self._captured = words, False
         self._content = content
         return is_new
 

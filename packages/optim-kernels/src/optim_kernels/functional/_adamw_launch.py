@@ -140,7 +140,7 @@ class AdamWLaunch:
         are_alike = grads.kinds == self._kinds and not self.copies
         if are_alike and addresses == self._addresses:
             return
-        # until all is done, so that nothing that a failed call has seen is taken for known
+        # nothing is known until all is done: a call that fails may leave tables of either list
         self._kinds = []
         if not are_alike or 0 in addresses:
             addresses = self._take(grads.tensors)
@@ -183,6 +183,7 @@ class AdamWLaunch:
         from optim_kernels import adamw_kernels as kernels
         from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
 
+        self._aligned = []
         members, kind = self._members, self._signature
         numels = [member.param.numel() for member in members]
         on_gpu = self._device.type == "cuda"
