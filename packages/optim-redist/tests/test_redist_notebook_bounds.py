@@ -12,6 +12,7 @@ from optim_redist._multi_axis_codes import ACROSS, AWAY, FREE, HOME, OPEN, START
 from optim_redist._multi_axis_estimate import Estimate
 from optim_redist._multi_axis_floor import least_elements
 from optim_redist._multi_axis_moves import State, max_local_size
+from optim_redist._multi_axis_moves_left import MovesLeft
 from optim_redist._multi_axis_steps import MoveSet
 from optim_redist.redistributors import _Prices
 
@@ -209,7 +210,7 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
 @pytest.mark.parametrize("cost_model", [IdealLowerBoundsCM(), TextbookCM()], ids=lambda model: type(model).__name__)
 def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_model):
     # walks of which the end is made the target: what is left of them bounds what the search may believe is left
-    rng, tight = random.Random(7), 0
+    rng, tight, exact = random.Random(7), 0, 0
     meshes = [(4,), (2, 2), (2, 3), (2, 2, 2), (2, 3, 2), (2, 1, 2), (3, 3)]
     for shape, start, _ in random_pairs(4, 150, meshes, max_dims=3):
         prices = _Prices(OptimalRedist(cost_model, alpha=rng.choice([1, 1000])))
@@ -225,14 +226,19 @@ def test_no_walk_is_cheaper_or_shorter_than_the_estimates_of_its_states(cost_mod
         blocks = list(zip(start.blockSizes, target.blockSizes))
         arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
         moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=True)
+        moves_left = MovesLeft(sizes, target._state, codes.equal_axes)
+        assert moves_left(moves.parts(target._state), codes.with_home) == 0
         for place, dist in enumerate(walk[:-1]):
             parts, left = moves.parts(dist._state), sum(spent[place + 1 :])
             code = sum(part.code for part in parts)
             bound = estimate(code, inf)
             assert max(bound, estimate.floor(code)) <= left * (1 + 1e-9)
-            assert codes.moves_left(code, sum(part.code & codes.all > 0 for part in parts)) < len(walk) - place
+            at_least, remaining = moves_left(parts, (code | code >> 1) & codes.all), len(walk) - 1 - place
+            assert at_least <= remaining
+            exact += at_least == remaining > 1
             tight += bound == left > 0
     assert tight > 20
+    assert exact > 20
 
 
 @pytest.mark.parametrize(
@@ -251,3 +257,55 @@ def test_least_elements_are_those_of_the_best_placement(shape, sizes):
     assert {used: size for used, size in found.items() if size} == expected
     limited = least_elements(shape, sizes, 10)
     assert limited == {used: size if size <= 10 else 0 for used, size in found.items()}
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5])
+def test_a_limit_raises_the_estimate_by_no_more_than_it_costs(share):
+    # walks that stay within it, and may end in a target that does not
+    rng, raised = random.Random(6), 0
+    for shape, start, target in random_pairs(12, 250, [(2, 2), (2, 3), (4, 2), (2, 2, 2), (2, 3, 2)], max_dims=3):
+        sizes, target_size = start.processorMesh, target.maxNumElements(shape)
+        limit = int(start.maxNumElements(shape) * share)
+        prices = _Prices(OptimalRedist(IdealLowerBoundsCM()))
+        codes = Codes(sizes, start._state, target._state)
+        estimate, free = (Estimate(shape, codes, prices, most, target_size) for most in (limit, inf))
+        blocks = list(zip(start.blockSizes, target.blockSizes))
+        arrivals = [codes.arrivals(tensor_dim) for tensor_dim in range(len(shape))]
+        moves = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=True)
+        state, goal = moves.parts(start._state), moves.parts(target._state)
+        for _ in range(8):
+            code, elements, reachable = sum(part.code for part in state), prod(part.share for part in state), []
+            assert free(code, inf) <= estimate(code, inf)
+            raised += free(code, inf) < estimate(code, inf)
+            for collective, n_procs, step, *_ in moves.candidates(tuple(part.axes for part in state)):
+                price = prices[collective, n_procs, elements]
+                for after in moves.after(state, step):
+                    if after == goal or prod(part.share for part in after) <= limit:
+                        after_code = sum(part.code for part in after)
+                        assert estimate(code, inf) <= price + estimate(after_code, inf)
+                        assert estimate.floor(code) <= price + estimate.floor(after_code)
+                        reachable.append(after)
+            if not reachable or state == goal:
+                break
+            state = rng.choice(reachable)
+    assert raised > 20
+
+
+@pytest.mark.parametrize("max_depth", [None, 3])
+def test_the_search_finds_the_optimum_within_a_limit(max_depth):
+    def price(name, n_procs, volume):
+        collective = name.split("_")[0]
+        return getattr(IdealLowerBoundsCM, collective if collective in ("allgather", "permute") else "alltoall")(
+            n_procs, volume
+        ).scalar()
+
+    found = 0
+    for shape, start, target in random_pairs(13, 40, [(2, 2), (2, 3), (3, 2), (4, 2)], max_dims=2):
+        limit = max(start.maxNumElements(shape), target.maxNumElements(shape))
+        redistributor = OptimalRedist(IdealLowerBoundsCM(), memory_limit=limit, max_depth=max_depth)
+        _, cost = redistributor.redistribute(shape, start, target)
+        expected = cheapest_by_exhaustion(shape, start, target, price, limit, max_depth)
+        if expected < inf:
+            assert cost == expected
+            found += cost > OptimalRedist(IdealLowerBoundsCM()).redistribute(shape, start, target)[1]
+    assert found > 3

@@ -53,7 +53,7 @@ class Codes:
         self._crosses: dict[int, list[Place]] = {}
         self.equal_axes: list[tuple[int, int]] = []
         self.alike = [0] * num_axes
-        self.across = self.across_at_start = self.vague = self._paired = self._most_permutations = 0
+        self.across = self.across_at_start = self.vague = self._paired = 0
         if len(set(sizes)) < num_axes:
             self._pair_equal_axes()
         # the code with every axis FREE that has a home, once settled
@@ -88,7 +88,6 @@ class Codes:
                         if other in home and home[other] != home.get(axis):
                             self._crosses.setdefault(axis, []).append(home[other])
         self._paired = sum(1 << 3 * axis for axis, alike in enumerate(self.alike) if alike)
-        self._most_permutations = sum(sizes.count(size) // 2 for size in set(sizes))
         for axis, places in self._crosses.items():
             self.across |= 1 << 3 * axis
             if len(places) > 1:
@@ -160,10 +159,6 @@ class Codes:
         """What stands for all that a set of axes can become by a move."""
         return axes & ~self.with_home | (axes & self.with_home) << 1 | (axes & self.across) << 2
 
-    def arrived(self, code: int) -> bool:
-        """Whether all axes are, or may be, where the target has them."""
-        return code & ~(self.all << 2) == self.goal
-
     def excluded(self, code: int) -> tuple[int, int]:
         """The axes that cannot be HOME, and those that cannot be ACROSS, as axes are at START."""
         at_start = code & code >> 1 & self._told
@@ -185,7 +180,8 @@ class Codes:
             at_home = middle & ~low & not_home
             # ACROSS gets AWAY; HOME gets AWAY; OPEN gets ACROSS, or AWAY
             code ^= across << 2 | at_home << 1 | at_home | (at_home & high & (not_across | ~self.across)) << 2
-            code = self._blurred(code)
+            if self.vague:
+                code = self._blurred(code)
         free = self.with_home & ~(low | middle | not_home)
         if free:
             code |= self.at_ease & 7 * free
@@ -206,17 +202,6 @@ class Codes:
             return HOME if self._crosses[other][0] == home else ACROSS
         place = self.home[other] if digit == HOME else self._start[other]
         return HOME if place == home else ACROSS if place in crosses or len(crosses) > 1 else AWAY
-
-    def moves_left(self, code: int, num_astray: int) -> int:
-        """The least number of moves from a state to the target without an exchange.
-
-        ``num_astray``: in how many dimensions an axis is not at home.
-        There is something to do in every dimension with an axis that is not at home, and for every axis that has a home
-        and is FREE. A move settles one of these, or makes one of two; gathering everything leaves all axes that have a
-        home. Only a permutation settles two, at most once for each axis.
-        """
-        to_do = num_astray + (self.with_home & ~(code | code >> 1)).bit_count() - self._most_permutations
-        return min(to_do, 1 + len(self.home))
 
 
 def _either(at_home: bool, across: bool) -> int:

@@ -45,51 +45,59 @@ class Estimate:
         self.cap = prices["alltoall", prod(codes.sizes), target_size]
         self._least = _Least(shape, codes.sizes, memory_limit)
         self.floor = Floor(codes, self._least, prices, self.cap)
-        # by code: what is left, and what it is at least
-        self.exact = {codes.goal: 0.0}
-        self.at_least: dict[int, float] = {}
+        # by code what is left at least, and the codes for which that is exact
+        self.at_least = {codes.goal: 0.0}
+        self._exact = {codes.goal}
         self._onward: dict[int, list[tuple[float, int]]] = {}
         self._joint: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._at_once: list[tuple[int, float]] | None = None
 
     def __call__(self, code: int, enough: float) -> float:
         """The bound from ``code``, exact if it is at most ``enough``."""
-        left = self.exact.get(code)
+        left = self.at_least.get(code)
         if left is None:
-            left = self.at_least.get(code)
-            if left is None or left <= enough:
-                left = self.improved(code, enough)
+            left = self.known(code)
+        if left <= enough and left < self.cap and code not in self._exact:
+            settled = self.codes.settled(code)
+            if settled not in self._exact:
+                left = self._search(settled, enough)
+                self.at_least[settled] = left
+            self._update(code, settled)
+            left = self.at_least[code]
         return left
 
-    def improved(self, code: int, enough: float) -> float:
-        """The bound from ``code`` as far as it is asked for, remembered."""
+    def known(self, code: int) -> float:
+        """The bound from ``code`` without a search."""
         settled = self.codes.settled(code)
-        left = self.exact.get(settled)
-        if left is None:
-            left = self.floor(settled)
-            if left <= enough and left < self.cap:
-                left = self._search(settled, enough)
-        (self.exact if settled in self.exact else self.at_least)[code] = left
-        return left
+        if settled not in self.at_least:
+            self.at_least[settled] = self.floor(settled)
+        self._update(code, settled)
+        return self.at_least[code]
+
+    def _update(self, code: int, settled: int) -> None:
+        self.at_least[code] = self.at_least[settled]
+        if settled in self._exact:
+            self._exact.add(code)
 
     # -- the graph of codes
 
     def _search(self, root: int, enough: float) -> float:
         """The cost of a cheapest path from ``root``, or what it exceeds ``enough`` by at least."""
-        exact, at_least, floor, beyond, arrived = self.exact, self.at_least, self.floor, self.cap, self.codes.arrived
+        exact, at_least, floor, beyond, everything = self._exact, self.at_least, self.floor, self.cap, self.codes.all
         queue, order = [(0.0, 0, root, 0.0)], 0
         spent, before = {root: 0.0}, dict[int, int]()
         while queue:
             f, _, code, cost = heappop(queue)
             if cost > spent[code]:
                 continue
-            if arrived(code):
-                exact[code] = 0.0
-            if code in exact:
+            if code in exact or not code & everything:
                 # all on the way are exact from now on
+                f = cost + at_least[code]
+                exact.add(code)
                 while code != root:
                     code = before[code]
-                    exact[code] = f - spent[code]
+                    at_least[code] = f - spent[code]
+                    exact.add(code)
                 return f
             onward = self._onward.get(code)
             if onward is None:
@@ -97,11 +105,9 @@ class Estimate:
             for price, after in onward:
                 through = cost + price
                 if through < spent.get(after, inf):
-                    left = exact.get(after)
+                    left = at_least.get(after)
                     if left is None:
-                        left = at_least.get(after)
-                        if left is None:
-                            left = at_least[after] = floor(after)
+                        left = at_least[after] = floor(after)
                     left += through
                     if left > enough or left >= beyond:
                         beyond = min(beyond, left)
@@ -110,7 +116,7 @@ class Estimate:
                         order -= 1
                         heappush(queue, (left, order, after, through))
         if beyond == self.cap:
-            exact[root] = beyond
+            exact.add(root)
         return beyond
 
     def _moves(self, code: int) -> list[tuple[float, int]]:
@@ -133,7 +139,8 @@ class Estimate:
                 gathered, moved = rest | (codes.at_ease & 7 * bit), rest | came
                 if not_home or not_across:
                     gathered, moved = settled(rest), settled(moved)
-                found.append((prices["allgather", size, elements], gathered))
+                if least[used ^ bit] or used ^ bit == codes.with_home:
+                    found.append((prices["allgather", size, elements], gathered))
                 found.append((prices["alltoall", size, elements], moved))
             elif digit == FREE:
                 if not bit & codes.vague:
@@ -170,7 +177,7 @@ class Estimate:
         found += [
             (price, codes.goal)
             for axes, price in self._worth_gathering_at_once()
-            if not astray & ~axes and not axes & ~used
+            if self.floor.holds(0) and not astray & ~axes and not axes & ~used
         ]
         return found
 
@@ -201,7 +208,8 @@ class Estimate:
                     at_once, singly, left = prices["allgather", n_procs, least[axes]], 0.0, axes
                     for bit, size, _ in self.floor.axes:
                         if bit & axes:
-                            singly += prices["allgather", size, least[left]]
+                            # one after the other they may not pass below the limit
+                            singly += prices["allgather", size, least[left]] if least[left] else inf
                             left ^= bit
                     if at_once < singly:
                         self._at_once.append((axes, at_once))

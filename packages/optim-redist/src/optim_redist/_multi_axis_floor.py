@@ -73,6 +73,10 @@ class Floor:
             self._known[key] = found
         return found
 
+    def holds(self, used: int) -> int:
+        """Whether there is a state with no other axes in use: one within the limit, or the target."""
+        return self._least[used] or used == self._with_home
+
     @property
     def several(self) -> list[tuple[int, int]]:
         """Two or more axes, and their processes together."""
@@ -94,7 +98,11 @@ class Floor:
         elements = least[used]
         for bit, size, alike in self.axes if elements else ():
             if bit & astray:
-                price, partners = prices["allgather", size, elements], alike & with_home & ~astray
+                partners = alike & with_home & ~astray
+                left_over = used ^ bit
+                price = inf
+                if least[left_over] or left_over == with_home:
+                    price = prices["allgather", size, elements]
                 if bit & with_home:
                     moved = prices["alltoall", size, elements]
                     if moved < price:
@@ -123,7 +131,7 @@ class Floor:
                 if axes & ~astray and prices.grow:
                     continue
                 for collective, touched in (("allgather", axes & astray), ("alltoall", axes & astray & with_home)):
-                    if touched:
+                    if touched and (collective == "alltoall" or self.holds(0)):
                         price = prices[collective, n_procs, elements]
                         # often one by one is cheaper than these alone
                         if price < found:

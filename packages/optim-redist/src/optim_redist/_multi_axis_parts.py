@@ -21,18 +21,20 @@ from optim_redist._multi_axis_moves import (
 
 
 class Part:
-    """How one dimension is split: axes, the block lengths it may have, elements of the most loaded rank, processes.
+    """How one dimension is split: axes, the block lengths it may have, elements of the most loaded rank.
 
     ``Dimension`` makes one object for each pair of axes and blocks, so parts are equal if they are identical.
     ``code`` is what the caller's ``code_of`` says of it.
     """
 
-    __slots__ = ("axes", "blocks", "code", "entered", "left", "n_procs", "share")
+    __slots__ = ("axes", "blocks", "changed", "code", "entered", "left", "share")
 
-    def __init__(self, axes: Axes, blocks: tuple[int, ...], n_procs: int, share: int, code: int) -> None:
-        self.axes, self.blocks, self.n_procs, self.share, self.code = axes, blocks, n_procs, share, code
+    def __init__(self, axes: Axes, blocks: tuple[int, ...], share: int, code: int) -> None:
+        self.axes, self.blocks, self.share, self.code = axes, blocks, share, code
+        # what moves make of it, as far as asked for
         self.entered: dict[Axes, list[Part]] = {}
         self.left: dict[Axes, list[Part]] = {}
+        self.changed: list[Part] | None = None
 
 
 class Dimension:
@@ -59,7 +61,7 @@ class Dimension:
         self._candidates: tuple[int, ...] = ()
         self._known: dict[tuple[Axes, tuple[int, ...]], Part] = {}
         self._found: dict[tuple[Axes, tuple[int, ...]], list[Part]] = {}
-        self._unsplit = [Part((), (UNSPLIT,), 1, length, 0)]
+        self._unsplit = [Part((), (UNSPLIT,), length, 0)]
 
     def parts(self, axes: Axes, blocks: Iterable[int]) -> list[Part]:
         """The dimension over ``axes`` in any of ``blocks`` that leaves no process empty: one part for each share."""
@@ -85,7 +87,7 @@ class Dimension:
         part = self._known.get((axes, blocks))
         if part is None:
             share, code = local_length(self._length, n_procs, blocks[0]), self._code_of(self._tensor_dim, axes, blocks)
-            part = self._known[axes, blocks] = Part(axes, blocks, n_procs, share, code)
+            part = self._known[axes, blocks] = Part(axes, blocks, share, code)
         return part
 
     def enter(self, part: Part, moved: Axes) -> list[Part]:
@@ -116,12 +118,14 @@ class Dimension:
 
     def change(self, part: Part) -> list[Part]:
         """The same axes with other blocks that are multiples or divisors."""
-        others = [
-            new
-            for new in self._all_candidates()
-            if any(new != old and (new % old == 0 or old % new == 0) for old in part.blocks)
-        ]
-        return [after for after in self.parts(part.axes, others) if after is not part]
+        if part.changed is None:
+            others = [
+                new
+                for new in self._all_candidates()
+                if any(new != old and (new % old == 0 or old % new == 0) for old in part.blocks)
+            ]
+            part.changed = [after for after in self.parts(part.axes, others) if after is not part]
+        return part.changed
 
     def swap(self, part: Part, first: int, second: int) -> Part:
         """``part`` with two mesh axes of equal size exchanged."""

@@ -27,6 +27,7 @@ from optim_redist._multi_axis_codes import Codes
 from optim_redist._multi_axis_estimate import Estimate
 from optim_redist._multi_axis_floor import Prices
 from optim_redist._multi_axis_moves import Axes, Mapping, Move, State, axes_size
+from optim_redist._multi_axis_moves_left import MovesLeft
 from optim_redist._multi_axis_names import name_of
 from optim_redist._multi_axis_parts import Part
 from optim_redist._multi_axis_steps import Candidate, MoveSet, Parts, Step, state_of
@@ -79,21 +80,23 @@ def cheapest_moves(
             return moves
     blocks = list(zip(start.blocks, target.blocks))
     arrivals = [codes.arrivals(d) for d in range(len(shape))]
+    moves_left = MovesLeft(sizes, target, codes.equal_axes)
     move_set = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=wanted is None)
+    most_moves = inf if max_depth is None else max_depth
     first, goal = move_set.parts(start), move_set.parts(target)
     leap: Candidate = ("exchange", prod(sizes), (None, None, ()), 0, codes.goal)
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
     below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
-    onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
+    onward = _StepsByBound(move_set, estimate, prices, target_size, leap, limited=memory_limit < inf)
 
     root = Node(first, start_size, sum(part.code for part in first))
     # the bound says nothing of a start that is above the limit itself
     left = estimate(root.code, below) if start_size <= memory_limit else 0.0
     # An entry is (f, h, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one that is
     # estimated nearest to the target goes first. It stands for all steps from that one on, without any for the node.
-    order, homes = count(), ~(codes.all << 2)
+    order, every_axis, homes, goal_code = count(), codes.all, ~(codes.all << 2), codes.goal
     queue: list[tuple[float, float, int, float, int, Node, Onward, int]] = [(left, left, 0, 0.0, 0, root, [], 0)]
     reached: dict[Parts, list[tuple[float, int]]] = {first: [(0.0, 0)]}
     while queue:
@@ -108,7 +111,7 @@ def cheapest_moves(
                 if cost + left < below:
                     heappush(queue, (cost + left, left, -next(order), cost, depth, node, steps, 0))
                 continue
-            steps = onward(node, f - cost)
+            steps = onward(node)
         entered, nearer = -next(order), False
         # as long as steps lead to nothing that comes next, one after the other
         while which < len(steps) and not nearer and cost + steps[which][0] <= f:
@@ -122,27 +125,26 @@ def cheapest_moves(
                 front = reached.get(after)
                 if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
                     continue
-                size, code, num_astray = 1, 0, 0
+                size, code = 1, 0
                 for part in after:
                     size *= part.share
-                    if part.code:
-                        code += part.code
-                        if part.code & codes.all:
-                            num_astray += 1
-                if code & homes == codes.goal and _covers(after, goal):
+                    code += part.code
+                if code & homes == goal_code and _covers(after, goal):
                     left, after, front = 0.0, goal, reached.get(goal)
                     if front and _dominated(front, spent, depth):
                         continue
                 elif size > memory_limit or (wanted and not wanted(state_of(after))):
                     reached[after] = [(-inf, 0)]
                     continue
-                elif max_depth is not None and depth + codes.moves_left(code, num_astray) >= max_depth:
+                elif depth + 2 >= most_moves <= depth + moves_left(after, (code | code >> 1) & every_axis):
                     left = estimate.cap  # too few moves are left for anything but an exchange
                 else:
                     left = estimate(code, f - spent)
                 if spent + left < below:
                     # of arrivals that cost no less only those by fewer moves stay
-                    better = [one for one in front or () if one[0] < spent or (max_depth and one[1] <= depth)]
+                    better = (
+                        [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
+                    )
                     reached[after] = [(spent, depth + 1), *better]
                     if after is goal:
                         below = spent
@@ -159,32 +161,44 @@ class _StepsByBound:
     """The steps out of a state, those first that could lead to the target at the least cost."""
 
     def __init__(
-        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
+        self,
+        move_set: MoveSet,
+        estimate: Estimate,
+        prices: Prices,
+        target_size: int,
+        leap: Candidate,
+        *,
+        limited: bool,
     ) -> None:
         self._move_set, self._estimate, self._prices = move_set, estimate, prices
-        self._target_size, self._leap = target_size, leap
+        self._target_size, self._leap, self._limited = target_size, leap, limited
         self._known: dict[tuple[Mapping, int, int], Onward] = {}
 
-    def __call__(self, node: Node, enough: float) -> Onward:
+    def __call__(self, node: Node) -> Onward:
         """The steps out of ``node``, kept for all states that differ from it in their blocks alone.
 
-        Bounds are exact where they were at most ``enough`` when first asked for, and never too high.
+        Their bounds are those that are known already, or else the floor: that of what a step makes is asked for when
+        its turn comes.
         """
         mapping, elements, code = tuple([part.axes for part in node.parts]), node.elements, node.code
         found = self._known.get((mapping, elements, code))
         if found is None:
             found = self._known[mapping, elements, code] = []
-            prices, exact, at_least = self._prices, self._estimate.exact, self._estimate.at_least
+            prices, at_least, known = self._prices, self._estimate.at_least, self._estimate.known
+            holds, every_axis, limited = self._estimate.floor.holds, self._estimate.codes.all, self._limited
             for candidate in self._move_set.candidates(mapping):
                 collective, n_procs, _, kept, arrived = candidate
-                price = prices[collective, n_procs, elements] if n_procs else 0.0
                 after = code & kept | arrived
-                left = exact.get(after)
+                if limited and collective == "allgather" and not holds((after | after >> 1) & every_axis):
+                    continue
+                left = at_least.get(after)
                 if left is None:
-                    left = at_least.get(after)
-                    if left is None or price + left <= enough:
-                        left = self._estimate.improved(after, enough - price)
-                found.append((price + left, left, price, candidate))
+                    left = known(after)
+                if n_procs:
+                    price = prices[collective, n_procs, elements]
+                    found.append((price + left, left, price, candidate))
+                else:
+                    found.append((left, left, 0.0, candidate))
             if elements >= self._target_size:
                 price = prices["alltoall", self._leap[1], elements]
                 found.append((price, 0.0, price, self._leap))

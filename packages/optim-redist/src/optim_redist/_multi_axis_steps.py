@@ -69,8 +69,9 @@ class MoveSet:
         """Every step out of the states with a mapping."""
         found = self._candidates.get(mapping)
         if found is None:
-            used = [axis for axes in mapping for axis in axes]
-            unused = tuple([axis for axis in range(len(self._sizes)) if axis not in used])
+            # the best that axes come to where each axis is
+            places = {axis: arrivals for axes, arrivals in zip(mapping, self._arrivals) for axis in axes}
+            unused = tuple([axis for axis in range(len(self._sizes)) if axis not in places])
             if unused not in self._splits:
                 self._splits[unused] = self._list_splits(unused)
             found = self._candidates[mapping] = self._splits[unused].copy()
@@ -79,9 +80,9 @@ class MoveSet:
                     if dim not in self._departures:
                         self._departures[dim] = self._list_departures(*dim)
                     found += self._departures[dim]
-            self._list_permutations(found, mapping, used)
-            if len(used) > 1:
-                found.append(("allgather", axes_size(self._sizes, used), (None, None, ()), 0, 0))
+            self._list_permutations(found, places)
+            if len(places) > 1:
+                found.append(("allgather", axes_size(self._sizes, [*places]), (None, None, ()), 0, 0))
         return found
 
     def _list_splits(self, unused: Axes) -> list[Candidate]:
@@ -113,15 +114,12 @@ class MoveSet:
         found.append(("alltoall", n_procs, (source, source, ()), kept, arrived))
         return found
 
-    def _list_permutations(self, found: list[Candidate], mapping: Mapping, used: Sequence[int]) -> None:
+    def _list_permutations(self, found: list[Candidate], places: dict[int, Sequence[int]]) -> None:
         for first, second in self._equal_axes:
-            if first in used or second in used:
-                arrived = 0
-                for axes, arrivals in zip(mapping, self._arrivals):
-                    if first in axes:
-                        arrived |= arrivals[second]
-                    if second in axes:
-                        arrived |= arrivals[first]
+            if first in places or second in places:
+                arrived = (places[first][second] if first in places else 0) | (
+                    places[second][first] if second in places else 0
+                )
                 kept = ~(7 << 3 * first | 7 << 3 * second)
                 found.append(("permute", 2, (None, None, (first, second)), kept, arrived))
 
@@ -134,13 +132,13 @@ class MoveSet:
                 return [tuple([dim.swap(part, *moved) for dim, part in zip(dims, parts)])]
             return [tuple([part for dim in dims for part in dim.parts((), ())])]
         if source is not None and source == target:
-            return [_replaced(parts, source, after) for after in dims[source].change(parts[source])]
+            return _replaced(parts, source, dims[source].change(parts[source]))
         found = [parts]
         if source is not None:
-            found = [_replaced(parts, source, after) for after in dims[source].leave(parts[source], moved)]
+            found = _replaced(parts, source, dims[source].leave(parts[source], moved))
         if target is not None:
             came = dims[target].enter(parts[target], moved)
-            found = [_replaced(base, target, after) for base in found for after in came]
+            found = [after for base in found for after in _replaced(base, target, came)]
         return found
 
     def moves(self, state: State) -> list[Move]:
@@ -162,5 +160,7 @@ def state_of(parts: Parts) -> State:
     return State(tuple([part.axes for part in parts]), tuple([part.blocks[0] for part in parts]))
 
 
-def _replaced(parts: Parts, tensor_dim: int, part: Part) -> Parts:
-    return (*parts[:tensor_dim], part, *parts[tensor_dim + 1 :])
+def _replaced(parts: Parts, tensor_dim: int, choices: Sequence[Part]) -> list[Parts]:
+    """``parts`` with each of the choices for one dimension."""
+    before, behind = parts[:tensor_dim], parts[tensor_dim + 1 :]
+    return [(*before, part, *behind) for part in choices]
