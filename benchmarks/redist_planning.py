@@ -352,7 +352,7 @@ def notebook_latency(cases: Sequence[Any]) -> list[dict[str, Any]]:
     rows = []
     for kind in (NaiveGathererRedist, MemoryConstrainedRedist, OptimalRedist):
         redistributor = kind(IdealLowerBoundsCM())
-        figures = _percentiles(_least_times([spent(redistributor, pair) for pair in pairs], repeats=2))
+        figures = _percentiles(_least_times([spent(redistributor, pair) for pair in pairs]))
         row = {"goal": "time to search, notebook", "planner": kind.__name__, **figures}
         rows.append(required(row, p50_us=150, p99_us=2000))
     return rows
