@@ -12,7 +12,7 @@ axis or several, an all-to-all as well, if they have homes. A permutation brings
 ACROSS, at the first one's home (``_multi_axis_codes``), and the other one too if both are. Else it only puts another
 axis where the first one was, which then has to be touched for as much; and to go ACROSS by an all-to-all is no cheaper
 than to go home by it. A permutation puts an axis out of use for one that was not in use, and is charged for what is
-held without that.
+held without that. A gather after which no rank could hold what it has to within the limit is none.
 """
 
 from __future__ import annotations
