@@ -174,7 +174,7 @@ def sustained_ms(graph: torch.cuda.CUDAGraph, num_calls: int, *, seconds: float 
     return start.elapsed_time(end) / count / num_calls
 
 
-def alternate(timers: Mapping[K, Timer], *, rounds: int = 2) -> dict[K, float]:
+def alternate(timers: Mapping[K, Timer], *, rounds: int = 3) -> dict[K, float]:
     """The median figure of each timer, measured in turn (A B A B) and on a rested card, so that all see one clock."""
     figures: dict[K, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
