@@ -1,4 +1,4 @@
-"""The ping-pong kernels compile for Hopper on any machine: the language they are written in still changes with Triton.
+"""The Gluon kernels compile for Hopper on any machine: the language they are written in still changes with Triton.
 
 What they compute is tested on a GPU in `test_muon_kernels` and `test_muon_step`. Here the compiler runs in a process of
 its own, because the interpreter that the other tests use replaces the functions it would compile.
@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from optim_kernels._hopper_kernels import product_kernel
+from optim_kernels._hopper_lone_kernel import lone_kernel
 from optim_kernels._hopper_update_kernel import update_product_kernel
 from optim_kernels._hopper_wide_kernel import wide_product_kernel
 
@@ -36,7 +37,7 @@ def block(rows, columns):
     return f"tensordesc<fp16[1, {rows}, {columns}],{layout!r}>"
 
 def compiled(kind):
-    symmetric, update, wide = "symmetric" in kind, kind == "update", "wide" in kind
+    symmetric, update, wide, lone = "symmetric" in kind, kind == "update", "wide" in kind, "lone" in kind
     types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128))
     types |= {"a_desc": block(128, 64), "scale": "*fp32"}
     types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
@@ -44,13 +45,20 @@ def compiled(kind):
     types |= dict.fromkeys(("alpha", "beta", "omega"), "fp32")
     types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
     types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
-    if wide:
+    if lone:
+        types |= dict.fromkeys(("a_desc", "b_desc", "c_desc", "d_desc", "q_desc"), block(64, 64)) | {"programs": "i32"}
+    elif wide:
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
         types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
     kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
+    kernel = lone_kernel if lone else kernel
     constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
     if update:
         constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
+    elif lone:
+        del constants["DEPTH"]
+        constants |= dict(SYMMETRIC=symmetric, SAME=True, HAS_Q=symmetric, BANDED=symmetric, OVERLAP=True)
+        constants |= dict(STAGES=4, TALL=1 if "small" in kind else 2)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
     else:
@@ -59,7 +67,9 @@ def compiled(kind):
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     made = triton.compile(
-        GluonASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        GluonASTSource(kernel, signature, values),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4} | ({"maxnreg": 168} if "small" in kind else {}),
     )
     products = len(re.findall(r"wgmma[.]mma_async", made.asm["ptx"]))
     return made.metadata.shared, made.metadata.num_warps, products
@@ -70,7 +80,19 @@ for kind in sys.argv[1:]:
     except Exception:
         print(json.dumps(traceback.format_exc()))
 """
-KINDS = ["symmetric", "general", "update", "symmetric wide", "general wide"]
+# and how often each multiplies, in its text: consumers, halves of 64 rows or parts of the sum between which a wide tile
+# stores, steps of 16 along a depth of 64; or the ways of a lone tile's consumers, tiles on the diagonal included
+KINDS = {
+    "symmetric": 2 * 2 * 4,
+    "general": 2 * 2 * 4,
+    "update": 2 * 2 * 4,
+    "symmetric wide": 2 * 3 * 4,
+    "general wide": 2 * 2 * 4,
+    "symmetric lone": (2 + 1 + 2) * 4,
+    "general lone": 2 * 4,
+    "symmetric small lone": (2 + 4) * 4,
+    "general small lone": 2 * 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +114,11 @@ def compiled() -> dict[str, tuple[int, int, int] | str]:
     reason="needs Gluon of Triton 3.6",
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ping_pong_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int, int, int] | str]) -> None:
+def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int, int, int] | str]) -> None:
     found = compiled[kind]
     assert not isinstance(found, str), found[-3000:]
     shared, warps, products = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
-    assert warps == 12  # two consumers of four, and the producer's group
-    # consumers, halves of 64 rows or parts of the sum between which a wide tile stores, steps of 16 along a depth of 64
-    assert products == 2 * (3 if kind == "symmetric wide" else 2) * 4
+    # two consumers of four, or one, and the producer's group
+    assert warps == (8 if "small" in kind else 12)
+    assert products == KINDS[kind]

@@ -9,7 +9,21 @@ from torch import Tensor, nn
 
 from optim_kernels import NSConfig, TritonMuon
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._tiles import INTERPRETED, PING_PONG, WIDE, Tile, general_tile, symmetric_tile, symmetric_tiles
+from optim_kernels._tiles import (
+    INTERPRETED,
+    LONE,
+    LONE_SMALL,
+    LONE_SMALL_WIDE,
+    LONE_WIDE,
+    PING_PONG,
+    WIDE,
+    Tile,
+    cdiv,
+    general_tile,
+    symmetric_programs,
+    symmetric_tile,
+    symmetric_tiles,
+)
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -163,12 +177,20 @@ def test_tile_choice() -> None:
     assert symmetric_tile(768, 3072, 1, 132, True) == Tile(64, 64, 128, 4, 5)
     assert symmetric_tile(1920, 1920, 1, 132, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1920, 7680, 1, 132, True) == Tile(128, 128, 64, 4, 6)
+    assert symmetric_tile(2048, 2048, 1, 132, False) == Tile(128, 128, 64, 4, 3, quartered=True)
+    assert symmetric_tile(2048, 2048, 1, 132, True, True) == LONE[0]._replace(quartered=True)
     assert symmetric_tile(2048, 2048, 1, 132, False, True) == Tile(128, 128, 64, 4, 3, quartered=True)
+    assert symmetric_tile(1920, 1920, 1, 132, False, True) == LONE[0]
+    assert symmetric_tile(1024, 1024, 1, 132, True, True) == LONE_SMALL[0]._replace(joined=True)
+    assert symmetric_tile(768, 768, 1, 132, False, True) == LONE_SMALL[0]
     assert symmetric_tile(768, 768, 12, 132, False, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
     assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 256)
     assert symmetric_tile(8192, 8192, 1, 132, False)[:2] == (128, 128)
     assert general_tile(4096, 4096, 4096, 1, 132)[:2] == (128, 256)
+    assert general_tile(2048, 2048, 2048, 1, 132, True) == LONE_WIDE[0]
+    assert general_tile(1024, 1024, 1024, 1, 132) == Tile(64, 128, 64, 4, 6)
+    assert general_tile(1024, 1024, 1024, 1, 132, True) == LONE_SMALL_WIDE[0]
     assert symmetric_tile(1280, 1280, 80, 132, False, True).ping_pong
     assert general_tile(1280, 1280, 1280, 80, 132, True) == PING_PONG
     assert general_tile(4096, 4096, 4096, 1, 132, True) == PING_PONG
@@ -180,6 +202,12 @@ def test_tile_choice() -> None:
     assert symmetric_tile(8192, 8192, 1, 132, False, True) == PING_PONG
     assert not symmetric_tile(2048, 2048, 1, 132, True, True).ping_pong
     assert not general_tile(1280, 1280, 1280, 80, 132).ping_pong
+    for m in range(64, 4096, 64):
+        for batch in (1, 4):
+            tile = symmetric_tile(m, m, batch, 132, True, True)
+            assert not tile.lone or batch * symmetric_programs(m, tile) <= 132
+            tile = general_tile(m, m, m, batch, 132, True)
+            assert not tile.lone or batch * cdiv(m, tile.rows) * cdiv(m, tile.columns) <= 132
     for m in range(1, 600, 13):
         assert symmetric_tiles(m, Tile(128, 256, 64, 8, 3)) * 128 * 256 * 2 >= m * m
         assert symmetric_tiles(m, INTERPRETED) == sum(i + 1 for i in range(-(-m // INTERPRETED.rows)))
@@ -292,6 +320,60 @@ def test_wide_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     a = mk.symmetric_product(x, x, tile=WIDE)
     assert a[0].isnan().any()
     assert torch.equal(a[1:], results[0][0][1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 2048, 2048), (1, 1936, 72), (2, 500, 1000), (3, 264, 8), (1, 64, 128), (1, 1600, 1600)], ids=str
+)
+@pytest.mark.parametrize("banded", [False, True], ids=["whole", "banded"])
+@pytest.mark.parametrize(("square", "wide"), [(LONE, LONE_WIDE), (LONE_SMALL, LONE_SMALL_WIDE)], ids=["128", "64"])
+def test_lone_products(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    banded: bool,
+    square: tuple[Tile, object],
+    wide: tuple[Tile, object],
+) -> None:
+    """On Hopper: the bits of the plain kernels, whose sums have the same order, many times one after another."""
+    if not mk.has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+    whole = lone = square[0]
+    if banded and lone.rows == 128 and cdiv(shape[1], 128) % 4:
+        pytest.skip("four tiles on the diagonal go to three programs")
+    if banded:
+        lone = lone._replace(quartered=lone.rows == 128, joined=lone.rows == 64)
+    plain = Tile(128, 128, 64, 4, 3)
+    x = (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(dtype)
+    scale = torch.rand(len(x), device="cuda") + 0.5
+
+    def empty() -> Tensor:
+        return mk.empty_matrices(*shape[:2], shape[1], like=x).fill_(float("nan"))
+
+    results = []
+    for tile in (lone, plain, *(5 * [lone])):
+        other = whole if tile is lone else tile
+        a, z, z_shifted, p, p_shifted = (empty() for _ in range(5))
+        mk.symmetric_product(x, x, tile=tile, out=a)
+        mk.symmetric_product(a, a, c=a, alpha=0.5, beta=2.0, shifted=(z_shifted, 3.0), scale=scale, tile=tile, out=z)
+        mk.symmetric_product(a, z, c=a, beta=2.0, tile=other, out=p)
+        mk.symmetric_product(z, p, shifted=(p_shifted, -1.5), tile=other, out=empty())
+        y, w = (mk.empty_matrices(*shape, like=x).fill_(float("nan")) for _ in range(2))
+        general = Tile(128, 256, 64, 8, 3) if tile is plain else wide[0]
+        mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0, scale=scale, tile=general, out=y)
+        mk.general_product(z, x, tile=general, out=w)
+        results.append((a, z, z_shifted, p, p_shifted, y, w))
+    for again in results[1:]:
+        for first, second in zip(results[0], again, strict=True):
+            assert torch.equal(first, second)
+    for result in results[0][:5]:
+        assert torch.equal(result, result.mT)
+    if len(x) > 1:
+        x[0, 0, 0] = float("nan")
+        a = mk.symmetric_product(x, x, tile=lone)
+        assert a[0].isnan().any()
+        assert torch.equal(a[1:], results[0][0][1:])
 
 
 @pytest.mark.gpu

@@ -41,6 +41,15 @@ def as_blocks(memory, desc, NUM: gl.constexpr):
 
 
 @gluon.jit
+def blocks_as(memory, NUM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Blocks that lie one behind the other as NUM larger ones: more rows, or more columns of 128 bytes side by side."""
+    if _HAS_OLD_REINTERPRET:
+        return memory._reinterpret(memory.dtype, [NUM, 1, ROWS, COLUMNS], memory.layout)
+    else:
+        return memory.reinterpret(memory.dtype, [NUM, 1, ROWS, COLUMNS], memory.layout)
+
+
+@gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr = 1):
     """Barriers that open when COUNT have arrived."""
     result = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())

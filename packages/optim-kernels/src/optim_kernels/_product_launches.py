@@ -4,9 +4,8 @@
     general_product      s (α a b + β c)
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
-operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). The kernels stand in
-`_product_kernels`, `_symmetric_kernels` and `_hopper_kernels`. Launches are kept for matrices of the same shapes and
-strides.
+operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). `_tiles` says which
+kernel takes a product. Launches are kept for matrices of the same shapes and strides.
 """
 
 from __future__ import annotations
@@ -71,8 +70,9 @@ def symmetric_product(
     factors = _factors(alpha, beta, out)
     key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
     tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device)
-    if launch is None:
+    if tile.on_hopper:
         _check_numbers(tile, factors)
+    if launch is None:
         if tile.ping_pong:
             _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
             return out
@@ -80,7 +80,9 @@ def symmetric_product(
             raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
         return _wide_product(a, None, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
     matrices: tuple[Tensor | None, ...]
-    if tile.quartered:
+    if tile.lone:
+        matrices = (a, b, *(out if x is None else x for x in (c, out, q)))
+    elif tile.quartered:
         matrices = 2 * (a, None if same else b, c, out, q)
     elif tile.joined:
         matrices = (a, c, out, q)
@@ -96,15 +98,19 @@ def symmetric_product(
 def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; the launch if its kernel is one of `_product_kernels`; by which numbers of tiles that counts."""
+    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
     same, ((batch, m, k), _), _, c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
-        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same and q is None, hopper)
+        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None)
     )
+    if not same and (tile.joined or (tile.lone and tile.quartered)):
+        raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
+    if tile.lone:
+        tiles = symmetric_programs(m, tile)
+        of_lone = (True, same, c is not None, q is not None, scale is not None, tile.quartered or tile.joined)
+        return tile, _lone_launch(tile, batch * tiles, of_lone, device), (tiles, cdiv(m, tile.side), 0)
     if tile.on_hopper:
         return tile, None, ()
-    if tile.joined and not same:
-        raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
     flags = (c is not None, q is not None, scale is not None, alpha is not None)
     sides, depth = cdiv(m, tile.side), tile.depth
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -118,7 +124,7 @@ def _symmetric_launch(
         return tile, launch, (whole, sides)
     rows, columns = tile.rows, tile.columns
     programs = batch * symmetric_programs(m, tile)
-    overlap = may_overlap(programs, device)
+    overlap = may_overlap(tile, programs, device)
     if overlap:
         options["launch_pdl"] = True
     if tile.joined:
@@ -153,13 +159,18 @@ def general_product(
     factors = _factors(alpha, beta, out)
     key = (*map(_layout, (a, b, c, out)), *map(_place, (scale, *factors)))
     tile, launch, counts = _general_launch(key, a.dtype, tile, a.device)
-    if launch is None:
+    if tile.on_hopper:
         _check_numbers(tile, factors)
+    if launch is None:
         if tile.ping_pong:
             _ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
             return out
         return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
-    launch.launch((a, b, c, out), (out if scale is None else scale, *counts, k, *factors))
+    numbers = (out if scale is None else scale, *counts, k, *factors)
+    if tile.lone:
+        launch.launch((a, b, out if c is None else c, out, out), (*numbers, 0.0))
+    else:
+        launch.launch((a, b, c, out), numbers)
     return out
 
 
@@ -167,14 +178,17 @@ def general_product(
 def _general_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; the launch if its kernel is one of `_product_kernels`; by which numbers of tiles that counts."""
+    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
     ((batch, m, k), _), ((_, _, n), _), c, _, scale, alpha, _ = key
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
+    rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    if tile.lone:
+        flags = (False, False, c is not None, False, scale is not None, False)
+        return tile, _lone_launch(tile, batch * rows * columns, flags, device), (rows * columns, rows, columns)
     if tile.on_hopper:
         return tile, None, ()
-    rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     square, programs = (tile.rows, tile.columns), batch * rows * columns
-    overlap = may_overlap(programs, device)
+    overlap = may_overlap(tile, programs, device)
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     launch = BlockLaunch(
         _product_kernels.general_kernel,
@@ -188,12 +202,23 @@ def _general_launch(
     return tile, launch, (rows * columns, rows, columns)
 
 
-def may_overlap(programs: int, device: torch.device) -> bool:
+def _lone_launch(tile: Tile, programs: int, flags: tuple[bool, ...], device: torch.device) -> BlockLaunch:
+    """A launch of programs that have a multiprocessor each."""
+    from optim_kernels._hopper_lone_kernel import lone_launch
+
+    return lone_launch(tile, programs, flags, panel=PANEL, overlap=may_overlap(tile, programs, device))
+
+
+def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
     """Whether the next launch may come to the device before this one's programs end.
 
-    A third of the multiprocessors has to be free for it: where fewer are, its first programs share those.
+    Its first programs come in twos to the multiprocessors that are free, and would keep these busy for twice as long:
+    so no two may fit, or a third of all multiprocessors has to be free.
     """
-    return can_overlap(device) and 3 * programs <= 2 * num_multiprocessors(device.index)
+    if not can_overlap(device):
+        return False
+    num_sms = num_multiprocessors(device.index)
+    return programs <= num_sms and (tile.is_alone or 3 * programs <= 2 * num_sms)
 
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
@@ -346,7 +371,7 @@ def num_multiprocessors(device: int | None) -> int:
 class TritonProducts:
     """The three products of `_iterations`, on ``[batch, M, K]``."""
 
-    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
         m = xs[0].shape[-2]
         out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
         for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):

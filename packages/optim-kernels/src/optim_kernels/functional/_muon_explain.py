@@ -31,6 +31,7 @@ def _words(tile: Tile) -> str:
     kinds = {
         "in turns": tile.ping_pong,
         "by two": tile.cooperative,
+        "alone": tile.lone,
         "diagonal quartered": tile.quartered,
         "diagonal in pairs": tile.joined,
     }

@@ -49,10 +49,10 @@ class StepProducts(TritonProducts):
         self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []
 
-    def gram(self, xs: Sequence[Tensor], /) -> Tensor:
+    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
         self._grams += 1
         if self._grams > 1:
-            return super().gram(xs)
+            return super().gram(xs, is_kept=is_kept)
         m, counts = xs[0].shape[-2], [len(x) for x in xs]
         out = empty_matrices(sum(counts), m, m, like=xs[0])
         for x, part, batch in zip(xs, out.split(counts), self._family, strict=True):

@@ -134,7 +134,8 @@ def takes_ping_pong(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
         return False
     count, m, n = x.shape
-    return general_tile(m, n, m, count, num_multiprocessors(x.device), True).on_hopper
+    tile = general_tile(m, n, m, count, num_multiprocessors(x.device), True)
+    return tile.ping_pong or tile.cooperative
 
 
 @cache
