@@ -195,10 +195,10 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
         for _ in range(12):
             elements, reachable = prod(part.share for part in state), []
             assert bound(state) <= prices["alltoall", prod(sizes), max(elements, target_size)]
-            for collective, n_procs, step, kept, arrived in moves.candidates(tuple(part.axes for part in state)):
+            for collective, n_procs, kept, arrived, steps in moves.candidates(tuple(part.axes for part in state)):
                 price = prices[collective, n_procs, elements]
                 best = estimate(sum(part.code for part in state) & kept | arrived, inf)
-                for after in moves.after(state, step):
+                for after in [after for step in steps for after in moves.after(state, step)]:
                     assert best <= bound(after)
                     assert bound(state) <= price + bound(after) + 1e-9 * price
                     assert floor(state) <= price + floor(after) + 1e-9 * price
@@ -277,11 +277,14 @@ def test_a_limit_raises_the_estimate_by_no_more_than_it_costs(share):
             code, elements, reachable = sum(part.code for part in state), prod(part.share for part in state), []
             assert free(code, inf) <= estimate(code, inf)
             raised += free(code, inf) < estimate(code, inf)
-            for collective, n_procs, step, *_ in moves.candidates(tuple(part.axes for part in state)):
+            for collective, n_procs, kept, arrived, steps in moves.candidates(tuple(part.axes for part in state)):
                 price = prices[collective, n_procs, elements]
-                for after in moves.after(state, step):
+                best = estimate.at_least[code & kept | arrived]
+                for after in [after for step in steps for after in moves.after(state, step)]:
                     if after == goal or prod(part.share for part in after) <= limit:
                         after_code = sum(part.code for part in after)
+                        # nor is a step left out that stays within it
+                        assert best <= estimate(after_code, inf) < inf
                         assert estimate(code, inf) <= price + estimate(after_code, inf)
                         assert estimate.floor(code) <= price + estimate.floor(after_code)
                         reachable.append(after)

@@ -132,14 +132,19 @@ class Codes:
                 code |= self._digits.get((axis, (tensor_dim, stride)), AWAY) << 3 * axis
                 stride *= self.sizes[axis]
             return self._blurred(code)
-        inner = 1
-        for axis in reversed(axes):
-            at_home, *across = [
-                place[0] == tensor_dim and place[1] % inner == 0 and place[1] // inner in blocks
-                for place in (self.home.get(axis, (-1, 0)), *self._crosses.get(axis, ()))
-            ]
-            code |= _either(at_home, any(across)) << 3 * axis
-            inner *= self.sizes[axis]
+        behind, home, crosses = 1, self.home, self._crosses
+        for axis in axes[::-1]:
+            at_home = across = False
+            if axis in home:
+                place, stride = home[axis]
+                at_home = place == tensor_dim and stride % behind == 0 and stride // behind in blocks
+            if axis in crosses:
+                across = any(
+                    place == tensor_dim and stride % behind == 0 and stride // behind in blocks
+                    for place, stride in crosses[axis]
+                )
+            code |= _either(at_home, across) << 3 * axis
+            behind *= self.sizes[axis]
         return self._blurred(code)
 
     def _blurred(self, code: int) -> int:

@@ -46,7 +46,7 @@ class Estimate:
         self._least = _Least(shape, codes.sizes, memory_limit)
         self.floor = Floor(codes, self._least, prices, self.cap)
         # by code what is left at least, and the codes for which that is exact
-        self.at_least = {codes.goal: 0.0}
+        self.at_least = _AtLeast(codes, self.floor)
         self._exact = {codes.goal}
         self._onward: dict[int, list[tuple[float, int]]] = {}
         self._joint: dict[tuple[int, int], list[tuple[int, float]]] = {}
@@ -54,30 +54,15 @@ class Estimate:
 
     def __call__(self, code: int, enough: float) -> float:
         """The bound from ``code``, exact if it is at most ``enough``."""
-        left = self.at_least.get(code)
-        if left is None:
-            left = self.known(code)
+        left = self.at_least[code]
         if left <= enough and left < self.cap and code not in self._exact:
             settled = self.codes.settled(code)
             if settled not in self._exact:
-                left = self._search(settled, enough)
-                self.at_least[settled] = left
-            self._update(code, settled)
-            left = self.at_least[code]
+                self.at_least[settled] = self._search(settled, enough)
+            left = self.at_least[code] = self.at_least[settled]
+            if settled in self._exact:
+                self._exact.add(code)
         return left
-
-    def known(self, code: int) -> float:
-        """The bound from ``code`` without a search."""
-        settled = self.codes.settled(code)
-        if settled not in self.at_least:
-            self.at_least[settled] = self.floor(settled)
-        self._update(code, settled)
-        return self.at_least[code]
-
-    def _update(self, code: int, settled: int) -> None:
-        self.at_least[code] = self.at_least[settled]
-        if settled in self._exact:
-            self._exact.add(code)
 
     # -- the graph of codes
 
@@ -214,6 +199,25 @@ class Estimate:
                     if at_once < singly:
                         self._at_once.append((axes, at_once))
         return self._at_once
+
+
+class _AtLeast(dict[int, float]):
+    """What is left at least, by code: the floor as long as nobody has searched, infinite for what cannot be."""
+
+    def __init__(self, codes: Codes, floor: Floor) -> None:
+        super().__init__({codes.goal: 0.0})
+        self._codes, self._floor = codes, floor
+
+    def __missing__(self, code: int) -> float:
+        # there may be no state within the limit with these axes in use
+        found = inf
+        if self._floor.holds((code | code >> 1) & self._codes.all):
+            settled = self._codes.settled(code)
+            if settled not in self:
+                self[settled] = self._floor(settled)
+            found = self[settled]
+        self[code] = found
+        return found
 
 
 class _Least(dict[int, int]):

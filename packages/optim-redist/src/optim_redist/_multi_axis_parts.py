@@ -59,6 +59,7 @@ class Dimension:
         self._tensor_dim, self._length, self._sizes, self._given = tensor_dim, length, sizes, blocks
         self._code_of, self._merged = code_of, merged
         self._candidates: tuple[int, ...] = ()
+        self._alike: dict[tuple[int, tuple[int, ...]], list[tuple[int, tuple[int, ...]]]] = {}
         self._known: dict[tuple[Axes, tuple[int, ...]], Part] = {}
         self._found: dict[tuple[Axes, tuple[int, ...]], list[Part]] = {}
         self._unsplit = [Part((), (UNSPLIT,), length, 0)]
@@ -71,24 +72,30 @@ class Dimension:
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = []
-            length = self._length
-            n_procs = axes_size(self._sizes, axes)
-            if length >= n_procs:
-                longest, alike = max_block_size(length, n_procs), dict[int, list[int]]()
-                for block in key[1]:
-                    if block <= longest:
-                        share = local_length(length, n_procs, block)
-                        alike.setdefault(share if self._merged else block, []).append(block)
-                for same in alike.values():
-                    found.append(self._part(axes, tuple(same), n_procs))
+            for share, same in self._by_share(axes_size(self._sizes, axes), key[1]):
+                part = self._known.get((axes, same))
+                if part is None:
+                    code = self._code_of(self._tensor_dim, axes, same)
+                    part = self._known[axes, same] = Part(axes, same, share, code)
+                found.append(part)
         return found
 
-    def _part(self, axes: Axes, blocks: tuple[int, ...], n_procs: int) -> Part:
-        part = self._known.get((axes, blocks))
-        if part is None:
-            share, code = local_length(self._length, n_procs, blocks[0]), self._code_of(self._tensor_dim, axes, blocks)
-            part = self._known[axes, blocks] = Part(axes, blocks, share, code)
-        return part
+    def _by_share(self, n_procs: int, blocks: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+        """The blocks that leave none of ``n_procs`` processes empty, by what the most loaded of them gets."""
+        found = self._alike.get((n_procs, blocks))
+        if found is None:
+            alike: dict[int, list[int]] = {}
+            length = self._length
+            longest = max_block_size(length, n_procs) if length >= n_procs else 0
+            shares = [(local_length(length, n_procs, block), block) for block in blocks if block <= longest]
+            if self._merged:
+                for share, block in shares:
+                    alike.setdefault(share, []).append(block)
+                found = [(share, tuple(same)) for share, same in alike.items()]
+            else:
+                found = [(share, (block,)) for share, block in shares]
+            self._alike[n_procs, blocks] = found
+        return found
 
     def enter(self, part: Part, moved: Axes) -> list[Part]:
         """``part`` with further axes: with any block if it was unsplit, else in front or at the back."""

@@ -3,10 +3,12 @@
 Four of five pairs need no search: ``_multi_axis_straight`` finds a sequence that costs no more than the bound.
 
 For the others entries of a queue are taken in the order of f = g + h, where g is the cost so far and h a lower bound of
-what is left (``_multi_axis_estimate``): the first time the target is taken its path is a cheapest one. The steps out of
-a state wait in one entry, sorted by the best they could lead to. What they make is worked out when their turn comes;
-states come up again where they are worse than hoped for. Block lengths stay open (``_multi_axis_parts``) until the path
-is known, and are filled in from its end.
+what is left: the first time the target is taken its path is a cheapest one. The steps out of a state wait in one entry,
+sorted by the best they could lead to, those of equal price and bound as one. What they make is worked out when their
+turn comes. Block lengths stay open (``_multi_axis_parts``) until the path is known, and are filled in from its end.
+
+The bound is what ``_multi_axis_estimate`` knows of a code: the floor, or what the search for a straight path has found
+out. To search over codes for more would take longer than to follow the states that it saves.
 
 ``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves
 only if the target is no larger; so that the search cannot buy a growing one for the price of a small one, it is
@@ -35,17 +37,20 @@ from optim_redist._multi_axis_straight import StraightPath
 
 
 class Node(NamedTuple):
-    """A state on the way: what it is, elements of the most loaded rank, its code, and how it was reached."""
+    """A state on the way: what it is, elements of the most loaded rank, its code, and by which step it was reached."""
 
     parts: Parts
     elements: int
     code: int
     before: Node | None = None
     made_by: Candidate | None = None
+    step: Step = (None, None, ())
 
 
-# (price and bound, bound, price, step) of the steps out of a state, in this order
+# (price and bound, bound, price, steps) of the steps out of a state, in this order
 Onward = list[tuple[float, float, float, Candidate]]
+# of the queue, see below
+Entry = tuple[float, float, int, int, float, int, Node, Onward, int]
 
 
 def cheapest_moves(
@@ -84,76 +89,76 @@ def cheapest_moves(
     move_set = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=wanted is None)
     most_moves = inf if max_depth is None else max_depth
     first, goal = move_set.parts(start), move_set.parts(target)
-    leap: Candidate = ("exchange", prod(sizes), (None, None, ()), 0, codes.goal)
+    leap: Candidate = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
     # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
     below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
-    onward = _StepsByBound(move_set, estimate, prices, target_size, leap, limited=memory_limit < inf)
+    onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
 
     root = Node(first, start_size, sum(part.code for part in first))
     # the bound says nothing of a start that is above the limit itself
-    left = estimate(root.code, below) if start_size <= memory_limit else 0.0
-    # An entry is (f, h, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one that is
-    # estimated nearest to the target goes first. It stands for all steps from that one on, without any for the node.
-    order, every_axis, homes, goal_code = count(), codes.all, ~(codes.all << 2), codes.goal
-    queue: list[tuple[float, float, int, float, int, Node, Onward, int]] = [(left, left, 0, 0.0, 0, root, [], 0)]
+    left = estimate.at_least[root.code] if start_size <= memory_limit else 0.0
+    # An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one
+    # that is estimated nearest to the target goes first, of those the one that holds least. It stands for all steps
+    # from that one on, without any for the node.
+    order, at_least, every_axis = count(), estimate.at_least, codes.all
+    homes, goal_code = ~(codes.all << 2), codes.goal
+    queue: list[Entry] = [(left, left, start_size, 0, 0.0, 0, root, [], 0)]
     reached: dict[Parts, list[tuple[float, int]]] = {first: [(0.0, 0)]}
     while queue:
-        f, _, _, cost, depth, node, steps, which = heappop(queue)
+        f, _, held, _, cost, depth, node, steps, which = heappop(queue)
         if not steps:
             if node.parts is goal:
                 return _moves_to(node, sizes, start, target)
             if (cost, depth) not in reached[node.parts] or depth == max_depth:
-                continue
-            left = estimate(node.code, f - cost)
-            if cost + left > f and depth:
-                if cost + left < below:
-                    heappush(queue, (cost + left, left, -next(order), cost, depth, node, steps, 0))
                 continue
             steps = onward(node)
         entered, nearer = -next(order), False
         # as long as steps lead to nothing that comes next, one after the other
         while which < len(steps) and not nearer and cost + steps[which][0] <= f:
             _, _, price, candidate = steps[which]
-            _, n_procs, step, *_ = candidate
+            _, n_procs, _, _, alike = candidate
             which += 1
-            if early_splits and node.made_by and not n_procs and _commutes(node.made_by[2], step):
-                continue
             spent = cost + price
-            for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
-                front = reached.get(after)
-                if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
+            for step in alike:
+                # what such a split makes is reached by other steps that cost no more
+                if not n_procs and ((early_splits and _commutes(node.step, step)) or _is_detour(node, step, prices)):
                     continue
-                size, code = 1, 0
-                for part in after:
-                    size *= part.share
-                    code += part.code
-                if code & homes == goal_code and _covers(after, goal):
-                    left, after, front = 0.0, goal, reached.get(goal)
-                    if front and _dominated(front, spent, depth):
+                for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
+                    front = reached.get(after)
+                    if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
                         continue
-                elif size > memory_limit or (wanted and not wanted(state_of(after))):
-                    reached[after] = [(-inf, 0)]
-                    continue
-                elif depth + 2 >= most_moves <= depth + moves_left(after, (code | code >> 1) & every_axis):
-                    left = estimate.cap  # too few moves are left for anything but an exchange
-                else:
-                    left = estimate(code, f - spent)
-                if spent + left < below:
-                    # of arrivals that cost no less only those by fewer moves stay
-                    better = (
-                        [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
-                    )
-                    reached[after] = [(spent, depth + 1), *better]
-                    if after is goal:
-                        below = spent
-                    nearer = nearer or spent + left <= f
-                    entry = Node(after, size, code, node, candidate)
-                    heappush(queue, (max(f, spent + left), left, -next(order), spent, depth + 1, entry, [], 0))
+                    size, code = 1, 0
+                    for part in after:
+                        size *= part.share
+                        code += part.code
+                    if code & homes == goal_code and _covers(after, goal):
+                        left, after, front = 0.0, goal, reached.get(goal)
+                        if front and _dominated(front, spent, depth):
+                            continue
+                    elif size > memory_limit or (wanted and not wanted(state_of(after))):
+                        reached[after] = [(-inf, 0)]
+                        continue
+                    elif depth + 2 >= most_moves <= depth + moves_left(after, (code | code >> 1) & every_axis):
+                        left = estimate.cap  # too few moves are left for anything but an exchange
+                    else:
+                        left = at_least[code]
+                    if spent + left < below:
+                        # of arrivals that cost no less only those by fewer moves stay
+                        better = (
+                            [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
+                        )
+                        reached[after] = [(spent, depth + 1), *better]
+                        if after is goal:
+                            below = spent
+                        nearer = nearer or spent + left <= f
+                        entry = Node(after, size, code, node, candidate, step)
+                        f_after = max(f, spent + left)
+                        heappush(queue, (f_after, left, size, -next(order), spent, depth + 1, entry, [], 0))
         if which < len(steps) and cost + steps[which][0] < below:
             bound, left, *_ = steps[which]
-            heappush(queue, (max(f, cost + bound), left, entered, cost, depth, node, steps, which))
+            heappush(queue, (max(f, cost + bound), left, held, entered, cost, depth, node, steps, which))
     return _moves_to(Node(goal, target_size, codes.goal, root, leap), sizes, start, target)
 
 
@@ -161,44 +166,27 @@ class _StepsByBound:
     """The steps out of a state, those first that could lead to the target at the least cost."""
 
     def __init__(
-        self,
-        move_set: MoveSet,
-        estimate: Estimate,
-        prices: Prices,
-        target_size: int,
-        leap: Candidate,
-        *,
-        limited: bool,
+        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
     ) -> None:
         self._move_set, self._estimate, self._prices = move_set, estimate, prices
-        self._target_size, self._leap, self._limited = target_size, leap, limited
+        self._target_size, self._leap = target_size, leap
         self._known: dict[tuple[Mapping, int, int], Onward] = {}
 
     def __call__(self, node: Node) -> Onward:
         """The steps out of ``node``, kept for all states that differ from it in their blocks alone.
 
-        Their bounds are those that are known already, or else the floor: that of what a step makes is asked for when
-        its turn comes.
+        Their bounds are those of what they make at best: what a step really makes is asked for when its turn comes.
         """
         mapping, elements, code = tuple([part.axes for part in node.parts]), node.elements, node.code
         found = self._known.get((mapping, elements, code))
         if found is None:
             found = self._known[mapping, elements, code] = []
-            prices, at_least, known = self._prices, self._estimate.at_least, self._estimate.known
-            holds, every_axis, limited = self._estimate.floor.holds, self._estimate.codes.all, self._limited
+            prices, at_least = self._prices, self._estimate.at_least
             for candidate in self._move_set.candidates(mapping):
-                collective, n_procs, _, kept, arrived = candidate
-                after = code & kept | arrived
-                if limited and collective == "allgather" and not holds((after | after >> 1) & every_axis):
-                    continue
-                left = at_least.get(after)
-                if left is None:
-                    left = known(after)
-                if n_procs:
-                    price = prices[collective, n_procs, elements]
-                    found.append((price + left, left, price, candidate))
-                else:
-                    found.append((left, left, 0.0, candidate))
+                collective, n_procs, kept, arrived, _ = candidate
+                left = at_least[code & kept | arrived]
+                price = prices[collective, n_procs, elements] if n_procs else 0.0
+                found.append((price + left, left, price, candidate))
             if elements >= self._target_size:
                 price = prices["alltoall", self._leap[1], elements]
                 found.append((price, 0.0, price, self._leap))
@@ -220,6 +208,21 @@ def _commutes(before: Step, split: Step) -> bool:
     return apart and (source is not None or (tensor_dim, axis) < (target, *moved))
 
 
+def _is_detour(node: Node, split: Step, prices: Prices) -> bool:
+    """Whether a split brings an axis that was just gathered to another dimension, as one all-to-all does for no more.
+
+    That moves the last axis of a dimension: one that was gathered from the front could not have gone alone.
+    """
+    source, target, moved = node.step
+    before, made_by = node.before, node.made_by
+    if before is None or made_by is None or source is None or target is not None:
+        return False
+    if moved != split[2] or source == split[1] or before.parts[source].axes[-1:] != moved:
+        return False
+    n_procs, elements = made_by[1], before.elements
+    return prices["alltoall", n_procs, elements] <= prices["allgather", n_procs, elements]
+
+
 def _covers(parts: Parts, goal: Parts) -> bool:
     """Whether some choice of blocks makes ``parts`` the goal."""
     return all(part.axes == end.axes and end.blocks[0] in part.blocks for part, end in zip(parts, goal))
@@ -234,8 +237,8 @@ def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -
     """The moves that lead to the target, with every open block filled in from the end on."""
     moves, after = [], target
     while node.before is not None and node.made_by is not None:
-        collective, n_procs, step, *_ = node.made_by
-        before, parts = start, node.before.parts
+        collective, n_procs, *_ = node.made_by
+        step, before, parts = node.step, start, node.before.parts
         if node.before.before is not None:
             blocks = [_block_before(sizes, step, *dim) for dim in zip(range(len(parts)), parts, *after)]
             before = State(tuple([part.axes for part in parts]), tuple(blocks))

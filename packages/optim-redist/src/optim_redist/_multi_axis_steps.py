@@ -23,11 +23,11 @@ Parts = tuple[Part, ...]
 Step = tuple[int | None, int | None, Axes]
 
 
-# A step out of a mapping, what it is charged as ("split", "allgather", "alltoall", "permute" or "exchange") and for how
-# many processes (0 for a split, which is free), and what it can make of a state's code at best: ``code & kept |
-# arrived``, digits of the axes that stay and the best of those that move.
-# (collective, processes, step, kept, arrived)
-Candidate = tuple[str, int, Step, int, int]
+# Steps out of a mapping that are worth the same: what they are charged as ("split", "allgather", "alltoall", "permute"
+# or "exchange") and for how many processes (0 for a split, which is free), and what they can make of a state's code at
+# best: ``code & kept | arrived``, digits of the axes that stay and the best of those that move.
+# (collective, processes, kept, arrived, steps)
+Candidate = tuple[str, int, int, int, list[Step]]
 
 
 class MoveSet:
@@ -51,15 +51,21 @@ class MoveSet:
         merged: bool = False,
     ) -> None:
         self._sizes, self._arrivals = sizes, arrivals or [[0] * len(sizes)] * len(shape)
+        # for each axis the dimensions where it arrives as the same
+        self._places: list[dict[int, list[int]]] = [{} for _ in sizes]
+        for tensor_dim, digits in enumerate(self._arrivals):
+            for places, arrived in zip(self._places, digits):
+                places.setdefault(arrived, []).append(tensor_dim)
         self._dims = [
             Dimension(tensor_dim, length, sizes, given, code_of, merged=merged)
             for tensor_dim, (length, given) in enumerate(zip(shape, blocks))
         ]
         self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
         self._candidates: dict[Mapping, list[Candidate]] = {}
-        # those into unused axes and those out of one dimension, which many mappings have in common
+        # those of unused axes, those out of one dimension, and permutations, which many mappings have in common
         self._splits: dict[Axes, list[Candidate]] = {}
         self._departures: dict[tuple[int, Axes], list[Candidate]] = {}
+        self._permutations: dict[tuple[int, int | None, int, int | None], Candidate] = {}
 
     def parts(self, state: State) -> Parts:
         """A compatible state by its parts."""
@@ -69,9 +75,8 @@ class MoveSet:
         """Every step out of the states with a mapping."""
         found = self._candidates.get(mapping)
         if found is None:
-            # the best that axes come to where each axis is
-            places = {axis: arrivals for axes, arrivals in zip(mapping, self._arrivals) for axis in axes}
-            unused = tuple([axis for axis in range(len(self._sizes)) if axis not in places])
+            where = {axis: tensor_dim for tensor_dim, axes in enumerate(mapping) for axis in axes}
+            unused = tuple([axis for axis in range(len(self._sizes)) if axis not in where])
             if unused not in self._splits:
                 self._splits[unused] = self._list_splits(unused)
             found = self._candidates[mapping] = self._splits[unused].copy()
@@ -80,73 +85,88 @@ class MoveSet:
                     if dim not in self._departures:
                         self._departures[dim] = self._list_departures(*dim)
                     found += self._departures[dim]
-            self._list_permutations(found, places)
-            if len(places) > 1:
-                found.append(("allgather", axes_size(self._sizes, [*places]), (None, None, ()), 0, 0))
+            for i, j in self._equal_axes:
+                if i in where or j in where:
+                    key = i, where.get(i), j, where.get(j)
+                    if key not in self._permutations:
+                        self._permutations[key] = self._permutation(*key)
+                    found.append(self._permutations[key])
         return found
 
     def _list_splits(self, unused: Axes) -> list[Candidate]:
-        return [
-            ("split", 0, (None, target, (axis,)), -1, arrivals[axis])
+        """Each axis goes to each dimension, or all the others are gathered."""
+        found: list[Candidate] = [
+            ("split", 0, -1, arrived, [(None, target, (axis,)) for target in targets])
             for axis in unused
-            for target, arrivals in enumerate(self._arrivals)
+            for arrived, targets in self._places[axis].items()
         ]
+        used = [size for axis, size in enumerate(self._sizes) if axis not in unused]
+        if len(used) > 1:
+            found.append(("allgather", prod(used), 0, 0, [(None, None, ())]))
+        return found
 
     def _list_departures(self, source: int, axes: Axes) -> list[Candidate]:
         """All axes or the last one go to another dimension, the last or the first is gathered, or the block changes."""
-        found: list[Candidate] = []
         sizes, last = self._sizes, axes[-1]
-        one = ~(7 << 3 * last)
-        for target, arrivals in enumerate(self._arrivals):
-            if target != source:
-                found.append(("alltoall", sizes[last], (source, target, (last,)), one, arrivals[last]))
-        found.append(("allgather", sizes[last], (source, None, (last,)), one, 0))
-        n_procs, kept = sizes[last], one
+        n_procs, kept = sizes[last], ~(7 << 3 * last)
+        found: list[Candidate] = [("allgather", n_procs, kept, 0, [(source, None, (last,))])]
+        for arrived, targets in self._places[last].items():
+            steps: list[Step] = [(source, target, (last,)) for target in targets if target != source]
+            if steps:
+                found.append(("alltoall", n_procs, kept, arrived, steps))
         if len(axes) > 1:
+            first = axes[0]
+            found.append(("allgather", sizes[first], ~(7 << 3 * first), 0, [(source, None, (first,))]))
             n_procs, kept = axes_size(sizes, axes), ~sum(7 << 3 * axis for axis in axes)
+            together: dict[int, list[Step]] = {}
             for target, arrivals in enumerate(self._arrivals):
                 if target != source:
                     arrived = sum(arrivals[axis] for axis in axes)
-                    found.append(("alltoall", n_procs, (source, target, axes), kept, arrived))
-            first = axes[0]
-            found.append(("allgather", sizes[first], (source, None, (first,)), ~(7 << 3 * first), 0))
+                    together.setdefault(arrived, []).append((source, target, axes))
+            found += [("alltoall", n_procs, kept, arrived, steps) for arrived, steps in together.items()]
         arrived = sum(self._arrivals[source][axis] for axis in axes)
-        found.append(("alltoall", n_procs, (source, source, ()), kept, arrived))
+        found.append(("alltoall", n_procs, kept, arrived, [(source, source, ())]))
         return found
 
-    def _list_permutations(self, found: list[Candidate], places: dict[int, Sequence[int]]) -> None:
-        for first, second in self._equal_axes:
-            if first in places or second in places:
-                arrived = (places[first][second] if first in places else 0) | (
-                    places[second][first] if second in places else 0
-                )
-                kept = ~(7 << 3 * first | 7 << 3 * second)
-                found.append(("permute", 2, (None, None, (first, second)), kept, arrived))
+    def _permutation(self, first: int, at: int | None, second: int, other: int | None) -> Candidate:
+        """Two axes take each other's place, in dimensions ``at`` and ``other`` or out of use."""
+        arrived = 0
+        if at is not None:
+            arrived |= self._arrivals[at][second]
+        if other is not None:
+            arrived |= self._arrivals[other][first]
+        return "permute", 2, ~(7 << 3 * first | 7 << 3 * second), arrived, [(None, None, (first, second))]
 
     def after(self, parts: Parts, step: Step) -> list[Parts]:
         """The states to which a step leads; none if a process would be left empty."""
         source, target, moved = step
         dims = self._dims
-        if source is None and target is None:
+        if source is None:
+            if target is not None:
+                return _replaced(parts, target, dims[target].enter(parts[target], moved))
             if moved:
                 return [tuple([dim.swap(part, *moved) for dim, part in zip(dims, parts)])]
             return [tuple([part for dim in dims for part in dim.parts((), ())])]
-        if source is not None and source == target:
+        if source == target:
             return _replaced(parts, source, dims[source].change(parts[source]))
-        found = [parts]
-        if source is not None:
-            found = _replaced(parts, source, dims[source].leave(parts[source], moved))
-        if target is not None:
-            came = dims[target].enter(parts[target], moved)
-            found = [after for base in found for after in _replaced(base, target, came)]
+        rests = dims[source].leave(parts[source], moved)
+        if target is None:
+            return _replaced(parts, source, rests)
+        found, came = [], dims[target].enter(parts[target], moved)
+        for rest in rests:
+            after = list(parts)
+            after[source] = rest
+            for part in came:
+                after[target] = part
+                found.append(tuple(after))
         return found
 
     def moves(self, state: State) -> list[Move]:
         """Every move whose result is compatible, once for each collective and number of processes."""
         kept: dict[tuple[State, str, int], Move] = {}
         parts = self.parts(state)
-        for collective, n_procs, step, *_ in self.candidates(state.mapping):
-            for after in self.after(parts, step):
+        for collective, n_procs, *_, steps in self.candidates(state.mapping):
+            for after in [after for step in steps for after in self.after(parts, step)]:
                 result = state_of(after)
                 if (result, collective, n_procs) not in kept:
                     name = name_of(collective, state, result)
@@ -162,5 +182,8 @@ def state_of(parts: Parts) -> State:
 
 def _replaced(parts: Parts, tensor_dim: int, choices: Sequence[Part]) -> list[Parts]:
     """``parts`` with each of the choices for one dimension."""
-    before, behind = parts[:tensor_dim], parts[tensor_dim + 1 :]
-    return [(*before, part, *behind) for part in choices]
+    found, after = [], list(parts)
+    for part in choices:
+        after[tensor_dim] = part
+        found.append(tuple(after))
+    return found
