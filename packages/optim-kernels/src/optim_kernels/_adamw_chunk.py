@@ -51,24 +51,23 @@ def update_chunk(
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
         keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
-        # all lanes alike, so that stores stay wide
-        mask = tl.full([TILE], keep, tl.int32) != 0
         # the next tile is on its way while this one is worked on
         if CHUNK == 0:
             num_tiles = ((end - first) // TILE).to(tl.int32)
             for i in range(0, num_tiles, 2):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
-                scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, False)
-                tile = read_tile(places, offset + 2 * TILE, i + 2 < num_tiles, TILE, F, False)
-                scales = _update_tile(following, places, offset + TILE, mask, scales, i + 1, scalars, random, F, False)
+                scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
+                if i + 2 < num_tiles:
+                    tile = read_tile(places, offset + 2 * TILE, True, TILE, F, False)
+                scales = _update_tile(following, places, offset + TILE, keep, scales, i + 1, scalars, random, F, False)
                 offset += 2 * TILE
         else:
             for i in range(CHUNK // TILE - 1):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
-                scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, False)
+                scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
                 tile = following
                 offset += TILE
-            scales = _update_tile(tile, places, offset, mask, scales, CHUNK // TILE - 1, scalars, random, F, False)
+            scales = _update_tile(tile, places, offset, keep, scales, CHUNK // TILE - 1, scalars, random, F, False)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
     else:
@@ -84,7 +83,7 @@ def update_chunk(
 
 @triton.jit
 def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.constexpr, MASKED: tl.constexpr):
-    """Update tile ``i`` of a chunk, which has been read; the chunk's scales."""
+    """Update tile ``i`` of a chunk, which has been read; the chunk's scales. ``mask`` is as for ``store_tile``."""
     ROUNDED: tl.constexpr = F.master == _NO_MASTER and F.param.primitive_bitwidth == 16
     p, g, m, v, w = widened(tile, scales, i, F)
     p, m, v, w = adamw(p, g, m, v, w, scalars, F.amsgrad, ROUNDED)

@@ -16,12 +16,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from optim_kernels._moment_codes import (
+    codes_in_words,
+    codes_one_by_one,
     decode_first,
     decode_second,
-    encode_first,
-    encode_second,
+    encode,
+    may_underflow,
     read_scales,
     scale_of,
+    scales_of_largest,
     with_scale,
     write_scales,
 )
@@ -109,11 +112,11 @@ def read_tile(
     W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
     COMPILED: tl.constexpr = ALIGNED and not INTERPRETED
     CODES: tl.constexpr = F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8
-    WIDEST: tl.constexpr = max(
-        max(F.param.primitive_bitwidth, F.grad.primitive_bitwidth),
-        max(F.exp_avg.primitive_bitwidth, F.exp_avg_sq.primitive_bitwidth),
-    )
-    WORDS: tl.constexpr = COMPILED and WIDEST <= 16 and F.num_slices == 1 and not F.amsgrad and F.master == _NO_MASTER
+    # each by itself: to compile max() of constants takes Triton 3.6
+    NARROW_VALUES: tl.constexpr = F.param.primitive_bitwidth <= 16 and F.grad.primitive_bitwidth <= 16
+    NARROW_STATES: tl.constexpr = F.exp_avg.primitive_bitwidth <= 16 and F.exp_avg_sq.primitive_bitwidth <= 16
+    PLAIN: tl.constexpr = F.num_slices == 1 and not F.amsgrad and F.master == _NO_MASTER
+    WORDS: tl.constexpr = COMPILED and PLAIN and NARROW_VALUES and NARROW_STATES
     M_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg == tl.uint8)
     V_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg_sq == tl.uint8)
     g_pointer = _pointer(g_address, F.grad, ALIGNED) + offset
@@ -150,7 +153,7 @@ def widened(
 ):
     """``(p, g, m, v, w)`` of a tile in fp32; of codes it is ``block``."""
     p, low, g, m, v, w = tile
-    m_scales, v_scales = scales
+    m_scales, v_scales, underflows = scales
     if F.master == _SPLIT16:
         p = join_master(p, low)
     else:
@@ -160,7 +163,7 @@ def widened(
     else:
         m = _widened(m, F.exp_avg)
     if F.exp_avg_sq == tl.uint8:
-        v = decode_second(v, scale_of(v_scales, block))
+        v = decode_second(v, scale_of(v_scales, block), underflows)
     else:
         v = _widened(v, F.exp_avg_sq)
     if F.amsgrad:
@@ -185,11 +188,17 @@ def store_tile(
     F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of ``block``."""
+    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of ``block``.
+
+    The mask is one of elements if ``MASKED``; else one bit for all, so that stores stay wide.
+    """
     p_address, _, _, m_address, v_address, w_address, master_address = places
-    m_scales, v_scales = scales
+    m_scales, v_scales, underflows = scales
     ALIGNED: tl.constexpr = not MASKED
     lanes = tl.arange(0, p.shape[0])
+    keep = mask
+    if ALIGNED:
+        mask = tl.full([p.shape[0]], keep, tl.int32) != 0
     p_pointer = _pointer(p_address, F.param, ALIGNED) + offset
     if F.master == _FP32_MASTER:
         tl.store(_pointer(master_address, tl.float32, ALIGNED) + offset + lanes, p, mask=mask)
@@ -201,42 +210,58 @@ def store_tile(
     else:
         p = _rounded(p, F.param, random, offset, _STREAM_PARAM, F.stochastic, MASKED)
         tl.store(p_pointer + lanes, p, mask=mask)
+    if F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8:
+        m_words, v_words, m_largest, v_largest = encode(m, v, F.exp_avg == tl.uint8, F.exp_avg_sq == tl.uint8)
     if F.exp_avg == tl.uint8:
-        m, scale = encode_first(m)
-        m_scales = with_scale(m_scales, block, scale)
+        m_scales = with_scale(m_scales, block, m_largest)
+        _store_codes(m_address, offset, keep, m_words, MASKED)
     else:
         m = _rounded(m, F.exp_avg, random, offset, _STREAM_EXP_AVG, F.stochastic, MASKED)
-    tl.store(_pointer(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask)
+        tl.store(_pointer(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask)
     if F.exp_avg_sq == tl.uint8:
-        v, scale = encode_second(v)
-        v_scales = with_scale(v_scales, block, scale)
+        v_scales = with_scale(v_scales, block, v_largest)
+        _store_codes(v_address, offset, keep, v_words, MASKED)
     else:
         v = _rounded(v, F.exp_avg_sq, random, offset, _STREAM_EXP_AVG_SQ, F.stochastic, MASKED)
-    tl.store(_pointer(v_address, F.exp_avg_sq, ALIGNED) + offset + lanes, v, mask=mask)
+        tl.store(_pointer(v_address, F.exp_avg_sq, ALIGNED) + offset + lanes, v, mask=mask)
     if F.amsgrad:
         W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
         tl.store(_pointer(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask)
-    return m_scales, v_scales
+    return m_scales, v_scales, underflows
+
+
+@triton.jit
+def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
+    """Write a block's codes that ``mask`` says, as ``store_tile`` has it."""
+    pointer = _pointer(address, tl.uint8, not MASKED) + offset
+    if MASKED:
+        codes = codes_one_by_one(words)
+    else:
+        pointer = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint32), bitcast=True), 8)
+        codes = codes_in_words(words)
+        mask = tl.full([codes.shape[0]], mask, tl.int32) != 0
+    tl.store(pointer + tl.arange(0, codes.shape[0]), codes, mask=mask)
 
 
 @triton.jit
 def scales_of_chunk(scale_addresses, first, end, F: tl.constexpr):
-    """The scales of a chunk's codes, first moments' and second ones'."""
-    m_scales, v_scales = 0.0, 0.0
+    """The scales of a chunk's codes, first moments' and second ones', and whether one of the last is very small."""
+    m_scales, v_scales, underflows = 0.0, 0.0, False
     if F.exp_avg == tl.uint8:
         m_scales = read_scales(scale_addresses[0], first, end)
     if F.exp_avg_sq == tl.uint8:
         v_scales = read_scales(scale_addresses[1], first, end)
-    return m_scales, v_scales
+        underflows = may_underflow(v_scales)
+    return m_scales, v_scales, underflows
 
 
 @triton.jit
 def store_scales(scale_addresses, first, end, scales, F: tl.constexpr):
-    """Write the chunk's new scales."""
+    """Write the chunk's new scales, of which ``store_tile`` left the largest magnitudes."""
     if F.exp_avg == tl.uint8:
-        write_scales(scale_addresses[0], first, end, scales[0])
+        write_scales(scale_addresses[0], first, end, scales_of_largest(scales[0], True))
     if F.exp_avg_sq == tl.uint8:
-        write_scales(scale_addresses[1], first, end, scales[1])
+        write_scales(scale_addresses[1], first, end, scales_of_largest(scales[1], False))
 
 
 @triton.jit

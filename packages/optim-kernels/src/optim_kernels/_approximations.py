@@ -41,17 +41,17 @@ def sqrt_approx(x):
 
 
 @triton.jit
-def power_approx(x, exponent: tl.constexpr, log2_factor: tl.constexpr):
-    """``2**log2_factor · x**exponent`` for ``0 <= x <= 1`` in three instructions.
+def power_approx(x, exponent: tl.constexpr):
+    """``x**exponent`` for ``0 <= x <= 1`` in three instructions.
 
     Good to 1e-6 for exponents up to 1/3 and ``x >= 2**-45``.
     """
     if INTERPRETED:
         # numpy warns of the logarithm of zero
-        y = tl.exp2(tl.log2(tl.maximum(x, 2.0**-126)) * exponent + log2_factor)
+        y = tl.exp2(tl.log2(tl.maximum(x, 2.0**-126)) * exponent)
     else:
         log2 = _approximation("lg2.approx.ftz.f32 $0, $1;", x)
-        y = _approximation("ex2.approx.ftz.f32 $0, $1;", tl.fma(log2, exponent, log2_factor))
+        y = _approximation("ex2.approx.ftz.f32 $0, $1;", log2 * exponent)
     return y
 
 

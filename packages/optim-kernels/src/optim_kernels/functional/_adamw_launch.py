@@ -57,14 +57,14 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers (80 with codes) hold two tiles of them; of wider elements they would spill. With codes a tile is a
-    block, so that its scale is one number, and a warp has it alone.
+    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a tile is a block, so that
+    its scale is one number, and a warp has it alone.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
         if is_interpreted():
             return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
         is_small = len(numels) == 1 and numels[0] <= num_multiprocessors * 64 * ONE_CHUNK
-        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 80)
+        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 72)
     if is_interpreted():
         return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
@@ -88,10 +88,10 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
     """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
 
     To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
-    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 24 programs
-    that a multiprocessor holds.
+    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
+    of a warp that a multiprocessor's registers hold.
     """
-    programs = 24 * num_multiprocessors
+    programs = 28 * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
     return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
 
