@@ -112,7 +112,7 @@ def read_tile(
     W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
     COMPILED: tl.constexpr = ALIGNED and not INTERPRETED
     CODES: tl.constexpr = F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8
-    # each by itself: to compile max() of constants takes Triton 3.6
+    # each by itself: Triton 3.5 does not compile max() of max()
     NARROW_VALUES: tl.constexpr = F.param.primitive_bitwidth <= 16 and F.grad.primitive_bitwidth <= 16
     NARROW_STATES: tl.constexpr = F.exp_avg.primitive_bitwidth <= 16 and F.exp_avg_sq.primitive_bitwidth <= 16
     PLAIN: tl.constexpr = F.num_slices == 1 and not F.amsgrad and F.master == _NO_MASTER

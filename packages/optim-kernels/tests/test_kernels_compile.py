@@ -1,0 +1,333 @@
+"""The plain Triton kernels compile for Hopper on any machine and every supported Triton, whose languages differ.
+
+What they compute is tested in the interpreter and on a GPU; kernels in Gluon are compiled by `test_hopper_kernels`.
+Here the compiler runs in a process of its own, because the interpreter that the other tests use replaces the functions
+it would compile. The kinds are such that each branch of a kernel and each tile of a product is in one of them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optim_kernels
+from optim_kernels._tiles import (
+    FULL_PRECISION,
+    GENERAL,
+    GENERAL_STAGES_ALONE,
+    JOINED,
+    STAGES_ALONE,
+    SYMMETRIC,
+    SYMMETRIC_WIDE,
+    Tile,
+)
+
+pytest.importorskip("triton")
+from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE
+
+COMPILE = """
+import json
+import sys
+import traceback
+from importlib import import_module
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from optim_kernels.adamw_kernels import Format
+
+def constant(value):
+    if isinstance(value, dict):
+        return Format(**{name: constant(each) for name, each in value.items()})
+    return getattr(tl, value) if isinstance(value, str) else value
+
+def compiled(module, name, constants, types, options):
+    kernel = getattr(import_module(f"optim_kernels.{module}"), name)
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): constant(value) for name, value in constants.items()}
+    # tensors start at multiples of 16 bytes, but for those of which a launch promises nothing
+    promised = {name for name, type in signature.items() if type[0] == "*"} - set(kernel.do_not_specialize or ())
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in promised}
+    made = triton.compile(
+        ASTSource(kernel, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    return len(made.asm["cubin"]), made.metadata.shared
+
+for kind in json.load(sys.stdin):
+    try:
+        print(json.dumps(compiled(*kind)))
+    except Exception:
+        print(json.dumps(traceback.format_exc()))
+"""
+
+# by their names, which kernels agree on; the others are int32
+ARGUMENTS = {
+    "*i64": "chunks records grads table step_addresses",
+    "*i32": "counter counters progress state strip_map tile_map",
+    "*fp64": "hyperparameters memos partials row_squares sums total",
+    "*fp32": "clip_factor control factor factors found_inf grad_scale hyper inverses lr_scales norm_result parts scale "
+    "scales squared_scales units",
+    "fp32": "alpha beta eps max_norm norm_scale omega",
+    # of AdamW's kernel of one tensor
+    "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group master max_exp_avg_sq numel param place "
+    "present seed slice_stride start step",
+}
+TYPES = {name: type for type, names in ARGUMENTS.items() for name in names.split()}
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+OVERLAPPING = {"launch_pdl": True}
+# module, kernel, compile-time arguments (dtypes by name), types of the others, options
+Kind = tuple[str, str, dict[str, Any], dict[str, str], dict[str, Any]]
+
+
+def kind(kernel: str, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any) -> Kind:
+    module, name = kernel.split(".")
+    return module, name, constants, TYPES | (types or {}), options
+
+
+def adamw(
+    states: str | Sequence[str], *, alone: bool, param: str = "bfloat16", grad: str | None = None, **stored: Any
+) -> Kind:
+    """With moments of one dtype, or of two; of a list of tensors or of one ``alone``."""
+    first, second = (states, states) if isinstance(states, str) else states
+    default: dict[str, Any] = {"amsgrad": False, "master": 0, "stochastic": False, "num_slices": 1}
+    dtypes = {"param": param, "grad": grad or param, "exp_avg": first, "exp_avg_sq": second}
+    has_codes = "uint8" in (first, second)
+    tile, warps = (256, 1) if has_codes else (1024, 4)
+    chunk = 2048 if not has_codes else 768 if alone else 0
+    constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": min(tile, 256), "F": default | dtypes | stored}
+    # alone in a step, or the first of several launches
+    kernel, overlap = ("adamw_kernel_of_one", 1) if alone else ("adamw_kernel", 2)
+    options = {"num_warps": warps, "maxnreg": 72} | OVERLAPPING
+    return kind(f"adamw_kernels.{kernel}", constants | {"OVERLAP": overlap}, **options)
+
+
+ADAMW = {
+    f"AdamW, {states}, {'alone' if alone else 'list'}": adamw(
+        states, alone=alone, param="float32" if states == "float32" else "bfloat16"
+    )
+    for states, alone in product(("bfloat16", "uint8", "float32"), (False, True))
+} | {
+    "AdamW, random bits": adamw("bfloat16", alone=False, grad="float32", stochastic=True),
+    "AdamW, slices and fp32 masters": adamw("float16", alone=True, param="float16", num_slices=2, master=1),
+    "AdamW, AMSGrad and low halves": adamw(("uint8", "bfloat16"), alone=False, amsgrad=True, master=2),
+}
+
+
+def clipping(dtype: str, norm: int, partials: int) -> Kind:
+    constants = {"dtype": dtype, "NORM": norm, "TILE": 1024, "VECTOR": 4 if dtype == "float32" else 8}
+    return kind("clip_kernels.norm_kernel", constants | {"PARTIALS": partials}, {"rows": "*i64"}, num_warps=4)
+
+
+CLIP = {
+    "maximum": clipping("float32", 0, 1024),
+    "sum of magnitudes": clipping("float16", 1, 1),
+    "sum of squares": clipping("bfloat16", 2, 1024),
+    "clipping": kind("clip_kernels.scale_kernel", {"dtype": "bfloat16", "CHUNK": 4096, "TILE": 2048}, {"rows": "*i64"}),
+}
+
+
+def normalizing(kernel: str, types: dict[str, str], *, overlap: int | None = None, **constants: Any) -> Kind:
+    if overlap is not None:
+        constants["OVERLAP"] = overlap
+    if kernel != "divisors":
+        constants |= {"BLOCK_M": 32, "BLOCK_N": 256}
+    options = OVERLAPPING if overlap else {}
+    return kind(f"_normalize_kernels.{kernel}_kernel", constants, {"parts": "i32"} | types, **options)
+
+
+NORMALIZE = {
+    "squares in fp32": normalizing("squares", {"g": "*fp16"}, overlap=1, HAS_STATE=True),
+    "squares in fp64": normalizing("squares", {"g": "*fp32"}, overlap=0, HAS_STATE=False),
+    "division": normalizing("scale", {"g": "*bf16", "x": "*fp16"}, overlap=1, ADD_EPS=False, PARTS=1024),
+    "division, eps added": normalizing("scale", {"g": "*fp32", "x": "*bf16"}, overlap=0, ADD_EPS=True, PARTS=1),
+    "divisors": normalizing("divisors", {}, ADD_EPS=False, PARTS=1024),
+    "row factors": kind("_normalize_kernels.factors_kernel", {"BLOCK": 1024}, {"a": "*fp16"}),
+    "rows": normalizing("row_factors", {"x": "*fp16"}, BOTH_SIDES=False),
+    "rows and columns": normalizing("row_factors", {"x": "*fp32"}, BOTH_SIDES=True),
+}
+
+
+def momentum(kernel: str, *, nesterov: bool, **constants: Any) -> Kind:
+    """With one or the other of everything else, too."""
+    constants |= {"G_DTYPE": "bfloat16" if nesterov else "float32", "B_DTYPE": "bfloat16" if nesterov else "float32"}
+    constants |= {"NESTEROV": nesterov, "MAXIMIZE": not nesterov, "ALIGNED": nesterov}
+    return kind(f"_muon_momentum_kernels.{kernel}_kernel", constants)
+
+
+MOMENTUM = {
+    f"{name}{', Nesterov' if nesterov else ''}": momentum(kernel, nesterov=nesterov, **constants)
+    for nesterov in (False, True)
+    for name, kernel, constants in (
+        ("guess", "guess", {}),
+        ("momentum", "momentum", {"X_DTYPE": "float16"}),
+        ("norm", "norm", {"X_DTYPE": "float16", "ADD_EPS": nesterov, "BLOCK": 1024}),
+    )
+} | {
+    "strips": momentum("strips", nesterov=True, X_DTYPE="float16"),
+    "equilibration": kind("_muon_momentum_kernels.equilibrate_kernel", {"ADD_EPS": False, "BLOCK": 1024}),
+}
+
+
+def updating(param: str, master: int, *, cautious: bool, factors: bool, random: bool, aligned: bool) -> Kind:
+    constants = {"X_DTYPE": "float16", "P_DTYPE": param, "MASTER_KIND": master, "HAS_FACTORS": factors}
+    constants |= {"CAUTIOUS": cautious, "STOCHASTIC": random, "ALIGNED": aligned}
+    return kind("_muon_update_kernels.update_kernel", constants)
+
+
+def variance(*, renormalize: bool, moves: bool) -> Kind:
+    constants = {"RENORMALIZE": renormalize, "VARIANCE": moves, "BLOCK": 1024}
+    return kind("_muon_update_kernels.variance_kernel", constants, num_warps=8)
+
+
+UPDATE = {
+    "renormalization": variance(renormalize=True, moves=False),
+    "variance": variance(renormalize=False, moves=True),
+    "step counts": kind("_muon_update_kernels.advance_kernel", {}),
+    "update": updating("float32", 0, cautious=True, factors=True, random=False, aligned=False),
+    "update, fp32 masters": updating("bfloat16", 1, cautious=False, factors=False, random=False, aligned=True),
+    "update, low halves": updating("bfloat16", 2, cautious=True, factors=False, random=False, aligned=False),
+    "update, random bits": updating("bfloat16", 0, cautious=False, factors=True, random=True, aligned=True),
+    "update, random bits one by one": updating(
+        "bfloat16", 0, cautious=False, factors=False, random=True, aligned=False
+    ),
+}
+
+
+Block = tuple[int, int]
+
+
+def multiplying(
+    kernel: str, tile: Tile, dtype: str, matrices: dict[str, Block | None], *, full: bool, **constants: Any
+) -> Kind:
+    """Matrices by the shape of their blocks, ``None`` where the kernel does without.
+
+    A ``full`` product has C, Q and scale, and the next launch under its end; other ones α and β by their addresses.
+    """
+    short = SHORT[dtype]
+    types = {f"{name}_desc": f"tensordesc<{short}{[1, *block]}>" for name, block in matrices.items() if block}
+    if not full:
+        types |= {"alpha": "*fp32", "beta": "*fp32", "scale": f"*{short}"}
+    constants |= {f"{name}_desc": None for name, block in matrices.items() if block is None}
+    constants |= {"HAS_C": full, "HAS_SCALE": full, "BY_ADDRESS": not full, "BLOCK_K": tile.depth, "GROUP": 8}
+    overlaps = full and not tile.quartered
+    if not tile.quartered:
+        constants["OVERLAP"] = overlaps
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | (OVERLAPPING if overlaps else {})
+    return kind(kernel, constants, types, **options)
+
+
+def general(tile: Tile, *, full: bool, dtype: str = "float16") -> Kind:
+    block = tile.rows, tile.columns
+    matrices = {"a": (tile.rows, tile.depth), "b": (tile.depth, tile.columns), "c": block if full else None, "d": block}
+    sides = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    return multiplying("_product_kernels.general_kernel", tile, dtype, matrices, full=full, **sides)
+
+
+def of_symmetric(rows: int, columns: int, tile: Tile, *, full: bool, same: bool) -> dict[str, Block | None]:
+    block = rows, columns
+    of_b = None if same and rows == columns else (columns, tile.depth)
+    given = block if full else None
+    return {"a": (rows, tile.depth), "b": of_b, "c": given, "d": block, "q": given}
+
+
+def symmetric(tile: Tile, *, full: bool, same: bool = True, dtype: str = "float16") -> Kind:
+    of_tile = of_symmetric(tile.rows, tile.columns, tile, full=full, same=same)
+    flags: dict[str, Any] = {"HAS_Q": full}
+    if tile.joined:
+        matrices = {"x": of_tile["a"], **{name: of_tile[name] for name in "cdq"}}
+        return multiplying(
+            "_symmetric_kernels.joined_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
+        )
+    flags["SAME"] = same
+    if tile.quartered:
+        half = tile.rows // 2
+        of_half = of_symmetric(half, half, tile, full=full, same=same)
+        matrices = of_tile | {f"small_{name}": block for name, block in of_half.items()}
+        return multiplying(
+            "_symmetric_kernels.quartered_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
+        )
+    mirror = None if tile.rows == tile.columns else (tile.columns, tile.rows)
+    matrices = of_tile | {"mirror": mirror, "q_mirror": mirror if full else None}
+    flags |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    return multiplying("_symmetric_kernels.symmetric_kernel", tile, dtype, matrices, full=full, **flags)
+
+
+def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtype: str = "float16") -> Kind:
+    """Muon's last product: ``full`` has C, scale, and all else that there is."""
+    block = tile.rows, tile.columns
+    shapes = {"s": (tile.rows, tile.depth), "x": (tile.depth, tile.columns), "c": block, "o": block}
+    types = {f"{name}_desc": f"tensordesc<{SHORT[dtype]}{[1, *shape]}>" for name, shape in shapes.items()}
+    constants = {"HAS_C": full, "HAS_SCALE": full, "SQUARES": squares, "P_DTYPE": param, "MASTER_KIND": master}
+    constants |= {"CAUTIOUS": full, "ALIGNED": full, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    constants |= {"BLOCK_K": tile.depth, "PANEL": 8}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return kind("_muon_update_kernels.last_product_kernel", constants, types, **options)
+
+
+PRODUCTS = {
+    **{f"general, {tile.rows} × {tile.columns}": general(tile, full=True) for tile, _ in GENERAL},
+    "general, alone": general(GENERAL[-1][0]._replace(num_stages=GENERAL_STAGES_ALONE), full=False, dtype="bfloat16"),
+    "general, fp32": general(FULL_PRECISION, full=True, dtype="float32"),
+    **{
+        f"symmetric, {tile.rows} × {tile.columns}{', quartered' if tile.quartered else ''}": symmetric(tile, full=True)
+        for tile in (*(tile for tile, _ in SYMMETRIC), SYMMETRIC_WIDE[0])
+    },
+    **{
+        f"symmetric, {tile.rows} × {tile.columns}, alone": symmetric(
+            tile._replace(num_stages=STAGES_ALONE[tile.columns][0]), full=False
+        )
+        for tile, _ in SYMMETRIC
+        if not tile.quartered
+    },
+    "symmetric, two matrices, quartered": symmetric(SYMMETRIC[-1][0], full=False, same=False),
+    "symmetric, fp32, two matrices": symmetric(FULL_PRECISION, full=True, same=False, dtype="float32"),
+    "joined": symmetric(JOINED[0]._replace(num_stages=STAGES_ALONE[64][0]), full=True),
+    "last, update": last(LAST_TILE, full=True, squares=False, param="float32", master=0),
+    "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),
+    "last, fp32, squares": last(FULL_PRECISION, full=True, squares=True, param="bfloat16", master=1, dtype="float32"),
+}
+KINDS = ADAMW | CLIP | NORMALIZE | MOMENTUM | UPDATE | PRODUCTS
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, tuple[int, int] | str]:
+    """Of every kind the bytes of code and of shared memory, or why there are none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps(list(KINDS.values())),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return dict(zip(KINDS, map(json.loads, result.stdout.splitlines()[-len(KINDS) :]), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int] | str]) -> None:
+    found = compiled[name]
+    assert not isinstance(found, str), found[-3000:]
+    code, shared = found
+    assert code > 1000
+    assert shared <= 232_448  # bytes that a program on Hopper may have
+
+
+def test_no_kernel_is_left_out() -> None:
+    sources = Path(optim_kernels.__file__).parent.rglob("*.py")
+    definition = re.compile(r"^@triton\.jit.*\ndef (?!_)(\w*kernel\w*)\(", re.MULTILINE)
+    kernels = {(path.stem, name) for path in sources for name in definition.findall(path.read_text())}
+    assert kernels == {(module, name) for module, name, *_ in KINDS.values()}
