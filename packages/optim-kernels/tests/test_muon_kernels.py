@@ -322,28 +322,37 @@ def test_wide_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     assert torch.equal(a[1:], results[0][0][1:])
 
 
+LONE_SHAPES = [(1, 2048, 2048), (1, 1936, 72), (2, 500, 1000), (3, 264, 8), (1, 64, 128), (1, 1600, 1600)]
+# the shape, the tile of A Aᵀ, that of other symmetric products, that of general ones
+LONE_CASES = [
+    pytest.param(shape, same, square, wide, id=f"{shape}, {square.rows}, {name}")
+    for shape in LONE_SHAPES
+    for square, wide, banded in (
+        (LONE[0], LONE_WIDE[0], {"quartered": True}),
+        (LONE_SMALL[0], LONE_SMALL_WIDE[0], {"joined": True}),
+    )
+    for name, same in (("whole", square), ("banded", square._replace(**banded)))
+    # four tiles of 128² on the diagonal go to three programs
+    if not same.quartered or cdiv(shape[1], 128) % 4 == 0
+]
+
+
+def test_tiles_that_a_product_cannot_take_are_refused() -> None:
+    x = torch.randn(1, 640, 64, device=DEVICE).half()
+    fours = LONE[0]._replace(quartered=True)
+    with pytest.raises(ValueError, match="fours of tiles on the diagonal, got m = 640"):
+        mk.symmetric_product(x, x, tile=fours)
+    with pytest.raises(ValueError, match="x xᵀ alone"):
+        mk.symmetric_product(x, x.clone(), tile=fours)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "shape", [(1, 2048, 2048), (1, 1936, 72), (2, 500, 1000), (3, 264, 8), (1, 64, 128), (1, 1600, 1600)], ids=str
-)
-@pytest.mark.parametrize("banded", [False, True], ids=["whole", "banded"])
-@pytest.mark.parametrize(("square", "wide"), [(LONE, LONE_WIDE), (LONE_SMALL, LONE_SMALL_WIDE)], ids=["128", "64"])
-def test_lone_products(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    banded: bool,
-    square: tuple[Tile, object],
-    wide: tuple[Tile, object],
-) -> None:
+@pytest.mark.parametrize(("shape", "lone", "whole", "wide"), LONE_CASES)
+def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wide: Tile, dtype: torch.dtype) -> None:
     """On Hopper: the bits of the plain kernels, whose sums have the same order, many times one after another."""
     if not mk.has_gluon(None):
         pytest.skip("needs Hopper and Triton 3.6")
-    whole = lone = square[0]
-    if banded and lone.rows == 128 and cdiv(shape[1], 128) % 4:
-        pytest.skip("four tiles on the diagonal go to three programs")
-    if banded:
-        lone = lone._replace(quartered=lone.rows == 128, joined=lone.rows == 64)
     plain = Tile(128, 128, 64, 4, 3)
     x = (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(dtype)
     scale = torch.rand(len(x), device="cuda") + 0.5
@@ -360,7 +369,7 @@ def test_lone_products(
         mk.symmetric_product(a, z, c=a, beta=2.0, tile=other, out=p)
         mk.symmetric_product(z, p, shifted=(p_shifted, -1.5), tile=other, out=empty())
         y, w = (mk.empty_matrices(*shape, like=x).fill_(float("nan")) for _ in range(2))
-        general = Tile(128, 256, 64, 8, 3) if tile is plain else wide[0]
+        general = Tile(128, 256, 64, 8, 3) if tile is plain else wide
         mk.general_product(z, x, c=x, alpha=0.25, beta=-1.0, scale=scale, tile=general, out=y)
         mk.general_product(z, x, tile=general, out=w)
         results.append((a, z, z_shifted, p, p_shifted, y, w))
