@@ -128,28 +128,27 @@ class GradientNorm:
 
     def _norm_launch(self, norm_type: float) -> Launch:
         from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES, Launch
+        from optim_kernels._triton import TRITON_DTYPES
 
         norm = kernels.INF_NORM if norm_type == math.inf else int(norm_type)
         vector = 16 // self._dtype.itemsize
         partials = 1 << (self._num_programs - 1).bit_length()
-        return Launch(
-            kernels.norm_kernel,
-            self._num_programs,
-            (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials),
-            num_warps=NUM_WARPS,
-        )
+        return self._launch(kernels.norm_kernel, (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials))
 
     def _scale_launch(self) -> Launch:
         from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES, Launch
+        from optim_kernels._triton import TRITON_DTYPES
 
-        return Launch(
-            kernels.scale_kernel,
-            self._num_programs,
-            (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize),
-            num_warps=NUM_WARPS,
-        )
+        constants = (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize)
+        return self._launch(kernels.scale_kernel, constants)
+
+    def _launch(self, kernel: Any, constants: tuple[Any, ...]) -> Launch:
+        """One under whose end the next may start, where the device can do that."""
+        from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, can_overlap
+
+        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
+        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+        return Launch(kernel, self._num_programs, (*constants, overlap), num_warps=NUM_WARPS, **options)
 
 
 class _Split(NamedTuple):

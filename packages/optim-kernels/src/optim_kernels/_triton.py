@@ -33,6 +33,7 @@ __all__ = [
     "current_stream",
     "div_rn",
     "dot",
+    "fetch",
     "has_launch_hooks",
     "has_short_launch",
     "let_next_start",
@@ -108,6 +109,31 @@ def let_next_start(OVERLAP: tl.constexpr):
     """Where such a launch has little left to do: the next one's programs may come to the device, and wait there."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(address, size):
+    """Bring ``size`` bytes (int32, a multiple of 16) from ``address`` (int64, of 16) to L2, without waiting.
+
+    L2 is what all launches read and write, so this may be done before ``after_previous``: what an earlier launch has
+    yet to write it will write there. Hopper and newer.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            mov.u32 $0, 0;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            }""",
+            "=&r,l,r",
+            [address, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

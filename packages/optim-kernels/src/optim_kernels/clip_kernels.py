@@ -15,7 +15,7 @@ A tensor's row in the table is ``address, numel``; what a chunk is, ``multi_tens
 from __future__ import annotations
 
 from optim_kernels._chunks import fields_of_chunk, read_chunk
-from optim_kernels._triton import div_rn, narrow, tl, triton
+from optim_kernels._triton import after_previous, div_rn, fetch, narrow, tl, triton
 
 ROW_SIZE = 2
 _ROW_SIZE = tl.constexpr(ROW_SIZE)
@@ -85,9 +85,16 @@ def norm_kernel(
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
     PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write the fp64 ``total``, norm and factor of all chunks; ``PARTIALS`` >= number of programs."""
     CHUNK: tl.constexpr = _RUN * TILE
+    if OVERLAP != 0 and tl.program_id(0) < num_full:
+        # tables are copied to the device, so they are there before any kernel that comes after them starts
+        tensor, start, _ = read_chunk(chunks, tl.program_id(0))
+        SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+        fetch(tl.load(rows + tensor * _ROW_SIZE) + start * SIZE, CHUNK * SIZE)
+    after_previous(OVERLAP)
     accumulator = tl.zeros([TILE // VECTOR], dtype=tl.int32 if NORM == _INF_NORM else tl.float64)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         tensor, start, _ = read_chunk(chunks, chunk)
@@ -147,7 +154,15 @@ def _read_tile(address, wanted, dtype: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["factor", "num_chunks", "num_full"])
 def scale_kernel(
-    chunks, rows, factor, num_chunks, num_full, dtype: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
+    chunks,
+    rows,
+    factor,
+    num_chunks,
+    num_full,
+    dtype: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten.
 
@@ -155,6 +170,7 @@ def scale_kernel(
     it is, then its elements, a turn apart, so that a turn waits for none of them.
     """
     PARTS: tl.constexpr = CHUNK // TILE
+    after_previous(OVERLAP)
     scale = tl.load(factor)
     if scale >= 1.0:
         return

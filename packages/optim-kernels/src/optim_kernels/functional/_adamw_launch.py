@@ -72,7 +72,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     if kind.stochastic_rounding:
         return Tuning(4096, 1024, 128, 4, registers)
     if len(numels) == 1:
-        return Tuning(2048, 1024, 128, 4)
+        return Tuning(1024, 1024, 128, 4)
     if registers is not None:
         # with four tiles a program, where there are so many that it does not matter how the last ones end
         is_long = sum(numels) > num_multiprocessors << 21
