@@ -41,33 +41,48 @@ CONFIGS = [
 ]
 
 
-def run(jobs: list[Job], x: Tensor, divisor: Tensor) -> Tensor:
-    """Every job on its buffers; rectangles 0 and 2 are one, as where X may be overwritten."""
+def run(jobs: list[Job], x: Tensor, divisor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Every job on its buffers, rounded to ``dtype``; rectangles 0 and 2 are one, as where X may be overwritten."""
     squares: dict[int, Tensor] = {}
+    diagonal = torch.zeros(())
     rectangles = {0: x}
     eye = torch.eye(len(x), dtype=x.dtype)
     for job in jobs:
         left = rectangles[job.a % 2] if job.kind is Kind.GRAM else squares[job.a]
-        right = {Kind.GRAM: left.mT, Kind.SQUARE: squares.get(job.b), Kind.RECTANGLE: rectangles.get(job.b % 2)}[
-            job.kind
-        ]
+        if job.kind is Kind.RECTANGLE:
+            right = rectangles[job.b % 2]
+        else:
+            right = left.mT if job.kind is Kind.GRAM else squares[job.b].mT
         results, fold = (rectangles, 2) if job.kind is Kind.RECTANGLE else (squares, 99)
-        d = job.alpha * left @ right
+        wide = job.alpha * left @ right
         if job.c >= 0:
-            d = d + job.beta * results[job.c % fold]
-        d = d / {Scale.NONE: 1.0, Scale.SCALE: divisor, Scale.SQUARED: divisor**2}[job.scale]
+            beta = diagonal if job.apart else job.beta
+            wide = wide + beta * results[job.c % fold]
+        if job.apart and job.kind is Kind.FULL:
+            diagonal = wide.diagonal()[:, None].clone()
+            wide.fill_diagonal_(0.0)
+        wide = wide / {Scale.NONE: 1.0, Scale.SCALE: divisor, Scale.SQUARED: divisor**2}[job.scale]
+        d = wide.to(dtype).to(x.dtype)
+        low = (wide - d).to(dtype).to(x.dtype)
+        if job.kind in (Kind.GRAM, Kind.SQUARE):
+            d, low = (each.tril() + each.tril(-1).mT for each in (d, low))
         results[job.d % fold] = d
         if job.q >= 0:
-            squares[job.q] = d + job.omega * eye
+            squares[job.q] = low if job.low else (d + job.omega * eye).to(dtype).to(x.dtype)
     return rectangles[jobs[-1].d % 2]
 
 
+@pytest.mark.parametrize("in_factors", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}-{c.restarts}")
-def test_jobs_are_the_reference_polynomial(config: NSConfig) -> None:
+def test_jobs_are_the_reference_polynomial(config: NSConfig, in_factors: bool) -> None:
     x = torch.randn(6, 20, dtype=torch.float64)
-    jobs = jobs_of(config, 6, 20)
+    jobs = jobs_of(config, 6, 20, in_factors=in_factors)
     torch.testing.assert_close(run(jobs, x, x.norm()), reference.newton_schulz(x, config.triples), atol=1e-9, rtol=0)
-    assert num_squares(jobs) <= 4
+    is_short = in_factors and config.method == "gram" and config.restarts_in_factors(6, 20)
+    assert num_squares(jobs) <= (6 if is_short else 4)
+    assert sum(job.kind is Kind.RECTANGLE for job in jobs) == (
+        1 if is_short else config.steps if config.method == "standard" else len(config.blocks)
+    )
     # X is read as it was given by the first jobs alone, which then bring it to norm 1
     assert [job.scale for job in jobs if job.kind is Kind.GRAM] == [Scale.SQUARED] + [Scale.NONE] * (
         sum(job.kind is Kind.GRAM for job in jobs) - 1
@@ -75,21 +90,63 @@ def test_jobs_are_the_reference_polynomial(config: NSConfig) -> None:
     assert all((job.scale is Scale.SCALE) == (job.b == 0) for job in jobs if job.kind is Kind.RECTANGLE)
 
 
+@pytest.mark.parametrize("in_factors", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}-{c.restarts}")
-def test_a_job_touches_only_what_the_jobs_before_left_or_no_longer_need(config: NSConfig) -> None:
+def test_a_job_touches_only_what_the_jobs_before_left_or_no_longer_need(config: NSConfig, in_factors: bool) -> None:
     """No job writes what it reads, and every job depends on the one before, so waiting for all costs nothing."""
-    jobs = jobs_of(config, 6, 20)
+    jobs = jobs_of(config, 6, 20, in_factors=in_factors)
     for job in jobs:
         assert not job.reads & job.writes
     for earlier, later in pairwise(jobs):
         assert earlier.writes & (later.reads | later.writes) or earlier.reads & later.writes
 
 
+def test_which_restarts_are_in_factors() -> None:
+    """In fp16 with one restart, from the lengths on where that takes no more operations."""
+    assert NSConfig().restarts_in_factors(256, 1024)
+    assert not NSConfig().restarts_in_factors(256, 640)
+    assert not NSConfig(dtype=torch.bfloat16).restarts_in_factors(256, 1024)
+    assert not NSConfig(restarts="accurate").restarts_in_factors(256, 1024)
+    assert not NSConfig(method="standard").restarts_in_factors(256, 1024)
+    m, n = 1000, 4000
+
+    def operations(jobs: list[Job]) -> float:
+        whole = {Kind.RECTANGLE: 2 * n, Kind.FULL: 2 * m}
+        return sum(job.length(m, n) * whole.get(job.kind, m) for job in jobs) / m**2
+
+    assert operations(jobs_of(NSConfig(), m, n)) == 38
+    assert operations(jobs_of(NSConfig(), m, n, in_factors=True)) == 34
+
+
+@pytest.mark.parametrize("name", ["keller", "you", "polar_express", "polar_express_gram", "cans"])
+def test_a_restart_in_factors_is_as_accurate_in_half_precision(name: str) -> None:
+    """As one that forms XXᵀ: Gaussian, 1/i, 1/i², six decades, rank 8 and little else."""
+    m, n = 256, 1024
+    config = NSConfig(coefficients=name, norm_scale=1.02 if name == "polar_express" else 1.0)
+    u, v = (torch.linalg.qr(torch.randn(size, m, dtype=torch.float64))[0] for size in (m, n))
+    i = torch.arange(1, m + 1, dtype=torch.float64)
+    spectra = [1 / i, 1 / i**2, torch.logspace(0, -6, m, dtype=torch.float64)]
+    few = torch.randn(m, 8, dtype=torch.float64) @ torch.randn(8, n, dtype=torch.float64) / 8
+    matrices = [
+        torch.randn(m, n, dtype=torch.float64),
+        *((u * values) @ v.mT for values in spectra),
+        few + 1e-5 * torch.randn(m, n, dtype=torch.float64),
+    ]
+    for matrix in matrices:
+        x = (matrix / (config.norm_scale * matrix.norm())).half().float()
+        expected = reference.newton_schulz(matrix, config.triples, norm_scale=config.norm_scale)
+        plain, in_factors = (
+            run(jobs_of(config, m, n, in_factors=flag), x, torch.ones(()), torch.float16) for flag in (False, True)
+        )
+        assert (in_factors - expected).norm() <= 1.15 * (plain - expected).norm()
+
+
 def members(config: NSConfig, m: int, *batches: tuple[int, int], first: int = 0) -> list[Members]:
     """Batches (count, n) of short side m, with X in panels."""
     groups = []
     for count, n in batches:
-        groups.append(Members(tuple(jobs_of(config, m, n)), first, count, n, -(-n // BLOCK)))
+        jobs = tuple(jobs_of(config, m, n, in_factors=True))
+        groups.append(Members(jobs, first, count, n, -(-n // BLOCK)))
         first += count
     return groups
 
@@ -116,8 +173,11 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
     assert table.shape == (sum(len(group.jobs) for group in groups), JOB_FIELDS)
     jobs = [(group, number) for group in groups for number in range(len(group.jobs))]
     side = -(-m // BLOCK)
+    all_of = {Kind.FULL: side}
     tiles = {
-        (group.first, number): side * group.x_step if job.kind is Kind.RECTANGLE else side * (side + 1) // 2
+        (group.first, number): side * all_of.get(job.kind, group.x_step)
+        if job.kind in (Kind.RECTANGLE, Kind.FULL)
+        else side * (side + 1) // 2
         for group in groups
         for number, job in enumerate(group.jobs)
     }
@@ -136,7 +196,8 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
         done[matrix] += 1
         assert row % BLOCK == column % BLOCK == 0
         assert row < m
-        assert column < group.n if job.kind is Kind.RECTANGLE else column <= row
+        assert column < group.n if job.kind is Kind.RECTANGLE else column < m
+        assert job.kind in (Kind.RECTANGLE, Kind.FULL) or column <= row
     assert all(
         done[matrix] == sum(tiles[group.first, number] for number in range(len(group.jobs)))
         for group in groups
@@ -170,9 +231,10 @@ def test_the_table_names_buffers_and_places() -> None:
         assert row[:4] == [job.c, job.d, job.q, job.scale]
         assert row[4:7] == torch.tensor([job.alpha, job.beta, job.omega]).tolist()
         assert row[7:9] == [job is group.jobs[-1], job.kind]
-        assert row[10:13] == [job.a, job.b, group.n if job.kind is Kind.GRAM else 200]
-    squares = num_squares(groups[0].jobs)
-    assert places(groups, 5).tolist() == [[0, 0], [2, squares]] + [[4 + 6 * i, (2 + i) * squares] for i in range(3)]
+        assert row[10:15] == [job.a, job.b, group.n if job.kind is Kind.GRAM else 200, job.low, job.apart]
+    first, second = (num_squares(group.jobs) for group in groups)
+    expected = [[0, 0], [2, first]] + [[4 + 6 * i, 2 * first + i * second] for i in range(3)]
+    assert places(groups, 5).tolist() == expected
 
 
 def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -> None:
@@ -184,12 +246,13 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
     count = sum(group.count for group in groups)
     entries, table, where = tile_list(groups, m).tolist(), job_table(groups, m).tolist(), places(groups, count).tolist()
     squares = torch.full((sum(group.count * num_squares(group.jobs) for group in groups), m, m), nan).double()
+    diagonals = torch.full((count, m), nan).double()
 
     def block_of_x(buffer: int, x: int, k: int, width: int) -> Tensor:
         return xs[buffer % 2][x + k // BLOCK, :, k % BLOCK : k % BLOCK + width]
 
     for number, matrix, row, column in entries:
-        c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length = map(float, table[number][:13])
+        c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length, low, apart = map(float, table[number][:15])
         c, d, q, scale, kind, a, b, length = map(int, (c, d, q, scale, kind, a, b, length))
         x, first = where[matrix]
         rows, columns = slice(row, row + BLOCK), slice(column, column + BLOCK)
@@ -199,7 +262,7 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
                 left, right = block_of_x(a, x, k, 64)[rows], block_of_x(b, x, k, 64)[columns].mT
             else:
                 left = squares[first + a, rows, k : k + 64]
-                if kind == Kind.SQUARE:
+                if kind in (Kind.SQUARE, Kind.FULL):
                     right = squares[first + b, columns, k : k + 64].mT
                 else:
                     right = block_of_x(b, x, column, BLOCK)[k : k + 64]
@@ -207,20 +270,28 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
         acc *= alpha
         if kind == Kind.RECTANGLE:
             if c >= 0:
-                acc += beta * block_of_x(c, x, column, BLOCK)[rows]
+                acc += (diagonals[matrix, rows, None] if apart else beta) * block_of_x(c, x, column, BLOCK)[rows]
             block_of_x(d, x, column, BLOCK)[rows] = acc * (1.0, scales[matrix], scales[matrix] ** 2)[scale]
             continue
         if c >= 0:
             acc += beta * squares[first + c, rows, columns]
         acc *= (1.0, scales[matrix], scales[matrix] ** 2)[scale]
-        if row == column:
-            acc[:64, 64:] = nan
-            acc = torch.where(torch.ones_like(acc, dtype=torch.bool).tril(), acc, acc.mT)
-        squares[first + d, rows, columns], squares[first + d, columns, rows] = acc, acc.mT
-        if q >= 0:
+        if apart and row == column:
+            diagonals[matrix, rows] = acc.diagonal()
+            acc.fill_diagonal_(0.0)
+        results = [(d, acc)]
+        if low:
+            results.append((q, torch.zeros_like(acc)))
+        elif q >= 0:
+            results.append((q, acc + omega * torch.eye(len(acc)).double() if row == column else acc))
+        for to, result in results:
+            if kind == Kind.FULL:
+                squares[first + to, rows, columns] = result
+                continue
             if row == column:
-                acc = acc + omega * torch.eye(len(acc)).double()
-            squares[first + q, rows, columns], squares[first + q, columns, rows] = acc, acc.mT
+                result[:64, 64:] = nan
+                result = torch.where(torch.ones_like(result, dtype=torch.bool).tril(), result, result.mT)
+            squares[first + to, rows, columns], squares[first + to, columns, rows] = result, result.mT
 
 
 @pytest.mark.parametrize(

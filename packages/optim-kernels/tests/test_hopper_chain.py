@@ -15,8 +15,8 @@ from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
 pytest.importorskip("triton")
 from optim_kernels import _hopper_chain as chain
 from optim_kernels._chain_jobs import Ending
-from optim_kernels._normalize_kernels import divisors_of
-from optim_kernels._product_launches import has_gluon
+from optim_kernels._normalize_kernels import Start
+from optim_kernels._product_launches import empty_matrices, has_gluon
 from optim_kernels._triton import triton
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
 
@@ -52,7 +52,7 @@ def kind(name):
         return block(128, 64 if "_load" in name else 128)
     if name in ("entries", "matrices", "state"):
         return "*i32"
-    return {"total": "i32", "counter": "i32", "addresses": "*i64"}.get(name, "*fp32")
+    return {"total": "i32", "counter": "i32", "side": "i32", "addresses": "*i64"}.get(name, "*fp32")
 
 def compiled(panels, ending, parameter, master):
     constants = dict(DEPTH=64, STAGES=5, PANELS=panels, ENDING=ending)
@@ -102,14 +102,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int] |
 def test_the_chain_compiles_for_hopper(
     variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int] | str]
 ) -> None:
-    """Within its shared memory, no more spilled than an address, and without products that wait for one another."""
+    """Within its shared memory, little spilled beside a tile's addresses, and no products that wait for one another."""
     found = compiled[VARIANTS.index(variant)]
     assert not isinstance(found, str), found[-3000:]
     messages, shared = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in messages
     (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
-    assert int(spilled) <= (8 if variant[1] is Ending.SQUARES else 4)
+    assert int(spilled) <= 128  # of a tile's numbers, between its loops
 
 
 def needs_hopper() -> None:
@@ -126,7 +126,9 @@ def test_divisors(eps_mode: str) -> None:
     g[3, 5, 5] = float("nan")
     g = g.half()
     state = torch.full((5,), 7, dtype=torch.int32, device=DEVICE)
-    found = divisors_of(g, norm_scale=1.02, eps=0.5, add_eps=eps_mode == "add", state=state)
+    norm = {"norm_scale": 1.02, "eps": 0.5, "add_eps": eps_mode == "add"}
+    found = Start(g, None, **norm, has_state=True)(g, state=state)
+    assert found is not None
     scaled = 1.02 * g.double().square().sum((1, 2)).sqrt()
     divisor = scaled + 0.5 if eps_mode == "add" else scaled.clamp(min=0.5)
     expected = torch.stack([1 / divisor, 1 / divisor**2])
@@ -134,6 +136,12 @@ def test_divisors(eps_mode: str) -> None:
     torch.testing.assert_close(found.double()[:, :3], expected[:, :3], rtol=1e-6, atol=0)
     assert found[:, 3].isnan().all()
     assert state.tolist() == [0] * 5
+    # beside a copy, from other strides
+    transposed = g.mT.contiguous().mT
+    copy = empty_matrices(*g.shape, like=g)
+    again = Start(transposed, copy, **norm, is_scaled=True)(transposed, copy)
+    torch.testing.assert_close(again, found, equal_nan=True)
+    torch.testing.assert_close(copy, g, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def compiled(kind):
     elif lone:
         del constants["DEPTH"]
         constants |= dict(SYMMETRIC=symmetric, SAME=True, HAS_Q=symmetric, BANDED=symmetric, OVERLAP=True)
-        constants |= dict(STAGES=4, TALL=1 if "small" in kind else 2)
+        constants |= dict(STAGES=4, TALL=1 if "small" in kind else 2, EARLY=symmetric)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
     else:

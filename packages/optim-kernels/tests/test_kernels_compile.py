@@ -123,16 +123,18 @@ ADAMW = {
 }
 
 
-def clipping(dtype: str, norm: int, partials: int) -> Kind:
-    constants = {"dtype": dtype, "NORM": norm, "TILE": 1024, "VECTOR": 4 if dtype == "float32" else 8}
-    return kind("clip_kernels.norm_kernel", constants | {"PARTIALS": partials}, {"rows": "*i64"}, num_warps=4)
+def clipping(kernel: str, dtype: str, overlap: int, **constants: int) -> Kind:
+    options = {"num_warps": 4} | (OVERLAPPING if overlap else {})
+    constants |= {"OVERLAP": overlap}
+    return kind(f"clip_kernels.{kernel}_kernel", {"dtype": dtype, **constants}, {"rows": "*i64"}, **options)
 
 
 CLIP = {
-    "maximum": clipping("float32", 0, 1024),
-    "sum of magnitudes": clipping("float16", 1, 1),
-    "sum of squares": clipping("bfloat16", 2, 1024),
-    "clipping": kind("clip_kernels.scale_kernel", {"dtype": "bfloat16", "CHUNK": 4096, "TILE": 2048}, {"rows": "*i64"}),
+    "maximum": clipping("norm", "float32", 0, NORM=0, TILE=1024, VECTOR=4, PARTIALS=1024),
+    "sum of magnitudes": clipping("norm", "float16", 1, NORM=1, TILE=1024, VECTOR=8, PARTIALS=1),
+    "sum of squares": clipping("norm", "bfloat16", 1, NORM=2, TILE=1024, VECTOR=8, PARTIALS=1024),
+    "clipping": clipping("scale", "bfloat16", 1, CHUNK=4096, TILE=2048),
+    "clipping, not overlapping": clipping("scale", "float32", 0, CHUNK=4096, TILE=1024),
 }
 
 
@@ -146,11 +148,11 @@ def normalizing(kernel: str, types: dict[str, str], *, overlap: int | None = Non
 
 
 NORMALIZE = {
-    "squares in fp32": normalizing("squares", {"g": "*fp16"}, overlap=1, HAS_STATE=True),
-    "squares in fp64": normalizing("squares", {"g": "*fp32"}, overlap=0, HAS_STATE=False),
+    "squares in fp32": normalizing("squares", {"g": "*fp16", "x": "*fp16"}, overlap=2, HAS_STATE=True, COPIES=True),
+    "squares in fp64": normalizing("squares", {"g": "*fp32", "x": "*fp64"}, overlap=0, HAS_STATE=False, COPIES=False),
     "division": normalizing("scale", {"g": "*bf16", "x": "*fp16"}, overlap=1, ADD_EPS=False, PARTS=1024),
     "division, eps added": normalizing("scale", {"g": "*fp32", "x": "*bf16"}, overlap=0, ADD_EPS=True, PARTS=1),
-    "divisors": normalizing("divisors", {}, ADD_EPS=False, PARTS=1024),
+    "divisors": normalizing("divisors", {}, overlap=1, ADD_EPS=False, PARTS=1024),
     "row factors": kind("_normalize_kernels.factors_kernel", {"BLOCK": 1024}, {"a": "*fp16"}),
     "rows": normalizing("row_factors", {"x": "*fp16"}, BOTH_SIDES=False),
     "rows and columns": normalizing("row_factors", {"x": "*fp32"}, BOTH_SIDES=True),

@@ -39,7 +39,7 @@ class ChainInTorch:
             count, _, n = batch.shape
             assert not self._tables.progress[batch.numbers].any()
             assert self._tables.progress[self._counter] == 0
-            last = batch.other if num_rectangular(batch.shape, self._ns) % 2 else batch.x
+            last = batch.other if num_rectangular(batch.shape, self._ns, in_chain=True) % 2 else batch.x
             for i in range(count):
                 panels = slice(i * len(batch.x) // count, (i + 1) * len(batch.x) // count)
                 o = self._orthogonalized(batch.first + i, torch.cat(list(batch.x[panels]), 1), n)

@@ -19,6 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from optim_kernels._coefficients import Triple
 from optim_kernels._ns_config import NSConfig
 
 # Side of a tile.
@@ -27,12 +28,17 @@ BLOCK = 128
 ENTRY_FIELDS, JOB_FIELDS = 4, 16
 # What a tile takes beside its products, as a length of its sums.
 TILE_END = 180
+# What R is multiplied with where its digits are in two numbers: ‖R‖ ≤ 1, and low ones shall not be subnormal.
+_UNITS = 256.0
 
 
 class Kind(IntEnum):
-    """What a job multiplies: X Xᵀ, two symmetric matrices that commute, or a symmetric one and X."""
+    """What a job multiplies.
 
-    GRAM, SQUARE, RECTANGLE = range(3)
+    X Xᵀ; two square matrices whose product is symmetric; one and X; one and the transpose of another, all of it.
+    """
+
+    GRAM, SQUARE, RECTANGLE, FULL = range(4)
 
 
 class Scale(IntEnum):
@@ -49,7 +55,11 @@ class Ending(IntEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """``d = s (α a b + β c)``, and ``q = d + ω I``: buffers by number, −1 for none; ``b`` is ``a`` in X Xᵀ."""
+    """``d = s (α a b + β c)``, and ``q = d + ω I``: buffers by number, −1 for none; ``b`` is ``a`` in X Xᵀ.
+
+    With ``low`` q is what rounding took from d, so that d + q has twice the digits. With ``apart`` the diagonal of a
+    square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row.
+    """
 
     kind: Kind
     a: int
@@ -61,11 +71,13 @@ class Job:
     beta: float = 0.0
     omega: float = 0.0
     scale: Scale = Scale.NONE
+    low: bool = False
+    apart: bool = False
 
     @property
     def reads(self) -> set[tuple[str, int]]:
         left = "rectangle" if self.kind is Kind.GRAM else "square"
-        right = "square" if self.kind is Kind.SQUARE else "rectangle"
+        right = "square" if self.kind in (Kind.SQUARE, Kind.FULL) else "rectangle"
         return {(left, self.a), (right, self.b)} | ({(self._result, self.c)} if self.c >= 0 else set())
 
     @property
@@ -82,8 +94,8 @@ class Job:
 
     def tiles(self, m: int, n: int) -> list[tuple[int, int]]:
         """(row, column) where its tiles begin."""
-        rows, columns = range(0, m, BLOCK), range(0, n, BLOCK)
-        if self.kind is Kind.RECTANGLE:
+        rows, columns = range(0, m, BLOCK), range(0, m if self.kind is Kind.FULL else n, BLOCK)
+        if self.kind in (Kind.RECTANGLE, Kind.FULL):
             return [(row, column) for column in columns for row in rows]
         return [(row, column) for row in rows for column in rows if column <= row]
 
@@ -95,22 +107,45 @@ class _Writer:
     jobs: list[Job] = field(default_factory=list)
     x: int = 0
 
-    def gram(self, d: int) -> None:
+    def gram(self, d: int, **others: float) -> None:
         scale = Scale.NONE if self.jobs else Scale.SQUARED
-        self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale))
+        self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale, **others))  # type: ignore[arg-type]
 
     def square(self, a: int, b: int, d: int, **others: float) -> None:
         self.jobs.append(Job(Kind.SQUARE, a, b, d, **others))  # type: ignore[arg-type]
 
-    def rectangle(self, s: int, alpha: float = 1.0, beta: float | None = None) -> None:
+    def full(self, a: int, b: int, d: int, **others: float) -> None:
+        self.jobs.append(Job(Kind.FULL, a, b, d, **others))  # type: ignore[arg-type]
+
+    def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
+        """Q of a block of steps, from R = ``unit`` times buffer ``start``; where it is, ``q`` or ``other``."""
+        for step, (a, b, c) in enumerate(block, start=1):
+            if step == 1:
+                self.square(start, start, z, c=start, q=q, alpha=c * unit * unit, beta=b * unit, omega=a)
+            else:
+                self.square(r, r, z, c=r, alpha=c, beta=b)
+            if step < len(block):
+                self.square(start, z, other, c=start, alpha=unit, beta=a * unit)
+                self.square(z, other, r, c=other, beta=a)
+                start, unit = r, 1.0
+            if step > 1:
+                # P was there, and is no longer needed
+                self.square(q, z, other, c=q, beta=a)
+                q, other = other, q
+        return q
+
+    def rectangle(self, s: int, alpha: float = 1.0, beta: float | None = None, *, apart: bool = False) -> None:
         d = 2 if self.x == 1 else 1
         c, scale = (-1 if beta is None else self.x), Scale.NONE if self.x else Scale.SCALE
-        self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, scale=scale))
+        self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, scale=scale, apart=apart))
         self.x = d
 
 
-def jobs_of(config: NSConfig, m: int, n: int) -> list[Job]:
-    """The iteration that ``config`` chooses for m×n matrices; the last job's ``d`` is the result."""
+def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> list[Job]:
+    """The iteration that ``config`` chooses for m×n matrices; the last job's ``d`` is the result.
+
+    ``in_factors``: the Gram iteration restarts in its factors where that is shorter (`_restart_in_factors`).
+    """
     write = _Writer()
     if config.method_for(m, n) == "standard":
         for a, b, c in config.triples:
@@ -120,25 +155,40 @@ def jobs_of(config: NSConfig, m: int, n: int) -> list[Job]:
             else:
                 write.square(0, 0, 1, c=0, alpha=c, beta=b)
                 write.rectangle(1, beta=a)
-        return write.jobs
-    r, z = 0, 1
-    for block in config.blocks:
-        write.gram(r)
-        q, other = 2, 3
-        for step, (a, b, c) in enumerate(block, start=1):
-            if step == 1:
-                write.square(r, r, z, c=r, q=q, alpha=c, beta=b, omega=a)
-            else:
-                write.square(r, r, z, c=r, alpha=c, beta=b)
-            if step < len(block):
-                write.square(r, z, other, c=r, beta=a)
-                write.square(z, other, r, c=other, beta=a)
-            if step > 1:
-                # P was there, and is no longer needed
-                write.square(q, z, other, c=q, beta=a)
-                q, other = other, q
-        write.rectangle(q)
+    elif in_factors and config.restarts_in_factors(m, n):
+        _restart_in_factors(write, *config.blocks)
+    else:
+        r, z, q, other = range(4)
+        for block in config.blocks:
+            write.gram(r)
+            write.rectangle(write.factor(block, r, r, z, q, other, unit=1.0))
     return write.jobs
+
+
+def _restart_in_factors(write: _Writer, first: Sequence[Triple], second: Sequence[Triple]) -> None:
+    """The Gram iteration with one restart, by products of m×m matrices: R₂ = Q₁RQ₁ for (Q₁X)(Q₁X)ᵀ, and X ← Q₂Q₁X.
+
+    The factor that is multiplied with X is the one that makes R₂, so that rounding of Q₁ does no harm. That of R and of
+    Q₁R would: small singular values are enlarged, and errors of the large ones with them. So these two have their
+    digits in two numbers each, high and low, and as Q₁ and R do not commute to that precision, all of Q₁R is computed:
+
+        T = Q₁ R_low,   P = Q₁ R_high + T,   U = P_low Q₁,   R₂ = P_high Q₁ + U
+
+    Q₂Q₁ enlarges small singular values by all that the iteration does, so most of it is a large diagonal, whose
+    rounding the large ones would feel: that is kept apart.
+    """
+    high, low, z, q, other, r = range(6)
+    write.gram(high, q=low, low=True, alpha=_UNITS)
+    unit = 1.0 / _UNITS
+    q1 = write.factor(first, high, r, z, q, other, unit=unit)
+    free = q + other - q1
+    write.full(q1, low, z)
+    write.full(q1, high, free, c=z, beta=1.0, q=r, low=True)
+    write.square(r, q1, z)
+    write.square(free, q1, high, c=z, alpha=unit, beta=unit)
+    q2 = write.factor(second, high, high, z, r, low, unit=1.0)
+    write.full(q2, q1, free, apart=True)
+    write.rectangle(free, beta=1.0, apart=True)
 
 
 def num_squares(jobs: Sequence[Job]) -> int:
@@ -194,7 +244,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
     """The numbers of every job: fp32 [jobs, JOB_FIELDS].
 
     (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
-    matrix to wait for; a, b: buffers; length of its sums)
+    matrix to wait for; a, b: buffers; length of its sums; whether q is what rounding took; whether a diagonal is apart)
     """
     rows = []
     for group in groups:
@@ -202,7 +252,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
         for job, tiles in zip(group.jobs, needed):
             is_last = job is group.jobs[-1]
             row = (job.c, job.d, job.q, job.scale, job.alpha, job.beta, job.omega, is_last, job.kind, tiles)
-            rows.append([*row, job.a, job.b, job.length(m, group.n), 0, 0, 0])
+            rows.append([*row, job.a, job.b, job.length(m, group.n), job.low, job.apart, 0])
     return torch.tensor(rows, dtype=torch.float32)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels._block_launch import BlockLaunch
-from optim_kernels._chain_jobs import BLOCK, Ending, Members, job_table, jobs_of, num_squares, places, tile_list
-from optim_kernels._normalize_kernels import divisors_of, normalize_into
+from optim_kernels._chain_jobs import BLOCK, Ending, Kind, Members, job_table, jobs_of, num_squares, places, tile_list
+from optim_kernels._normalize_kernels import Start
 from optim_kernels._ns_config import NSConfig
 from optim_kernels._product_launches import empty_matrices, has_gluon, is_readable, num_multiprocessors
 from optim_kernels._tiles import PING_PONG, cdiv
@@ -26,8 +26,9 @@ from optim_kernels._tiles import PING_PONG, cdiv
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
 # with fewer, smaller tiles are.
 LEAST_ROUNDS = 1.0
-# Matrices with longer short sides fill the chip one by one, and larger tiles are faster for them.
-LARGEST_SIDE = 1536
+# Matrices with longer short sides fill the chip one by one, and larger tiles are faster for them, unless only a chain
+# can restart in factors and has this many rounds of tiles to do it in.
+LARGEST_SIDE, LARGE_ROUNDS = 1536, 4.0
 
 Xs = tuple[Tensor, Tensor, Tensor]
 
@@ -54,6 +55,16 @@ class Chain:
         return cls(tuple(groups), m, in_panels, *(table.to(device) for table in tables))
 
     @property
+    def num_matrices(self) -> int:
+        """Up to the last of its own."""
+        return len(self.places)
+
+    @property
+    def has_diagonals(self) -> bool:
+        """Whether a job keeps a diagonal apart."""
+        return any(job.apart for group in self.groups for job in group.jobs)
+
+    @property
     def num_squares(self) -> int:
         """Square buffers of all matrices."""
         return sum(group.count * num_squares(group.jobs) for group in self.groups)
@@ -63,10 +74,11 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
     """Whether ``count`` matrices of short side m are orthogonalised in one launch."""
     if device.type != "cuda" or dtype.itemsize != 2 or not has_gluon(device.index):
         return False
-    if config.row_factors or config.steps == 0 or m > LARGEST_SIDE:
+    if config.row_factors or config.steps == 0 or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
         return False
     blocks = cdiv(m, BLOCK)
-    return count * blocks * (blocks + 1) // 2 >= LEAST_ROUNDS * num_multiprocessors(device.index)
+    rounds = count * blocks * (blocks + 1) / 2 / num_multiprocessors(device.index)
+    return rounds >= (LEAST_ROUNDS if m <= LARGEST_SIDE else LARGE_ROUNDS)
 
 
 class ChainLaunch:
@@ -81,7 +93,7 @@ class ChainLaunch:
         from optim_kernels import _hopper_chain_kernel as kernels
         from optim_kernels._hopper_ring import descriptor
 
-        self._chain, self._num_squares = chain, chain.num_squares
+        self._chain, self._num_squares, self._has_diagonals = chain, chain.num_squares, chain.has_diagonals
         side, depth = PING_PONG.rows, PING_PONG.depth
         options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
         self._launch = BlockLaunch(
@@ -124,10 +136,12 @@ class ChainLaunch:
         squares = empty_matrices(self._num_squares, chain.m, chain.m, like=xs[0])
         tables = (chain.entries, chain.jobs, chain.places)
         others = chain.entries if addresses is None else addresses
-        numbers = (counter, len(chain.entries))
-        self._launch.launch(
-            (squares, *xs, *xs, squares, *xs), (*tables, scales, squared_scales, state, others, *numbers)
-        )
+        # fp32, and as many for a matrix as its rows of tiles have rows
+        side = cdiv(chain.m, BLOCK) * BLOCK
+        diagonals = scales.new_empty(chain.num_matrices, side) if self._has_diagonals else scales
+        numbers = (side, counter, len(chain.entries))
+        tensors = (*tables, scales, squared_scales, diagonals, state, others)
+        self._launch.launch((squares, *xs, *xs, squares, *xs), (*tensors, *numbers))
 
 
 class BatchPlan:
@@ -140,17 +154,22 @@ class BatchPlan:
     def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
         self._shape, self._dtype = shape, g.dtype
         self._compute_dtype = config.compute_dtype(g)
-        self._is_read = g.dtype == self._compute_dtype == torch.float16 and is_readable(g)
-        self._norm: Any = {
+        is_read = g.dtype == self._compute_dtype == torch.float16 and is_readable(g)
+        norm: Any = {
             "norm_scale": config.norm_scale,
             "eps": config.eps,
             "add_eps": config.eps_mode == "add",
         }
         count, m, n = g.shape
         chain = _chain_of(config, count, m, n, g.device)
-        self._launch, self._last = ChainLaunch(chain), chain.groups[0].jobs[-1].d
+        (group,) = chain.groups
+        self._launch, self._last = ChainLaunch(chain), group.jobs[-1].d
+        # X's third place; where X is divided first, it is the first one too
+        self._has_third = not is_read or any(job.kind is Kind.RECTANGLE and job.d == 2 for job in group.jobs)
+        x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
+        self._start = Start(g, x, **norm, has_state=True)
         # of matrices that are divided first
-        self._ones = None if self._is_read else torch.ones(count, device=g.device)
+        self._ones = None if is_read else torch.ones(count, device=g.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The result for ``x [..., M, N]``."""
@@ -158,13 +177,11 @@ class BatchPlan:
         count, m, n = g.shape
         like = g.new_empty(0, dtype=self._compute_dtype)
         state = g.new_empty(1 + count, dtype=torch.int32)
-        other, third = (empty_matrices(count, m, n, like=like) for _ in range(2))
-        if self._ones is None:
-            first, inverses = g, divisors_of(g, **self._norm, state=state)
-            scales, squared_scales = inverses[0], inverses[1]
-        else:
-            first, scales, squared_scales = third, self._ones, self._ones
-            normalize_into(first, g, **self._norm, state=state)
+        other = empty_matrices(count, m, n, like=like)
+        third = empty_matrices(count, m, n, like=like) if self._has_third else other
+        first = g if self._ones is None else third
+        inverses = self._start(g, None if self._ones is None else third, state=state)
+        scales, squared_scales = (self._ones, self._ones) if inverses is None else inverses.unbind()
         xs = (first, other, third)
         self._launch(xs, scales, squared_scales, state, count)
         return xs[self._last].reshape(self._shape).to(self._dtype).contiguous()
@@ -179,4 +196,4 @@ def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"Newton–Schulz of {count} matrices {m}×{n} has to run once before it can be captured")
-    return Chain.of([Members(tuple(jobs_of(config, m, n)), 0, count, n)], m, device, in_panels=False)
+    return Chain.of([Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)], m, device, in_panels=False)

@@ -31,7 +31,7 @@ from optim_kernels._hopper_chain_tiles import (
     diagonal_tile,
     place_in_job,
     rectangular_tile,
-    symmetric_tile,
+    square_tile,
     x_place,
 )
 from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive, wait_for_stores
@@ -45,7 +45,7 @@ from optim_kernels._hopper_ring import (
     load,
 )
 
-GRAM, SQUARE, RECTANGLE = (gl.constexpr(kind.value) for kind in chain.Kind)
+GRAM, SQUARE, RECTANGLE, FULL = (gl.constexpr(kind.value) for kind in chain.Kind)
 ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
 # Of a job's numbers, those that only the scout needs.
 KIND, NEEDED, A, B, LENGTH = (gl.constexpr(field) for field in range(8, 13))
@@ -82,7 +82,7 @@ def _scout(mail, schedule, flags: gl.constexpr):
         x, squares = gl.load(matrices + 2 * matrix), gl.load(matrices + 2 * matrix + 1)
         # square operands are numbered over all matrices, the others are buffers of X
         a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
-        b = place_in_job(numbers, B) + gl.where(kind == SQUARE, squares, 0)
+        b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
         K = place_in_job(numbers, LENGTH)
         needed = place_in_job(numbers, NEEDED)
         while read_done(state + matrix) < needed:
@@ -109,7 +109,7 @@ def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
     while job >= 0:
         fence_proxies(job)
         # A is B
-        is_single = (kind != RECTANGLE) & (row == column) & (a == b)
+        is_single = (kind < RECTANGLE) & (row == column) & (a == b)
         for k in range(0, K, DEPTH):
             slot = step % STAGES
             full = ready.index(slot)
@@ -144,6 +144,7 @@ def _consume(
     mail,
     schedule,
     scales,
+    diagonals,
     addresses,
     flags: gl.constexpr,
     update: gl.constexpr,
@@ -170,12 +171,12 @@ def _consume(
                 load(square_desc, [squares + c, row, column], mine, buffer)
         of_tile = (numbers, matrix, row, column, step, turns, loads, K)
         if kind == RECTANGLE:
-            loads = rectangular_tile(ME, of_tile, x, shared, x_descs, scales, addresses, flags, update)
-        elif row == column:
+            loads = rectangular_tile(ME, of_tile, x, diagonals, shared, x_descs, scales, addresses, flags, update)
+        elif (row == column) & (kind != FULL):
             second = gl.where(a == b, 0, STAGES)
             loads = diagonal_tile(ME, of_tile, squares, shared, square_desc, scales, second, flags)
         else:
-            loads = symmetric_tile(ME, of_tile, squares, shared, square_desc, scales, flags)
+            loads = square_tile(ME, of_tile, kind == FULL, diagonals, squares, shared, square_desc, scales, flags)
         turns += 1
         # what was read of the buffer must not be overtaken by the next C
         fence_async_shared()
@@ -186,7 +187,7 @@ def _consume(
 
 
 # the second row of scales is aligned or not, which would compile everything twice
-@gluon.jit(do_not_specialize=["scales", "squared_scales", "counter", "total"])
+@gluon.jit(do_not_specialize=["scales", "squared_scales", "side", "counter", "total"])
 def chain_kernel(
     square_load,
     gram_load_0,
@@ -204,8 +205,10 @@ def chain_kernel(
     matrices,
     scales,
     squared_scales,
+    diagonals,
     state,
     addresses,
+    side,
     counter,
     total,
     DEPTH: gl.constexpr,
@@ -218,7 +221,8 @@ def chain_kernel(
 ):
     """All jobs of matrices that share their short side.
 
-    ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
+    ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next tile. ``diagonals``:
+    ``side`` numbers for each matrix.
     """
     # slots of A, then slots of B
     blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
@@ -232,12 +236,19 @@ def chain_kernel(
     grams, rights = (gram_load_0, gram_load_1, gram_load_2), (right_load_0, right_load_1, right_load_2)
     results = (square_tile, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2), right_load_0)
     both = (scales, squared_scales)
+    apart = (diagonals, side)
     flags: gl.constexpr = (DEPTH, STAGES, PANELS, ENDING)
     update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(
         [
-            (_consume, (0, results, ring, buffers, c_ready, turn, mail, schedule, both, addresses, flags, update)),
-            (_consume, (1, results, ring, buffers, c_ready, turn, mail, schedule, both, addresses, flags, update)),
+            (
+                _consume,
+                (0, results, ring, buffers, c_ready, turn, mail, schedule, both, apart, addresses, flags, update),
+            ),
+            (
+                _consume,
+                (1, results, ring, buffers, c_ready, turn, mail, schedule, both, apart, addresses, flags, update),
+            ),
             (_produce, ((square_load, grams, rights), ring, mail, schedule, flags)),
             (_scout, (mail, schedule, flags)),
         ],

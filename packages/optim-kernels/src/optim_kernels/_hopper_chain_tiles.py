@@ -1,6 +1,8 @@
 """What a consumer of `_hopper_chain_kernel` does with a tile: multiply, finish, store, and what the step ends with.
 
-    D = s (α A Bᵀ + β C),  Q = D + ω I     A Aᵀ, and symmetric matrices that commute: tiles on and below the diagonal
+    D = s (α A Bᵀ + β C),  Q = D + ω I     A Aᵀ, and symmetric matrices that commute: tiles on and below the diagonal;
+                                           or all tiles. Q may also be what rounding took from D, and D's diagonal
+                                           apart from it
     D = s (α A B + β C)                    rectangular; the last one's tiles are O: parameters are updated with it, or
                                            sums of O² left behind for an update that needs all of O first
 
@@ -31,6 +33,7 @@ HALF = gl.constexpr(64)
 NO_SCALE, SCALE = gl.constexpr(chain.Scale.NONE.value), gl.constexpr(chain.Scale.SCALE.value)
 STORE, UPDATE, SQUARES = (gl.constexpr(ending.value) for ending in chain.Ending)
 C, D, Q, WHICH_SCALE, ALPHA, BETA, OMEGA, IS_LAST = (gl.constexpr(field) for field in range(8))
+IS_LOW, IS_APART = gl.constexpr(13), gl.constexpr(14)
 # Addresses in the list of those that only the last product needs.
 TABLE, HYPER, CONTROL, LR_SCALES, PARTS = (gl.constexpr(place) for place in range(5))
 # Lines whose squares are added at a time.
@@ -92,29 +95,71 @@ def await_c(job, c_ready, loads):
 
 
 @gluon.jit
-def finish(acc, job, matrix, view, scales):
-    """``s (α acc + β C)`` rounded; C is in ``view``, the part of the buffer that is meant."""
+def finish(acc, beta, job, matrix, view, scales):
+    """``s (α acc + β C)`` in fp32; C is in ``view``, the part of the buffer that is meant."""
     acc = acc * of_job(job, ALPHA)
     if place_in_job(job, C) >= 0:
-        acc += of_job(job, BETA) * view.load(acc.type.layout).to(gl.float32)
+        acc += beta * view.load(acc.type.layout).to(gl.float32)
     which = of_job(job, WHICH_SCALE)
     if which != NO_SCALE:
         acc *= gl.load(gl.where(which == SCALE, scales[0], scales[1]) + matrix)
-    return acc.to(view.dtype)
+    return acc
 
 
 @gluon.jit
-def symmetric_tile(ME: gl.constexpr, of_tile, squares, shared, desc, scales, flags: gl.constexpr):
-    """A tile below the diagonal of a symmetric product; how often C has been waited for."""
+def _diagonal_of(diagonals, matrix):
+    """Where the diagonal of a matrix's factor is."""
+    start, side = diagonals
+    return start + matrix.to(gl.int64) * side
+
+
+@gluon.jit
+def _put_apart(wide, at):
+    """A tile on the diagonal without its diagonal, which is stored."""
+    layout: gl.constexpr = wide.type.layout
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    on_diagonal = row[:, None] == gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    gl.store(at + row, gl.sum(gl.where(on_diagonal, wide, 0.0), axis=1))
+    return gl.where(on_diagonal, 0.0, wide)
+
+
+@gluon.jit
+def _rounded(wide, dtype: gl.constexpr):
+    """The number and what rounding took from it."""
+    d = wide.to(dtype)
+    return d, (wide - d.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def _is_low(job):
+    """Whether Q is what rounding took."""
+    return of_job(job, IS_LOW) != 0
+
+
+@gluon.jit
+def square_tile(ME: gl.constexpr, of_tile, is_full, diagonals, squares, shared, desc, scales, flags: gl.constexpr):
+    """A tile of a square product, below the diagonal unless it ``is_full``; how often C has been waited for."""
     job, matrix, row, column, step, turns, loads, K = of_tile
     ring, turn, buffer, c_ready = shared
     blocks, _upright, ready, empty = ring
     tile = buffer.reshape([BLOCK, BLOCK])
     acc = multiply(ME, (blocks, blocks, ready, empty), turn, step, turns, K, True, flags[0], flags[1], flags[1])
     loads = await_c(job, c_ready, loads)
-    d = finish(acc, job, matrix, tile, scales)
+    wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
+    if of_job(job, IS_APART) != 0 and row == column:
+        wide = _put_apart(wide, _diagonal_of(diagonals, matrix) + row)
+    d, low = _rounded(wide, desc.dtype)
     tile.store(d)
-    _store_mirrored(desc, d, job, squares, row, column, buffer)
+    q = place_in_job(job, Q)
+    if _is_low(job):
+        _store_square(desc, d, squares + place_in_job(job, D), -1, row, column, buffer, is_full)
+        tma.store_wait(0)
+        barrier()
+        tile.store(low)
+        _store_square(desc, low, squares + q, -1, row, column, buffer, is_full)
+    else:
+        also = gl.where(q >= 0, squares + q, -1)
+        _store_square(desc, d, squares + place_in_job(job, D), also, row, column, buffer, is_full)
     return loads
 
 
@@ -128,56 +173,75 @@ def diagonal_tile(ME: gl.constexpr, of_tile, squares, shared, desc, scales, seco
     tile = buffer.reshape([BLOCK, BLOCK])
     bottom = tile.slice(HALF, HALF)
     left = tile.slice(0, HALF).slice(0, HALF, 1)
-    bottom.store(finish(lower, job, matrix, bottom, scales))
-    left.store(finish(corner, job, matrix, left, scales))
-    _store_diagonal(desc, job, squares, row, buffer)
+    beta = of_job(job, BETA)
+    d_bottom, low_bottom = _rounded(finish(lower, beta, job, matrix, bottom, scales), desc.dtype)
+    d_left, low_left = _rounded(finish(corner, beta, job, matrix, left, scales), desc.dtype)
+    bottom.store(d_bottom)
+    left.store(d_left)
+    if _is_low(job):
+        _store_diagonal(desc, squares + place_in_job(job, D), -1, 0.0, row, buffer)
+        tma.store_wait(0)
+        barrier()
+        bottom.store(low_bottom)
+        left.store(low_left)
+        _store_diagonal(desc, squares + place_in_job(job, Q), -1, 0.0, row, buffer)
+    else:
+        q = place_in_job(job, Q)
+        also = gl.where(q >= 0, squares + q, -1)
+        _store_diagonal(desc, squares + place_in_job(job, D), also, of_job(job, OMEGA), row, buffer)
     return loads
 
 
 @gluon.jit
-def _store_diagonal(desc, job, squares, row, buffer):
-    """Store D, whose upper half is to be mirrored from the lower one, and Q = D + ωI."""
+def _store_diagonal(desc, to, shifted, omega, row, buffer):
+    """Store D, whose upper half is to be mirrored from the lower one, and where ``shifted`` ≥ 0 D + ωI there."""
+    # half of the rows at a time, for the registers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    rows = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))[:, None]
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     tile = buffer.reshape([BLOCK, BLOCK])
-    q = place_in_job(job, Q)
     barrier()
-    d = tile.load(layout)
-    mirrored = tile.permute((1, 0)).load(layout)
-    barrier()
-    d = gl.where(rows >= cols, d, mirrored)
-    tile.store(d)
+    for half in gl.static_range(2):
+        part = tile.slice(half * HALF, HALF)
+        d = part.load(layout)
+        mirrored = tile.permute((1, 0)).slice(half * HALF, HALF).load(layout)
+        barrier()
+        part.store(gl.where(rows + half * HALF >= cols, d, mirrored))
     fence_async_shared()
     barrier()
-    store(desc, [squares + place_in_job(job, D), row, row], buffer)
-    if q >= 0:
+    store(desc, [to, row, row], buffer)
+    if shifted >= 0:
         tma.store_wait(0)
         barrier()
-        wide = d.to(gl.float32)
-        tile.store(gl.where(rows == cols, wide + of_job(job, OMEGA), wide).to(d.dtype))
+        for half in gl.static_range(2):
+            part = tile.slice(half * HALF, HALF)
+            wide = part.load(layout).to(gl.float32)
+            part.store(gl.where(rows + half * HALF == cols, wide + omega, wide).to(desc.dtype))
         fence_async_shared()
         barrier()
-        store(desc, [squares + q, row, row], buffer)
+        store(desc, [shifted, row, row], buffer)
 
 
 @gluon.jit
-def _store_mirrored(desc, d, job, squares, row, column, buffer):
-    """Store D, which is in the buffer too, and its mirror image, both also as Q."""
-    to, q = squares + place_in_job(job, D), place_in_job(job, Q)
+def _store_square(desc, d, to, also, row, column, buffer, is_full):
+    """Store D, which is in the buffer too, and unless the product ``is_full`` its mirror image.
+
+    Where ``also`` ≥ 0, there as well.
+    """
     fence_async_shared()
     barrier()
     store(desc, [to, row, column], buffer)
-    if q >= 0:
-        store(desc, [squares + q, row, column], buffer)
-    tma.store_wait(0)
-    barrier()
-    buffer.reshape([BLOCK, BLOCK]).permute((1, 0)).store(d)
-    fence_async_shared()
-    barrier()
-    store(desc, [to, column, row], buffer)
-    if q >= 0:
-        store(desc, [squares + q, column, row], buffer)
+    if also >= 0:
+        store(desc, [also, row, column], buffer)
+    if not is_full:
+        tma.store_wait(0)
+        barrier()
+        buffer.reshape([BLOCK, BLOCK]).permute((1, 0)).store(d)
+        fence_async_shared()
+        barrier()
+        store(desc, [to, column, row], buffer)
+        if also >= 0:
+            store(desc, [also, column, row], buffer)
 
 
 @gluon.jit
@@ -185,6 +249,7 @@ def rectangular_tile(
     ME: gl.constexpr,
     of_tile,
     x,
+    diagonals,
     shared,
     descs,
     scales,
@@ -200,7 +265,12 @@ def rectangular_tile(
     tile = buffer.reshape([BLOCK, BLOCK])
     acc = multiply(ME, ring, turn, step, turns, K, False, flags[0], flags[1], flags[1])
     loads = await_c(job, c_ready, loads)
-    d = finish(acc, job, matrix, tile, scales)
+    at = row + gl.arange(0, BLOCK, gl.SliceLayout(1, acc.type.layout))
+    # past L1, which may have the line from before
+    is_apart = of_job(job, IS_APART) != 0
+    diagonal = _diagonal_of(diagonals, matrix)
+    beta = gl.load(diagonal + at, mask=(at >= 0) & is_apart, other=of_job(job, BETA), cache_modifier=".cg")
+    d = finish(acc, beta[:, None], job, matrix, tile, scales).to(tile.dtype)
     if ENDING == UPDATE:
         if of_job(job, IS_LAST) == 0:
             _store_rectangle(descs, d, job, x, row, column, buffer, PANELS)

@@ -8,7 +8,7 @@ along K into a ring in shared memory, and TALL consumers multiply 64 rows each (
 end of a tile, so what can be is done before it: C comes as one more step of the ring, results leave from slots that
 have been read, and buffers of their own do not take room from the ring. With OVERLAP the next launch's programs wait
 for a multiprocessor that is free, not for the last one: two never share it, as the ring takes more than half of its
-memory.
+memory. EARLY, where only the scale comes from the launch before, they even multiply before that is there.
 
 In tiles on the diagonal some are idle, and where every tile counts (BANDED, of A Aᵀ alone) they are put together:
 
@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from optim_kernels._block_launch import BlockLaunch
-from optim_kernels._hopper_lone_tiles import SIDE, await_free, corner, lower_half, whole_tile
+from optim_kernels._hopper_lone_tiles import SIDE, await_free, corner, lower_half, wait_for_previous, whole_tile
 from optim_kernels._hopper_ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -52,14 +52,6 @@ def _let_next_start(token):
     """The next launch's programs may come to the device as soon as there is room."""
     return gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _wait_for_previous(token):
-    """What the launch before has written is there."""
-    return gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -120,6 +112,7 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
     OVERLAP: gl.constexpr = flags[9]
+    EARLY: gl.constexpr = flags[10]
     # a step has two blocks of A
     DEEP: gl.constexpr = 2 // TALL
     a_desc, b_desc = descs[0], descs[1]
@@ -127,8 +120,8 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
     SIZE: gl.constexpr = a_desc.block_type.nbytes
     K = schedule[3]
     batch, row, column, quarter, other_row, other_column = _place(schedule, flags)
-    if OVERLAP:
-        _wait_for_previous(K)
+    if OVERLAP and not EARLY:
+        wait_for_previous(K)
     step = 0
     for first in range(0, K, DEEP * SIDE):
         slot = step % STAGES
@@ -243,6 +236,7 @@ def lone_kernel(
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
     OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """``programs`` a matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
     B_BLOCKS: gl.constexpr = 2 if SYMMETRIC else 4
@@ -252,7 +246,7 @@ def lone_kernel(
     descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
     schedule = (programs, T, columns, K)
     numbers = (alpha, beta, omega, scale)
-    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP)
+    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP, EARLY)
     if TALL == 1:
         gl.warp_specialize(
             [
@@ -274,17 +268,19 @@ def lone_kernel(
         )
 
 
-def lone_launch(tile: Tile, programs: int, flags: Sequence[bool], *, panel: int, overlap: bool) -> BlockLaunch:
+def lone_launch(
+    tile: Tile, programs: int, flags: Sequence[bool], *, panel: int, overlap: bool, early: bool
+) -> BlockLaunch:
     """A launch for matrices of 16 bits.
 
     ``flags``: SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE and BANDED; ``panel``: rows of tiles that share a column's
-    operand in L2.
+    operand in L2; ``early``: what still runs when this starts makes the scale alone.
     """
     side: int = SIDE.value
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     if tile.rows == side:
         options["maxnreg"] = _REGISTERS
-    constants = (*flags, panel, tile.num_stages, tile.rows // side, overlap)
+    constants = (*flags, panel, tile.num_stages, tile.rows // side, overlap, overlap and early)
     return BlockLaunch(
         lone_kernel, programs, 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
     )

@@ -28,6 +28,14 @@ SIDE = gl.constexpr(64)
 
 
 @gluon.jit
+def wait_for_previous(token):
+    """What the launch before has written is there."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def await_free(ring, step, STAGES: gl.constexpr):
     """Wait until all consumers have read what was in the slot of this step."""
     mbarrier.wait(ring[3].index(step % STAGES), ((step // STAGES) & 1) ^ 1)
@@ -221,6 +229,8 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1] + ME * SIDE, where[2]
     acc, step = _multiply(ME, ring, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
     if SYMMETRIC:
         blocks = a_blocks if ME == 0 else b_blocks
         slot, next_slot = step % STAGES, (step + 1) % STAGES
@@ -261,6 +271,8 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_desc, q_desc = descs[3], descs[4]
     batch, first, row = where[0], where[1], where[1] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
     left = 2 * (step % STAGES)
     mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
     _await_place(ring, step, HAS_C, STAGES)
@@ -296,6 +308,8 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_desc, q_desc = descs[3], descs[4]
     batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
     place = 2 * (step % STAGES)
     mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
     _await_place(ring, step, HAS_C, STAGES)

@@ -24,12 +24,12 @@ class Buffers:
     Args:
         reads_x: X starts in the caller's memory.
         writes_result: the last X is the result.
-        extra_bytes: at the end of the allocation, for other things.
+        num_extra: fp64 numbers at the end of the allocation, for other things.
 
     Attributes:
         size: elements of the allocation.
         first_place: where in it the first X begins, in bytes, if it is there.
-        extra_place: where the extra bytes begin.
+        extra_place: where the extra numbers begin.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Buffers:
         *,
         reads_x: bool = False,
         writes_result: bool = False,
-        extra_bytes: int = 0,
+        num_extra: int = 0,
     ) -> None:
         count, m, n = shape
         self.reads_x, self.writes_result = reads_x, writes_result
@@ -60,7 +60,7 @@ class Buffers:
         ]
         self.first_place = dtype.itemsize * starts[self._index(0)] if 0 in self._own else -1
         self.extra_place = dtype.itemsize * end
-        self.size = end + cdiv(extra_bytes, dtype.itemsize)
+        self.size = end + 8 * num_extra // dtype.itemsize
 
     def of(self, room: Tensor, x: Tensor | None = None, result: Tensor | None = None) -> tuple[list[Tensor], Xs]:
         """The square buffers and those of X in the allocation ``room``, with the caller's and the result."""
@@ -73,6 +73,10 @@ class Buffers:
         # 1 is not used without steps
         first, second, third = (places.get(place, places[0]) for place in self._places)
         return views[: self._num_squares], (first, second, third)
+
+    def extra(self, room: Tensor) -> Tensor:
+        """The extra numbers in ``room``."""
+        return room[self.extra_place // room.element_size() :].view(torch.float64)
 
     def last_x(self, room: Tensor) -> Tensor:
         """Where X ends, if that is in ``room``."""

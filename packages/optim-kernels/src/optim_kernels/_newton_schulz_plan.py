@@ -3,11 +3,13 @@
 A kind is shape, strides, dtype and options. Its plan knows the products to launch (`_chain_jobs` lists them) and where
 X and the m×m factors lie (`_newton_schulz_buffers`).
 
-    squares → divisors or scale → products    large matrices; fp16 ones are read where they are, for the first products
-                                              bring them to norm 1, others are divided and rounded first
-    squares → scale → replay → copy           small ones, whose products take the device less time than the host
-    squares → scale → products                the same in a CUDA graph of the caller's
-    squares → divisors or scale → chain       batches that fill the chip (`_hopper_chain`)
+    squares → divisors or scale → products          large matrices, and all in a CUDA graph of the caller's
+    squares → divisors or scale → replay → copy     small ones, whose products take the device less time than the host
+    squares → divisors or scale → chain             batches that fill the chip (`_hopper_chain`)
+
+fp16 matrices are read where they are, or copied (for a replay, or where the copy engine cannot read them), and the
+first products bring them to norm 1; others are divided and rounded first. The first product may run beside its norms,
+for it needs them at its end alone.
 
 A replay is of a CUDA graph that knows the products' addresses in the allocation of the call. PyTorch gives a
 call that repeats the memory of the one before; a graph is kept for each of the latest such places, and recorded where a
@@ -28,13 +30,7 @@ from torch import Tensor
 from optim_kernels._chain_jobs import Kind, Scale, jobs_of
 from optim_kernels._hopper_chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz_buffers import Buffers
-from optim_kernels._normalize_kernels import (
-    Division,
-    apply_row_factors,
-    bytes_of_sums,
-    divisors_of,
-    normalize_into,
-)
+from optim_kernels._normalize_kernels import Start, apply_row_factors, size_of_room
 from optim_kernels._ns_config import NSConfig
 from optim_kernels._product_launches import ALIGNMENT, general_product, is_readable, symmetric_product
 
@@ -84,20 +80,21 @@ class Plan:
             "add_eps": config.eps_mode == "add",
         }
         self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
-        # small ones are divided in either way: a captured call has the bits of others
-        is_read = g.dtype == dtype == torch.float16 and is_readable(g) and not self._is_replayed
+        self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
         self._direct = Buffers(
             self._jobs,
             g.shape,
             dtype,
-            reads_x=is_read and config.steps > 0 and not config.row_factors,
+            reads_x=self._is_scaled and is_readable(g),
             writes_result=g.dtype == dtype and shape[-1] * dtype.itemsize % ALIGNMENT == 0,
+            num_extra=size_of_room(g),
         )
-        self._movable = Buffers(self._jobs, g.shape, dtype, extra_bytes=bytes_of_sums(g))
+        self._movable = Buffers(self._jobs, g.shape, dtype, num_extra=size_of_room(g))
         self._device = g.device
         # by place, the latest last; None where the launches have been seen once
         self._graphs: OrderedDict[int, torch.cuda.CUDAGraph | None] = OrderedDict()
-        self._divide: Division | None = None
+        self._start: Start | None = None
+        self._movable_start: Start | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The result for ``x [..., M, N]``."""
@@ -115,12 +112,10 @@ class Plan:
         buffers = self._direct
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
         squares, xs = buffers.of(room, g, result)
-        scales = None
-        if buffers.reads_x:
-            scales = divisors_of(g, **self._norm)
-        else:
-            normalize_into(xs[0], g, **self._norm)
-        self._multiply(squares, xs, scales)
+        x = None if buffers.reads_x else xs[0]
+        if self._start is None:
+            self._start = Start(g, x, **self._norm, is_scaled=self._is_scaled)
+        self._multiply(squares, xs, self._start(g, x, room=buffers.extra(room)), is_ready=buffers.reads_x)
         if not buffers.writes_result:
             result.copy_(buffers.last_x(room))
 
@@ -129,22 +124,27 @@ class Plan:
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
         place = room.data_ptr()
         graph = self._graphs.get(place)
-        if graph is None or self._divide is None:
+        if graph is None or self._movable_start is None:
             squares, xs = buffers.of(room)
-            normalize_into(xs[0], g, **self._norm)
-            self._multiply(squares, xs)
-            self._divide = Division(xs[0], g, **self._norm)
-            self._graphs[place] = self._recorded(squares, xs) if place in self._graphs else None
+            start = self._movable_start = Start(g, xs[0], **self._norm, is_scaled=self._is_scaled)
+            scales = start(g, xs[0], room=buffers.extra(room))
+            self._multiply(squares, xs, scales)
+            self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
             if len(self._graphs) > NUM_GRAPHS:
                 self._graphs.popitem(last=False)
         else:
-            self._divide(place + buffers.first_place, g.data_ptr(), place + buffers.extra_place)
+            self._movable_start.again(g.data_ptr(), place + buffers.first_place, place + buffers.extra_place)
             graph.replay()
         self._graphs.move_to_end(place)
         result.copy_(buffers.last_x(room))
 
-    def _multiply(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None = None) -> None:
-        """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided."""
+    def _multiply(
+        self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None, *, is_ready: bool = False
+    ) -> None:
+        """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided.
+
+        ``is_ready``: the first X was there before the launches that find its norm.
+        """
         for number, job in enumerate(self._jobs):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
             if job.kind is Kind.RECTANGLE:
@@ -156,17 +156,18 @@ class Plan:
             c = squares[job.c] if job.c >= 0 else None
             q = (squares[job.q], job.omega) if job.q >= 0 else None
             a, b, d = operands[job.a], operands[job.b], squares[job.d]
-            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, shifted=q, scale=scale)
+            early = is_ready and number == 0
+            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, shifted=q, scale=scale, early=early)
             if number == 0 and self._has_row_factors:
                 apply_row_factors(a, d)
 
-    def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_side_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._multiply(squares, xs)
+                self._multiply(squares, xs, scales)
             finally:
                 graph.capture_end()
         return graph

@@ -2,7 +2,8 @@
 
     squares_kernel      the sum of squares of each part of a matrix, parts × batch programs
     scale_kernel        adds the parts in their order, divides, rounds once
-    divisors_kernel     in its place where X stays G: 1/N and 1/N² for the first products
+    divisors_kernel     in its place where X stays G, or is a copy that squares_kernel has made: 1/N and 1/N² for the
+                        first products
 
 and of the set "aol4" behind the first Gram matrix A = XXᵀ, with D = diag(rsqrt(Σ_j |A_ij|)):
 
@@ -22,7 +23,18 @@ import torch
 from torch import Tensor
 
 from optim_kernels._tiles import cdiv
-from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, after_previous, can_overlap, div_rn, narrow, tl, triton
+from optim_kernels._triton import (
+    ALONE,
+    FIRST,
+    NO_OVERLAP,
+    Launch,
+    after_previous,
+    can_overlap,
+    div_rn,
+    narrow,
+    tl,
+    triton,
+)
 
 BLOCK_M, BLOCK_N = 32, 256
 # Of one launch, over all matrices: enough to fill the chip, few enough to be added by every program of the next.
@@ -45,14 +57,18 @@ def squares_kernel(
     g,
     partials,
     state,
+    x,
     batch_stride,
     row_stride,
     column_stride,
+    x_batch_stride,
+    x_row_stride,
     M,
     N,
     tiles,
     columns,
     HAS_STATE: tl.constexpr,
+    COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -65,8 +81,11 @@ def squares_kernel(
     total = tl.zeros((), tl.float64)
     for tile in range(part, tiles, parts):
         at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
-        x = tl.load(at, mask=exists, other=0.0)
-        wide = x.to(tl.float32) if g.dtype.element_ty == tl.float16 else x.to(tl.float64)
+        value = tl.load(at, mask=exists, other=0.0)
+        if COPIES:
+            at, exists = _tile(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
+            tl.store(at, value, mask=exists)
+        wide = value.to(tl.float32) if g.dtype.element_ty == tl.float16 else value.to(tl.float64)
         total += tl.sum(tl.reshape(wide * wide, (BLOCK_M * BLOCK_N,)), 0).to(tl.float64)
     tl.store(partials + batch * parts + part, total)
 
@@ -114,8 +133,11 @@ def scale_kernel(
 
 
 @triton.jit
-def divisors_kernel(partials, inverses, parts, norm_scale, eps, ADD_EPS: tl.constexpr, PARTS: tl.constexpr):
+def divisors_kernel(
+    partials, inverses, parts, norm_scale, eps, ADD_EPS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
+):
     """1/N and 1/N², of each matrix in a row of its own; a zero matrix stays zero whatever they are, so both are 1."""
+    after_previous(OVERLAP)
     batch = tl.program_id(0)
     part = tl.arange(0, PARTS)
     squares = tl.load(partials + batch * parts + part, mask=part < parts, other=0.0)
@@ -163,42 +185,63 @@ def row_factors_kernel(
     tl.store(at, narrow(value, x.dtype.element_ty), mask=exists)
 
 
-def normalize_into(
-    x: Tensor, g: Tensor, *, norm_scale: float, eps: float, add_eps: bool, state: Tensor | None = None
-) -> None:
-    """``x = g / N`` for ``g [batch, M, N]`` and a row-major ``x``; ``state`` is set to zero."""
-    partials = _squares(g, state)
-    launch, numbers = _scale_launch(_layout(g), _layout(x), partials.shape[1], add_eps)
-    launch((g, partials, x), (*numbers, norm_scale, eps))
+class Start:
+    """The start of Newton–Schulz for matrices like ``g [batch, M, N]``: two launches, kept.
+
+    Args:
+        x: like the row-major X that is written, G / N or with ``is_scaled`` a copy of G; ``None``: X stays G.
+        is_scaled: nothing is divided; 1/N and 1/N² are wanted for the first products instead.
+        has_state: int32 numbers are set to zero, one for all matrices and one for each.
+    """
+
+    def __init__(
+        self,
+        g: Tensor,
+        x: Tensor | None,
+        *,
+        norm_scale: float,
+        eps: float,
+        add_eps: bool,
+        is_scaled: bool = False,
+        has_state: bool = False,
+    ) -> None:
+        layout, self._batch, self._is_scaled = _layout(g), len(g), is_scaled or x is None
+        copied = _layout(x) if x is not None and is_scaled else None
+        self._squares, parts, self._of_squares = _squares_launch(layout, copied, has_state)
+        numbers: tuple[int, ...] = (parts,)
+        if x is None or is_scaled:
+            self._second = _divisors_launch(self._batch, parts, g.device.index, add_eps)
+        else:
+            self._second, numbers = _scale_launch(layout, _layout(x), parts, add_eps)
+        self._of_second = (*numbers, norm_scale, eps)
+        self._num_sums = self._batch * parts
+
+    def __call__(
+        self, g: Tensor, x: Tensor | None = None, *, room: Tensor | None = None, state: Tensor | None = None
+    ) -> Tensor | None:
+        """1/N and 1/N² [2, batch] if they are wanted, in ``room``, which has `size_of_room` numbers in fp64."""
+        if room is None:
+            room = torch.empty(self._num_sums + self._batch, dtype=torch.float64, device=g.device)
+        sums = room[: self._num_sums]
+        copy = x if x is not None and self._is_scaled else sums
+        self._squares((g, sums, sums if state is None else state, copy), self._of_squares)
+        if x is not None and not self._is_scaled:
+            self._second((g, sums, x), self._of_second)
+            return None
+        inverses = room[self._num_sums :].view(torch.float32).view(2, self._batch)
+        self._second((sums, inverses), self._of_second)
+        return inverses
+
+    def again(self, g: int, x: int, room: int) -> None:
+        """The same, not for the first time and without a state, by addresses."""
+        self._squares.again((g, room, room, x, *self._of_squares))
+        tensors = (room, room + 8 * self._num_sums) if self._is_scaled else (g, room, x)
+        self._second.again((*tensors, *self._of_second))
 
 
-class Division:
-    """`normalize_into` once more, of matrices like ``g`` into such as ``x``, by their addresses."""
-
-    def __init__(self, x: Tensor, g: Tensor, *, norm_scale: float, eps: float, add_eps: bool) -> None:
-        self._squares, parts, self._of_squares = _squares_launch(_layout(g), False)
-        self._scale, numbers = _scale_launch(_layout(g), _layout(x), parts, add_eps)
-        self._of_scale = (*numbers, norm_scale, eps)
-
-    def __call__(self, x: int, g: int, sums: int) -> None:
-        """``sums`` has room for `bytes_of_sums`."""
-        self._squares.again((g, sums, sums, *self._of_squares))
-        self._scale.again((g, sums, x, *self._of_scale))
-
-
-def bytes_of_sums(g: Tensor) -> int:
-    """Of the parts of Σ g²."""
-    _, parts, _ = _squares_launch(_layout(g), False)
-    return 8 * len(g) * parts
-
-
-def divisors_of(g: Tensor, *, norm_scale: float, eps: float, add_eps: bool, state: Tensor | None = None) -> Tensor:
-    """[2, batch]: 1/N and 1/N² of ``g [batch, M, N]``; ``state`` is set to zero."""
-    partials = _squares(g, state)
-    inverses = torch.empty(2, len(g), device=g.device)
-    launch = _divisors_launch(*partials.shape, g.device.index, add_eps)
-    launch((partials, inverses), (partials.shape[1], norm_scale, eps))
-    return inverses
+def size_of_room(g: Tensor) -> int:
+    """fp64 numbers that a start needs for ``g [batch, M, N]``: sums of squares by parts, and 1/N and 1/N²."""
+    return len(g) * (_squares_launch(_layout(g), None, False)[1] + 1)
 
 
 def apply_row_factors(x: Tensor, a: Tensor) -> None:
@@ -221,14 +264,6 @@ def apply_row_factors(x: Tensor, a: Tensor) -> None:
         )
 
 
-def _squares(g: Tensor, state: Tensor | None) -> Tensor:
-    """Σ g² in parts, fp64 [batch, parts]."""
-    launch, parts, numbers = _squares_launch(_layout(g), state is not None)
-    partials = torch.empty(len(g), parts, dtype=torch.float64, device=g.device)
-    launch((g, partials, partials if state is None else state), numbers)
-    return partials
-
-
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, int | None]
 
 
@@ -237,35 +272,40 @@ def _layout(x: Tensor) -> Layout:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device.index
 
 
-def _overlapping(kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], g: Layout) -> Launch:
+def _overlapping(
+    kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int | None, overlap: int = ALONE
+) -> Launch:
     """A launch under whose end the next one may start, where the device can do that."""
-    index = g[-1]
-    if index is None or not can_overlap(torch.device("cuda", index)):
+    if device is None or not can_overlap(torch.device("cuda", device)):
         return Launch(kernel, grid, (*constants, NO_OVERLAP))
-    return Launch(kernel, grid, (*constants, ALONE), launch_pdl=True)
+    return Launch(kernel, grid, (*constants, overlap), launch_pdl=True)
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
-def _squares_launch(g: Layout, has_state: bool) -> tuple[Launch, int, tuple[int, ...]]:
-    """The launch, how many parts it makes of a matrix, and its numbers."""
-    (batch, m, n), strides, *_ = g
+def _squares_launch(g: Layout, copied: Layout | None, has_state: bool) -> tuple[Launch, int, tuple[int, ...]]:
+    """The launch, how many parts it makes of a matrix, and its numbers.
+
+    What comes next may read G, for it starts when what this launch waits for is complete.
+    """
+    (batch, m, n), strides, *_, device = g
     columns = cdiv(n, BLOCK_N)
     tiles = cdiv(m, BLOCK_M) * columns
     parts = min(tiles, max(1, MAX_PARTS // batch))
-    launch = _overlapping(squares_kernel, (parts, batch, 1), (has_state, BLOCK_M, BLOCK_N), g)
-    return launch, parts, (*strides, m, n, tiles, columns)
+    constants = (has_state, copied is not None, BLOCK_M, BLOCK_N)
+    launch = _overlapping(squares_kernel, (parts, batch, 1), constants, device, FIRST)
+    return launch, parts, (*strides, *(copied or g)[1][:2], m, n, tiles, columns)
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _scale_launch(g: Layout, x: Layout, parts: int, add_eps: bool) -> tuple[Launch, tuple[int, ...]]:
     """The launch, and its numbers up to those of the norm."""
-    (batch, m, n), strides, *_ = g
+    (batch, m, n), strides, *_, device = g
     columns = cdiv(n, BLOCK_N)
     constants = (add_eps, triton.next_power_of_2(parts), BLOCK_M, BLOCK_N)
-    launch = _overlapping(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants, g)
+    launch = _overlapping(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants, device)
     return launch, (*strides, *x[1][:2], m, n, columns, parts)
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _divisors_launch(batch: int, parts: int, device: int | None, add_eps: bool) -> Launch:
-    return Launch(divisors_kernel, batch, (add_eps, triton.next_power_of_2(parts)))
+    return _overlapping(divisors_kernel, (batch, 1, 1), (add_eps, triton.next_power_of_2(parts)), device)

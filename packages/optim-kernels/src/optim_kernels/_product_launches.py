@@ -53,12 +53,14 @@ def symmetric_product(
     shifted: tuple[Tensor, float] | None = None,
     scale: Tensor | None = None,
     tile: Tile | None = None,
+    early: bool = False,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
     ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
     ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
-    multiplies each matrix before it is rounded.
+    multiplies each matrix before it is rounded. ``early``: the launch before, as far as it is still running, makes
+    ``scale`` alone, and nobody but it and this one uses ``out`` any more; so some kernels start beside it.
     """
     batch, m, k = a.shape
     if out is None:
@@ -69,7 +71,7 @@ def symmetric_product(
     q, omega = (None, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
     key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
-    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device)
+    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
@@ -96,7 +98,7 @@ def symmetric_product(
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _symmetric_launch(
-    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
     same, ((batch, m, k), _), _, c, _, q, scale, alpha, _ = key
@@ -110,7 +112,8 @@ def _symmetric_launch(
     if tile.lone:
         tiles = symmetric_programs(m, tile)
         of_lone = (True, same, c is not None, q is not None, scale is not None, tile.quartered or tile.joined)
-        return tile, _lone_launch(tile, batch * tiles, of_lone, device), (tiles, cdiv(m, tile.side), 0)
+        launch = _lone_launch(tile, batch * tiles, of_lone, device, early)
+        return tile, launch, (tiles, cdiv(m, tile.side), 0)
     if tile.on_hopper:
         return tile, None, ()
     flags = (c is not None, q is not None, scale is not None, alpha is not None)
@@ -204,11 +207,14 @@ def _general_launch(
     return tile, launch, (rows * columns, rows, columns)
 
 
-def _lone_launch(tile: Tile, programs: int, flags: tuple[bool, ...], device: torch.device) -> BlockLaunch:
+def _lone_launch(
+    tile: Tile, programs: int, flags: tuple[bool, ...], device: torch.device, early: bool = False
+) -> BlockLaunch:
     """A launch of programs that have a multiprocessor each."""
     from optim_kernels._hopper_lone_kernel import lone_launch
 
-    return lone_launch(tile, programs, flags, panel=PANEL, overlap=may_overlap(tile, programs, device))
+    overlap = may_overlap(tile, programs, device)
+    return lone_launch(tile, programs, flags, panel=PANEL, overlap=overlap, early=early)
 
 
 def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:

@@ -41,7 +41,7 @@ class StepChain:
         self._addresses = torch.tensor([x.data_ptr() for x in of_last], dtype=torch.int64, device=batches.x.device)
         m = batches.x.shape[1]
         groups = [
-            Members(tuple(jobs_of(ns, m, n)), batch.first, count, n, cdiv(n, PANEL))
+            Members(tuple(jobs_of(ns, m, n, in_factors=True)), batch.first, count, n, cdiv(n, PANEL))
             for batch in batches.batches
             for count, _, n in (batch.shape,)
         ]

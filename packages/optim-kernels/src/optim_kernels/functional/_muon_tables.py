@@ -114,8 +114,10 @@ def _chained(
     return ChainedBatches(batches, x, other)
 
 
-def num_rectangular(shape: Sequence[int], ns: NSConfig) -> int:
+def num_rectangular(shape: Sequence[int], ns: NSConfig, *, in_chain: bool = False) -> int:
     """How often the iteration multiplies X, and so moves it to the other buffer."""
+    if in_chain and ns.restarts_in_factors(*shape[-2:]):
+        return 1
     return len(ns.blocks) if ns.method_for(*shape[-2:]) == "gram" else ns.steps
 
 
@@ -238,7 +240,7 @@ class MuonTables:
 
 def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor, Tile]]:
     """Each matrix's first and last X, ``[m, n]`` or ``[panels, m, PANEL]``, and the tile of the last product."""
-    last = batch.other if num_rectangular(batch.shape, ns) % 2 else batch.x
+    last = batch.other if num_rectangular(batch.shape, ns, in_chain=batch.in_panels) % 2 else batch.x
     count = batch.shape[0]
     pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)
     return [(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]
