@@ -223,7 +223,8 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
     shapes = [(m, m)] * 24 + [(1032, m)] * 20 + [(m, 2056)] * 20 + [(m, m + 8)] * 3
     runs = []
     for chained in (True, False):
-        monkeypatch.setattr(tables_of_a_plan, "takes_chain", chain.takes_chain if chained else lambda *_: False)
+        takes_step_chain = chain.takes_step_chain if chained else lambda *_: False
+        monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain)
         torch.manual_seed(0)
         params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
         optimizer = TritonMuon([{"params": params, "variant": variant, "lr": 0.02, "master_weights": master}])
@@ -236,6 +237,26 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
     assert launches <= 5 < more_launches
     for p, q in zip(params, plain, strict=True):
         assert (p.float() - q.float()).norm() <= 1e-3 * q.float().norm()
+
+
+@pytest.mark.gpu
+def test_a_long_matrix_is_the_same_alone_and_among_others() -> None:
+    """To the last bit, so that it does not matter how many ranks share the matrices of a model."""
+    needs_hopper()
+    start, grad = (torch.randn(512, 2056, device="cuda").bfloat16() for _ in range(2))
+    results = []
+    for others in ([], [(512, 2056)] * 20, [(512, 512), (1032, 512)]):
+        params = [
+            nn.Parameter(start.clone()),
+            *(nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in others),
+        ]
+        optimizer = TritonMuon(params, lr=0.02)
+        for _ in range(2):
+            for p in params:
+                p.grad = grad.clone() if p is params[0] else torch.randn_like(p)
+            optimizer.step()
+        results.append(params[0].detach())
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.gpu

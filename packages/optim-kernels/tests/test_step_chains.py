@@ -75,7 +75,7 @@ def test_the_step_around_a_chain(variant: str, monkeypatch: pytest.MonkeyPatch) 
     runs = []
     for impl in ("triton", "torch"):
         if impl == "triton":
-            monkeypatch.setattr(tables_of_a_plan, "takes_chain", lambda *_: True)
+            monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", lambda *_: True)
             monkeypatch.setattr(launches_of_a_plan, "StepChain", ChainInTorch)
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in shapes]
@@ -113,11 +113,14 @@ def test_a_models_step_is_a_few_launches(
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
 
-    def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype, _: torch.device) -> bool:
-        return hopper_chain.takes_chain(count, m, n, config, dtype, torch.device("cuda", 0))
+    def takes_step_chain(shapes: list[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, _: Any) -> bool:
+        return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0))
 
-    monkeypatch.setattr(tables_of_a_plan, "takes_chain", takes_chain)
-    assert not takes_chain(144, 1600, 1600, NSConfig(), torch.float16, torch.device("meta"))
+    monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain)
+    assert not takes_step_chain([(1600, 48), (6400, 96)], 1600, NSConfig(), torch.float16, None)
+    # however few there are, unless they would be as they are without a chain
+    assert takes_step_chain([(3072, 1)], 768, NSConfig(), torch.float16, None)
+    assert not takes_step_chain([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)
     tensors = []
     for shape in MODELS[model]:
         p, grad, buffer = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(3))

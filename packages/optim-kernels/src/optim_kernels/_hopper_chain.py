@@ -71,14 +71,32 @@ class Chain:
 
 
 def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``count`` matrices of short side m are orthogonalised in one launch."""
-    if device.type != "cuda" or dtype.itemsize != 2 or not has_gluon(device.index):
-        return False
-    if config.row_factors or config.steps == 0 or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
+    """Whether ``count`` matrices m×n are orthogonalised in one launch."""
+    if not _can_chain(config, dtype, device) or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
         return False
     blocks = cdiv(m, BLOCK)
     rounds = count * blocks * (blocks + 1) / 2 / num_multiprocessors(device.index)
     return rounds >= (LEAST_ROUNDS if m <= LARGEST_SIDE else LARGE_ROUNDS)
+
+
+def takes_step_chain(
+    shapes: Sequence[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether a step does so with matrices of short side m, ``(n, count)``.
+
+    A restart in factors rounds otherwise than one that forms XXᵀ. So a step takes a chain for it whatever the count:
+    results do not depend on which other matrices it has, nor on how many ranks share them.
+    """
+    if m > LARGEST_SIDE or not _can_chain(config, dtype, device):
+        return False
+    is_long = any(config.restarts_in_factors(m, n) for n, _ in shapes)
+    return is_long or takes_chain(sum(count for _, count in shapes), m, m, config, dtype, device)
+
+
+def _can_chain(config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda" or dtype.itemsize != 2 or not has_gluon(device.index):
+        return False
+    return config.steps > 0 and not config.row_factors
 
 
 class ChainLaunch:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _muon_table as fields
-from optim_kernels._hopper_chain import takes_chain
+from optim_kernels._hopper_chain import takes_step_chain
 from optim_kernels._impl import is_interpreted
 from optim_kernels._ns_config import NSConfig
 from optim_kernels._product_launches import has_gluon
@@ -85,7 +85,7 @@ def families_of(
             for _, family in groupby(members, key=lambda matrix: _family_key(matrix, ns)[1])
         ]
         shapes = [shape for family in of_families for shape in family]
-        if takes_chain(sum(count for _, count in shapes), m, m, ns, dtype, device):
+        if takes_step_chain(shapes, m, ns, dtype, device):
             chains.append(_chained(shapes, first, m, dtype, device))
         else:
             number = first
