@@ -240,6 +240,25 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["keller", "polar_express"])
+def test_a_restart_in_factors_is_as_accurate_as_one_by_x(name: str) -> None:
+    """On singular values 1/i and 1/i², which feel every digit that R and Q₁R lack; a lone matrix restarts by X."""
+    needs_hopper()
+    m, n, count = 512, 2048, 24
+    config = NSConfig(coefficients=name)
+    assert config.restarts_in_factors(m, n)
+    i = torch.arange(1, m + 1, dtype=torch.float64, device="cuda")
+    for values in (1 / i, 1 / i**2):
+        u, v = (torch.linalg.qr(torch.randn(count, size, m, dtype=torch.float64, device="cuda"))[0] for size in (m, n))
+        x = ((u * values) @ v.mT).half()
+        expected = reference.newton_schulz(x.double(), config.triples)
+        batch = newton_schulz(x, coefficients=name)
+        alone = torch.stack([newton_schulz(each, coefficients=name) for each in x[:4]])
+        error = (batch - expected).norm() / expected.norm()
+        assert error <= 1.2 * (alone - expected[:4]).norm() / expected[:4].norm()
+
+
+@pytest.mark.gpu
 def test_a_long_matrix_is_the_same_alone_and_among_others() -> None:
     """To the last bit, so that it does not matter how many ranks share the matrices of a model."""
     needs_hopper()

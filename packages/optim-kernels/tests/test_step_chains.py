@@ -95,6 +95,26 @@ def test_the_step_around_a_chain(variant: str, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(p, q, atol=5e-5, rtol=0)
 
 
+def test_which_batches_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an H200: those that fill it together, and large long ones, which restart in factors nowhere else."""
+    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
+    chained = [
+        (count, m, n)
+        for count, m, n in [
+            (12, 768, 768),
+            (6, 768, 3072),
+            (24, 1024, 4096),
+            (1, 2048, 8192),
+            (4, 2048, 8192),
+            (1, 4096, 4096),
+            (1, 4096, 14336),
+        ]
+        if hopper_chain.takes_chain(count, m, n, NSConfig(), torch.float16, torch.device("cuda", 0))
+    ]
+    assert chained == [(12, 768, 768), (24, 1024, 4096), (4, 2048, 8192), (1, 4096, 14336)]
+
+
 MODELS = {
     "gpt2_124m": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "d20": [*[(1280, 1280)] * 4, (5120, 1280), (1280, 5120)] * 20,
