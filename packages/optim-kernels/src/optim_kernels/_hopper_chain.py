@@ -197,9 +197,13 @@ class BatchPlan:
         state = g.new_empty(1 + count, dtype=torch.int32)
         other = empty_matrices(count, m, n, like=like)
         third = empty_matrices(count, m, n, like=like) if self._has_third else other
-        first = g if self._ones is None else third
-        inverses = self._start(g, None if self._ones is None else third, state=state)
-        scales, squared_scales = (self._ones, self._ones) if inverses is None else inverses.unbind()
+        if self._ones is None:
+            first, inverses = g, self._start(g, state=state)
+            assert inverses is not None
+            scales, squared_scales = inverses[0], inverses[1]
+        else:
+            first, scales, squared_scales = third, self._ones, self._ones
+            self._start(g, third, state=state)
         xs = (first, other, third)
         self._launch(xs, scales, squared_scales, state, count)
         return xs[self._last].reshape(self._shape).to(self._dtype).contiguous()
