@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,15 +108,15 @@ class _Writer:
     jobs: list[Job] = field(default_factory=list)
     x: int = 0
 
-    def gram(self, d: int, **others: float) -> None:
+    def gram(self, d: int, **others: Any) -> None:
         scale = Scale.NONE if self.jobs else Scale.SQUARED
-        self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale, **others))  # type: ignore[arg-type]
+        self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale, **others))
 
-    def square(self, a: int, b: int, d: int, **others: float) -> None:
-        self.jobs.append(Job(Kind.SQUARE, a, b, d, **others))  # type: ignore[arg-type]
+    def square(self, a: int, b: int, d: int, **others: Any) -> None:
+        self.jobs.append(Job(Kind.SQUARE, a, b, d, **others))
 
-    def full(self, a: int, b: int, d: int, **others: float) -> None:
-        self.jobs.append(Job(Kind.FULL, a, b, d, **others))  # type: ignore[arg-type]
+    def full(self, a: int, b: int, d: int, **others: Any) -> None:
+        self.jobs.append(Job(Kind.FULL, a, b, d, **others))
 
     def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
         """Q of a block of steps, from R = ``unit`` times buffer ``start``; where it is, ``q`` or ``other``."""

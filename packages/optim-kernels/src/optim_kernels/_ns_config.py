@@ -29,6 +29,9 @@ GRAM_SIDE = 256
 # From which n/m on a restart is done with m×m products alone: 3 % fewer operations at 3, 10 % at 4, and X is read and
 # written less often.
 FACTORS_ASPECT = 3.0
+# The steepest factor of a Gram iteration, of a block of steps or of all: its numbers are as large, and fp16 ends at
+# 65,504.
+LARGEST_SLOPE = 2.0**15
 RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -40,7 +43,8 @@ class NSConfig:
     Args:
         coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
         steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, else ``"standard"``.
+        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless there are so many
+            steps between restarts that their factor would leave fp16, else ``"standard"``.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
             fp32 (fp64 for fp64 matrices).
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
@@ -99,19 +103,20 @@ class NSConfig:
     def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
         """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
         if self.method == "auto":
-            return "gram" if m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
+            fits = all(_slope(block) <= LARGEST_SLOPE for block in self.blocks)
+            return "gram" if fits and m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
         return self.method
 
     @cached_property
     def gram_aspect(self) -> float:
         """n/m from which ``"auto"`` takes the Gram iteration: 1.5, 3 or 4, the steeper the polynomial the larger."""
-        slope = prod(a for a, _, _ in self.triples)
+        slope = _slope(self.triples)
         return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
 
     def restarts_in_factors(self, m: int, n: int) -> bool:
         """Whether a launch of many matrices in fp16 restarts the Gram iteration by m×m products (`_chain_jobs`)."""
         is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
-        return is_possible and n >= FACTORS_ASPECT * m
+        return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
 
     def flops(self, rows: int, columns: int) -> int:
         """Of one ``rows × columns`` matrix, with symmetric halves counted once, where restarts form XXᵀ."""
@@ -132,3 +137,8 @@ class NSConfig:
         if x.is_cuda:
             return torch.float16
         return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _slope(triples: Sequence[Triple]) -> float:
+    """At 0, of the polynomial of these steps: how much it enlarges the smallest singular values."""
+    return prod(abs(a) for a, _, _ in triples)
