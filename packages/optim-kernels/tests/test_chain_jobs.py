@@ -248,7 +248,7 @@ def test_the_table_names_buffers_and_places() -> None:
         assert row[:4] == [job.c, job.d, job.q, job.scale]
         assert row[4:7] == torch.tensor([job.alpha, job.beta, job.omega]).tolist()
         assert row[7:9] == [job is group.jobs[-1], job.kind]
-        assert row[10:15] == [job.a, job.b, group.n if job.kind is Kind.GRAM else 200, job.low, job.apart]
+        assert row[10:] == [job.a, job.b, group.n if job.kind is Kind.GRAM else 200, job.low, job.apart, job.whole]
     first, second = (num_squares(group.jobs) for group in groups)
     expected = [[0, 0], [2, first]] + [[4 + 6 * i, 2 * first + i * second] for i in range(3)]
     assert places(groups, 5).tolist() == expected
@@ -257,7 +257,7 @@ def test_the_table_names_buffers_and_places() -> None:
 def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -> None:
     """Run the tables in the order of the list on ``xs [panels, m, BLOCK]``, which are two.
 
-    What a tile does not compute it does not store: the upper right quarter of one on the diagonal, rows beyond m.
+    What a tile does not compute it does not store: tiles above the diagonal, rows beyond m.
     """
     nan = float("nan")
     count = sum(group.count for group in groups)
@@ -268,8 +268,14 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
     def block_of_x(buffer: int, x: int, k: int, width: int) -> Tensor:
         return xs[buffer % 2][x + k // BLOCK, :, k % BLOCK : k % BLOCK + width]
 
+    def block_of_square(buffer: int, row: int, k: int, whole: float) -> Tensor:
+        rows, along = slice(row, row + BLOCK), slice(k, k + 64)
+        if whole or k < row + BLOCK:
+            return squares[buffer, rows, along]
+        return squares[buffer, along, rows].mT
+
     for number, matrix, row, column in entries:
-        c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length, low, apart = map(float, table[number][:15])
+        c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length, low, apart, whole = map(float, table[number])
         c, d, q, scale, kind, a, b, length = map(int, (c, d, q, scale, kind, a, b, length))
         x, first = where[matrix]
         rows, columns = slice(row, row + BLOCK), slice(column, column + BLOCK)
@@ -278,9 +284,9 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
             if kind == Kind.GRAM:
                 left, right = block_of_x(a, x, k, 64)[rows], block_of_x(b, x, k, 64)[columns].mT
             else:
-                left = squares[first + a, rows, k : k + 64]
+                left = block_of_square(first + a, row, k, whole)
                 if kind in (Kind.SQUARE, Kind.FULL):
-                    right = squares[first + b, columns, k : k + 64].mT
+                    right = block_of_square(first + b, column, k, 0.0).mT
                 else:
                     right = block_of_x(b, x, column, BLOCK)[k : k + 64]
             acc += left @ right
@@ -302,13 +308,9 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
         elif q >= 0:
             results.append((q, acc + omega * torch.eye(len(acc)).double() if row == column else acc))
         for to, result in results:
-            if kind == Kind.FULL:
-                squares[first + to, rows, columns] = result
-                continue
-            if row == column:
-                result[:64, 64:] = nan
+            if kind != Kind.FULL and row == column and a != b:
                 result = torch.where(torch.ones_like(result, dtype=torch.bool).tril(), result, result.mT)
-            squares[first + to, rows, columns], squares[first + to, columns, rows] = result, result.mT
+            squares[first + to, rows, columns] = result
 
 
 @pytest.mark.parametrize(

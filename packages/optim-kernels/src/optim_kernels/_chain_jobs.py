@@ -1,8 +1,9 @@
 """The products of a Newton–Schulz iteration as a list of jobs, and the tiles of all of them in an order to run.
 
 A job is one product, for every matrix of a batch. It reads and writes buffers of each matrix: square ones [m, m], and
-rectangular ones [m, n]. A tile waits until all tiles of its matrix's earlier jobs are done: with no more buffers than
-the iteration needs, every job reads or overwrites something of the one before it.
+rectangular ones [m, n]. Of a symmetric result only the tiles on and below the diagonal are stored, and who reads it
+finds the others in their mirror images. A tile waits until all tiles of its matrix's earlier jobs are done: with no
+more buffers than the iteration needs, every job reads or overwrites something of the one before it.
 
 Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices advance alike, those
 of different shapes too: a job starts in the list where as much of its matrix's work is done as of the others'. So what
@@ -59,7 +60,8 @@ class Job:
     """``d = s (α a b + β c)``, and ``q = d + ω I``: buffers by number, −1 for none; ``b`` is ``a`` in X Xᵀ.
 
     With ``low`` q is what rounding took from d, so that d + q has twice the digits. With ``apart`` the diagonal of a
-    square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row.
+    square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row. ``whole``:
+    a is not symmetric, so all of it is there; b always is, if it is square.
     """
 
     kind: Kind
@@ -74,6 +76,7 @@ class Job:
     scale: Scale = Scale.NONE
     low: bool = False
     apart: bool = False
+    whole: bool = False
 
     @property
     def reads(self) -> set[tuple[str, int]]:
@@ -107,16 +110,27 @@ class _Writer:
 
     jobs: list[Job] = field(default_factory=list)
     x: int = 0
+    # square buffers that are not symmetric now
+    whole: set[int] = field(default_factory=set)
 
     def gram(self, d: int, **others: Any) -> None:
         scale = Scale.NONE if self.jobs else Scale.SQUARED
         self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale, **others))
+        self.whole -= {d, others.get("q", d)}
 
     def square(self, a: int, b: int, d: int, **others: Any) -> None:
-        self.jobs.append(Job(Kind.SQUARE, a, b, d, **others))
+        self._of_squares(Job(Kind.SQUARE, a, b, d, whole=a in self.whole, **others))
+        self.whole -= {d, others.get("q", d)}
 
     def full(self, a: int, b: int, d: int, **others: Any) -> None:
-        self.jobs.append(Job(Kind.FULL, a, b, d, **others))
+        self._of_squares(Job(Kind.FULL, a, b, d, whole=a in self.whole, **others))
+        self.whole |= {d, others.get("q", d)}
+
+    def _of_squares(self, job: Job) -> None:
+        assert job.b not in self.whole
+        # nor would all of C be there
+        assert job.kind is not Kind.FULL or job.c < 0 or job.c in self.whole
+        self.jobs.append(job)
 
     def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
         """Q of a block of steps, from R = ``unit`` times buffer ``start``; where it is, ``q`` or ``other``."""
@@ -138,7 +152,8 @@ class _Writer:
     def rectangle(self, s: int, alpha: float = 1.0, beta: float | None = None, *, apart: bool = False) -> None:
         d = 2 if self.x == 1 else 1
         c, scale = (-1 if beta is None else self.x), Scale.NONE if self.x else Scale.SCALE
-        self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, scale=scale, apart=apart))
+        others: dict[str, Any] = {"scale": scale, "apart": apart, "whole": s in self.whole}
+        self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, **others))
         self.x = d
 
 
@@ -245,7 +260,8 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
     """The numbers of every job: fp32 [jobs, JOB_FIELDS].
 
     (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
-    matrix to wait for; a, b: buffers; length of its sums; whether q is what rounding took; whether a diagonal is apart)
+    matrix to wait for; a, b: buffers; length of its sums; whether q is what rounding took; whether a diagonal is apart;
+    whether a is not symmetric)
     """
     rows = []
     for group in groups:
@@ -253,7 +269,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
         for job, tiles in zip(group.jobs, needed):
             is_last = job is group.jobs[-1]
             row = (job.c, job.d, job.q, job.scale, job.alpha, job.beta, job.omega, is_last, job.kind, tiles)
-            rows.append([*row, job.a, job.b, job.length(m, group.n), job.low, job.apart, 0])
+            rows.append([*row, job.a, job.b, job.length(m, group.n), job.low, job.apart, job.whole])
     return torch.tensor(rows, dtype=torch.float32)
 
 

@@ -117,7 +117,14 @@ class ChainLaunch:
         self._launch = BlockLaunch(
             kernels.chain_kernel,
             min(len(chain.entries), num_multiprocessors(chain.entries.device.index)),
-            [(side, depth), *3 * [(side, depth)], *3 * [(depth, side)], (side, side), *3 * [(side, side)]],
+            [
+                (side, depth),
+                (depth, side),
+                *3 * [(side, depth)],
+                *3 * [(depth, side)],
+                (side, side),
+                *3 * [(side, side)],
+            ],
             (
                 depth,
                 PING_PONG.num_stages,
@@ -159,7 +166,7 @@ class ChainLaunch:
         diagonals = scales.new_empty(chain.num_matrices, side) if self._has_diagonals else scales
         numbers = (side, counter, len(chain.entries))
         tensors = (*tables, scales, squared_scales, diagonals, state, others)
-        self._launch.launch((squares, *xs, *xs, squares, *xs), (*tensors, *numbers))
+        self._launch.launch((squares, squares, *xs, *xs, squares, *xs), (*tensors, *numbers))
 
 
 class BatchPlan:

@@ -7,7 +7,9 @@ from there one by one:
     scout          draws the next tile from a counter, waits until `done` of its matrix says that what it reads is
                    there, and posts it (`_hopper_mail`)
     producer       copies the operands of posted tiles, as in `_hopper_kernels`
-    consumer 0, 1  multiply in turn, as there; store (`_hopper_chain_tiles`); and add 1 to the matrix's `done`
+    consumer 0, 1  multiply in turn, as there, and put results into a buffer (`_hopper_chain_tiles`)
+    porter 0, 1    call for C, into that buffer; store what a consumer puts there; and when a tile is in memory add 1 to
+                   the matrix's `done`
 
 The scout is up to two tiles ahead, so nobody waits for its three round trips to memory.
 
@@ -26,44 +28,33 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from optim_kernels import _chain_jobs as chain
+from optim_kernels._hopper_chain_panels import load_x
+from optim_kernels._hopper_chain_porter import carry
 from optim_kernels._hopper_chain_tiles import (
-    C,
+    FULL,
+    GRAM,
+    RECTANGLE,
+    SQUARE,
     diagonal_tile,
     place_in_job,
     rectangular_tile,
     square_tile,
-    x_place,
 )
-from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive, wait_for_stores
+from optim_kernels._hopper_kernels import BLOCK
+from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive
 from optim_kernels._hopper_ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     as_blocks,
-    barrier,
     barriers,
     blocks_of,
     load,
 )
 
-GRAM, SQUARE, RECTANGLE, FULL = (gl.constexpr(kind.value) for kind in chain.Kind)
 ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
 # Of a job's numbers, those that only the scout needs.
 KIND, NEEDED, A, B, LENGTH = (gl.constexpr(field) for field in range(8, 13))
-
-
-@gluon.jit
-def _load_x(descs, which, x, row, column, full, target, PANELS: gl.constexpr):
-    """Copy a block of X from buffer ``which``; in panels buffers 0 and 2 are one."""
-    where, inside = x_place(x, column, PANELS)
-    if which == 1:
-        load(descs[1], [where, row, inside], full, target)
-    elif PANELS:
-        load(descs[0], [where, row, inside], full, target)
-    else:
-        if which == 0:
-            load(descs[0], [where, row, inside], full, target)
-        else:
-            load(descs[2], [where, row, inside], full, target)
+IS_WHOLE = gl.constexpr(15)
 
 
 @gluon.jit
@@ -84,15 +75,18 @@ def _scout(mail, schedule, flags: gl.constexpr):
         a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
         b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
         K = place_in_job(numbers, LENGTH)
+        # as far as A is there as it is; from then on it is read in its mirror image
+        is_whole = (kind == GRAM) | (place_in_job(numbers, IS_WHOLE) != 0)
+        of_a = gl.where(is_whole, K, gl.minimum(row + BLOCK, K))
         needed = place_in_job(numbers, NEEDED)
         while read_done(state + matrix) < needed:
             pass
-        post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K))
+        post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K, of_a))
         step += gl.cdiv(K, DEPTH)
         number += 1
         tile = gl.atomic_add(next_tile, 1, sem="relaxed")
     for last in gl.static_range(2):
-        post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -100,12 +94,12 @@ def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     PANELS: gl.constexpr = flags[2]
-    square_desc, gram_descs, right_descs = operands
+    square_desc, mirror_desc, gram_descs, right_descs = operands
     blocks, ready, empty = ring
-    # as products with X take B: [K, columns], not [columns, K]
-    upright = as_blocks(blocks, right_descs[0], 2 * STAGES)
+    # blocks of a mirror image, and of X on the right: [K, rows] and [K, columns], not [rows, K] and [columns, K]
+    upright = as_blocks(blocks, mirror_desc, 2 * STAGES)
     number = 0
-    job, _matrix, row, column, kind, step, a, b, x, _squares, K = receive(mail, number, 1)
+    job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
     while job >= 0:
         fence_proxies(job)
         # A is B
@@ -119,18 +113,24 @@ def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
             else:
                 mbarrier.expect(full, 2 * square_desc.block_type.nbytes)
             if kind == GRAM:
-                _load_x(gram_descs, a, x, row, k, full, blocks.index(slot), PANELS)
+                load_x(gram_descs, a, x, row, k, full, blocks.index(slot), PANELS)
                 if not is_single:
-                    _load_x(gram_descs, a, x, column, k, full, blocks.index(slot + STAGES), PANELS)
+                    load_x(gram_descs, a, x, column, k, full, blocks.index(slot + STAGES), PANELS)
             else:
-                load(square_desc, [a, row, k], full, blocks.index(slot))
+                if k < of_a:
+                    load(square_desc, [a, row, k], full, blocks.index(slot))
+                else:
+                    load(mirror_desc, [a, k, row], full, upright.index(slot))
                 if kind == RECTANGLE:
-                    _load_x(right_descs, b, x, k, column, full, upright.index(slot + STAGES), PANELS)
+                    load_x(right_descs, b, x, k, column, full, upright.index(slot + STAGES), PANELS)
                 elif not is_single:
-                    load(square_desc, [b, column, k], full, blocks.index(slot + STAGES))
+                    if k < column + BLOCK:
+                        load(square_desc, [b, column, k], full, blocks.index(slot + STAGES))
+                    else:
+                        load(mirror_desc, [b, k, column], full, upright.index(slot + STAGES))
             step += 1
         number += 1
-        job, _matrix, row, column, kind, step, a, b, x, _squares, K = receive(mail, number, 1)
+        job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def _consume(
     results,
     ring,
     buffers,
-    c_ready,
+    page,
     turn,
     mail,
     schedule,
@@ -150,46 +150,35 @@ def _consume(
     update: gl.constexpr,
 ):
     STAGES: gl.constexpr = flags[1]
-    PANELS: gl.constexpr = flags[2]
-    square_desc, x_descs, right_desc = results
-    _entries, jobs, _matrices, state, _counter, _total = schedule
+    square_desc, mirror_desc, _x_descs = results
+    c_ready, filled, free = page
+    _entries, jobs, _matrices, _state, _counter, _total = schedule
     blocks, ready, empty = ring
-    mine, buffer = c_ready.index(ME), buffers.index(ME)
-    shared = ((blocks, as_blocks(blocks, right_desc, 2 * STAGES), ready, empty), turn, buffer, mine)
+    mine = (buffers.index(ME), c_ready.index(ME), filled.index(ME), free.index(ME))
+    shared = ((blocks, as_blocks(blocks, mirror_desc, 2 * STAGES), ready, empty), turn, mine)
+    dtype: gl.constexpr = square_desc.dtype
     turns = 0
     loads = 0
-    job, matrix, row, column, kind, step, a, b, x, squares, K = receive(mail, ME, 4)
+    fills = 0
+    job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, ME, 4)
     while job >= 0:
-        fence_proxies(job)
         numbers = jobs + job * JOB_FIELDS
-        c = place_in_job(numbers, C)
-        if c >= 0:
-            mbarrier.expect(mine, square_desc.block_type.nbytes)
-            if kind == RECTANGLE:
-                _load_x(x_descs, c, x, row, column, mine, buffer, PANELS)
-            else:
-                load(square_desc, [squares + c, row, column], mine, buffer)
-        of_tile = (numbers, matrix, row, column, step, turns, loads, K)
+        of_tile = (numbers, matrix, row, column, step, turns, loads, fills, K, of_a)
         if kind == RECTANGLE:
-            loads = rectangular_tile(ME, of_tile, x, diagonals, shared, x_descs, scales, addresses, flags, update)
+            loads, fills = rectangular_tile(ME, of_tile, diagonals, shared, scales, addresses, flags, update)
         elif (row == column) & (kind != FULL):
-            second = gl.where(a == b, 0, STAGES)
-            loads = diagonal_tile(ME, of_tile, squares, shared, square_desc, scales, second, flags)
+            loads, fills = diagonal_tile(ME, of_tile, kind, a == b, shared, scales, dtype, flags)
         else:
-            loads = square_tile(ME, of_tile, kind == FULL, diagonals, squares, shared, square_desc, scales, flags)
+            loads, fills = square_tile(ME, of_tile, kind, diagonals, shared, scales, dtype, flags)
         turns += 1
-        # what was read of the buffer must not be overtaken by the next C
-        fence_async_shared()
-        wait_for_stores(turns)
-        barrier()
-        gl.atomic_add(state + matrix, 1, sem="release", scope="gpu")
-        job, matrix, row, column, kind, step, a, b, x, squares, K = receive(mail, 2 * turns + ME, 4)
+        job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, 2 * turns + ME, 4)
 
 
 # the second row of scales is aligned or not, which would compile everything twice
 @gluon.jit(do_not_specialize=["scales", "squared_scales", "side", "counter", "total"])
 def chain_kernel(
     square_load,
+    right_load_square,
     gram_load_0,
     gram_load_1,
     gram_load_2,
@@ -227,31 +216,27 @@ def chain_kernel(
     # slots of A, then slots of B
     blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
     buffers = blocks_of(square_tile, 2)
-    # of each consumer: C is there, it may multiply
-    c_ready, turn = barriers(2), barriers(2)
+    # of each consumer: C is there, its buffer is filled, the buffer is free again; it may multiply
+    page, turn = (barriers(2), barriers(2), barriers(2)), barriers(2)
     mail = allocate_mail()
     fence_async_shared()
     ring = (blocks, ready, empty)
     schedule = (entries, jobs, matrices, state, counter, total)
     grams, rights = (gram_load_0, gram_load_1, gram_load_2), (right_load_0, right_load_1, right_load_2)
-    results = (square_tile, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2), right_load_0)
+    results = (square_tile, right_load_square, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2))
     both = (scales, squared_scales)
     apart = (diagonals, side)
     flags: gl.constexpr = (DEPTH, STAGES, PANELS, ENDING)
     update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (0, results, ring, buffers, c_ready, turn, mail, schedule, both, apart, addresses, flags, update),
-            ),
-            (
-                _consume,
-                (1, results, ring, buffers, c_ready, turn, mail, schedule, both, apart, addresses, flags, update),
-            ),
-            (_produce, ((square_load, grams, rights), ring, mail, schedule, flags)),
+            (_consume, (0, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
+            (_consume, (1, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
+            (_produce, ((square_load, right_load_square, grams, rights), ring, mail, schedule, flags)),
             (_scout, (mail, schedule, flags)),
+            (carry, (0, results, buffers, page, mail, schedule, flags)),
+            (carry, (1, results, buffers, page, mail, schedule, flags)),
         ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -1,4 +1,4 @@
-"""What a consumer of `_hopper_chain_kernel` does with a tile: multiply, finish, store, and what the step ends with.
+"""What a consumer of `_hopper_chain_kernel` does with a tile: multiply, finish, and what the step ends with.
 
     D = s (α A Bᵀ + β C),  Q = D + ω I     A Aᵀ, and symmetric matrices that commute: tiles on and below the diagonal;
                                            or all tiles. Q may also be what rounding took from D, and D's diagonal
@@ -6,8 +6,9 @@
     D = s (α A B + β C)                    rectangular; the last one's tiles are O: parameters are updated with it, or
                                            sums of O² left behind for an update that needs all of O first
 
-Of a tile on the diagonal three quarters are computed, from one copy of A where B is A. The kinds share no loop: where
-the sums of two ways to multiply meet, the compiler lets one product wait for the other.
+Results go into the consumer's buffer, from which its porter stores them while the consumer goes on: it waits for the
+porter only before it puts something there again. Square products and those with X share no loop: where the sums of two
+ways to multiply meet, the compiler lets one product wait for the other.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from optim_kernels import _chain_jobs as chain
-from optim_kernels._hopper_kernels import BLOCK, multiply
-from optim_kernels._hopper_ring import barrier, store
+from optim_kernels._hopper_kernels import BLOCK
+from optim_kernels._hopper_ring import barrier
 from optim_kernels._hopper_update_kernel import update_tile
 from optim_kernels._muon_table import FIRST_PART, INNER, NUM_FIELDS, OUTER, ROWS_ARE_INNER
 
 # Rows that one instruction of the tensor cores has.
 HALF = gl.constexpr(64)
+GRAM, SQUARE, RECTANGLE, FULL = (gl.constexpr(kind.value) for kind in chain.Kind)
 NO_SCALE, SCALE = gl.constexpr(chain.Scale.NONE.value), gl.constexpr(chain.Scale.SCALE.value)
 STORE, UPDATE, SQUARES = (gl.constexpr(ending.value) for ending in chain.Ending)
 C, D, Q, WHICH_SCALE, ALPHA, BETA, OMEGA, IS_LAST = (gl.constexpr(field) for field in range(8))
@@ -53,36 +54,81 @@ def place_in_job(job, field: gl.constexpr):
 
 
 @gluon.jit
-def x_place(x, column, PANELS: gl.constexpr):
-    """Where a column of X is: its matrix and the column; or, in panels of BLOCK columns, the panel and its column."""
-    if PANELS:
-        return x + column // BLOCK, column % BLOCK
-    else:
-        return x, column
+def _add(
+    acc,
+    ring,
+    step,
+    first,
+    end,
+    second,
+    A_MIRRORED: gl.constexpr,
+    B_UPRIGHT: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add the products from ``first`` to ``end`` along K; the last one may still be under way.
+
+    B is in slot + ``second``.
+    """
+    blocks, upright, ready, empty = ring
+    for k in range(first, end, DEPTH):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+        if A_MIRRORED:
+            a = upright.index(slot).reshape([DEPTH, BLOCK]).permute((1, 0))
+        else:
+            a = blocks.index(slot).reshape([BLOCK, DEPTH])
+        if B_UPRIGHT:
+            b = upright.index(slot + second).reshape([DEPTH, BLOCK])
+        else:
+            b = blocks.index(slot + second).reshape([BLOCK, DEPTH]).permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # all but this step's product are done
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    return acc, step
 
 
 @gluon.jit
-def multiply_diagonal(ME: gl.constexpr, ring, turn, step, turns, K, second, DEPTH: gl.constexpr, STAGES: gl.constexpr):
-    """Of a tile on the diagonal the lower half, and the left half of the upper one; B is in slot + ``second``."""
-    blocks, _upright, ready, empty = ring
-    lower = gl.zeros([HALF, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
-    corner = gl.zeros([HALF, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+def _begin(ME: gl.constexpr, turn, turns):
+    """Sums of nothing, when it is this consumer's turn: consumer 0 starts, then they alternate."""
     mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-    for k in range(0, K, DEPTH):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        a = blocks.index(slot).reshape([BLOCK, DEPTH])
-        b = blocks.index(slot + second).reshape([BLOCK, DEPTH])
-        lower = warpgroup_mma(a.slice(HALF, HALF), b.permute((1, 0)), lower, is_async=True)
-        corner = warpgroup_mma(a.slice(0, HALF), b.slice(0, HALF).permute((1, 0)), corner, is_async=True)
-        # all but this step's products are done
-        lower, corner = warpgroup_mma_wait(2, deps=(lower, corner))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
+    return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
+
+
+@gluon.jit
+def _end(ME: gl.constexpr, acc, ring, turn, step, STAGES: gl.constexpr):
+    """The sums, when all products are done."""
+    _blocks, _upright, _ready, empty = ring
     mbarrier.arrive(turn.index(1 - ME))
-    lower, corner = warpgroup_mma_wait(0, deps=(lower, corner))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return lower, corner
+    return acc
+
+
+@gluon.jit
+def _multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, second, flags: gl.constexpr):
+    """Sums of A Bᵀ: A is there up to ``of_a`` along K, B up to ``of_b``; beyond, their mirror images are."""
+    DEPTH: gl.constexpr = flags[0]
+    STAGES: gl.constexpr = flags[1]
+    acc = _begin(ME, turn, turns)
+    acc, step = _add(acc, ring, step, 0, gl.minimum(of_a, of_b), second, False, False, DEPTH, STAGES)
+    acc, step = _add(acc, ring, step, of_b, of_a, second, False, True, DEPTH, STAGES)
+    acc, step = _add(acc, ring, step, of_a, of_b, second, True, False, DEPTH, STAGES)
+    acc, step = _add(acc, ring, step, gl.maximum(of_a, of_b), K, second, True, True, DEPTH, STAGES)
+    return _end(ME, acc, ring, turn, step, STAGES)
+
+
+@gluon.jit
+def _multiply_x(ME: gl.constexpr, ring, turn, step, turns, K, of_a, flags: gl.constexpr):
+    """Sums of A X."""
+    DEPTH: gl.constexpr = flags[0]
+    STAGES: gl.constexpr = flags[1]
+    acc = _begin(ME, turn, turns)
+    acc, step = _add(acc, ring, step, 0, of_a, STAGES, False, True, DEPTH, STAGES)
+    acc, step = _add(acc, ring, step, of_a, K, STAGES, True, True, DEPTH, STAGES)
+    return _end(ME, acc, ring, turn, step, STAGES)
 
 
 @gluon.jit
@@ -92,6 +138,23 @@ def await_c(job, c_ready, loads):
         mbarrier.wait(c_ready, loads & 1)
         loads += 1
     return loads
+
+
+@gluon.jit
+def await_free(mine, fills):
+    """Wait until what was put into the buffer before has been read."""
+    _buffer, _c_ready, _filled, free = mine
+    mbarrier.wait(free, (fills & 1) ^ 1)
+
+
+@gluon.jit
+def hand_over(mine, fills):
+    """What all have put into the buffer is the porter's to store; how often that was."""
+    _buffer, _c_ready, filled, _free = mine
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(filled)
+    return fills + 1
 
 
 @gluon.jit
@@ -131,75 +194,78 @@ def _rounded(wide, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _is_low(job):
+def is_low(job):
     """Whether Q is what rounding took."""
     return of_job(job, IS_LOW) != 0
 
 
 @gluon.jit
-def square_tile(ME: gl.constexpr, of_tile, is_full, diagonals, squares, shared, desc, scales, flags: gl.constexpr):
-    """A tile of a square product, below the diagonal unless it ``is_full``; how often C has been waited for."""
-    job, matrix, row, column, step, turns, loads, K = of_tile
-    ring, turn, buffer, c_ready = shared
-    blocks, _upright, ready, empty = ring
-    tile = buffer.reshape([BLOCK, BLOCK])
-    acc = multiply(ME, (blocks, blocks, ready, empty), turn, step, turns, K, True, flags[0], flags[1], flags[1])
-    loads = await_c(job, c_ready, loads)
+def square_tile(ME: gl.constexpr, of_tile, kind, diagonals, shared, scales, dtype: gl.constexpr, flags: gl.constexpr):
+    """A tile of a square product, below the diagonal unless all of it is wanted.
+
+    How often C has been waited for, and the buffer handed over.
+    """
+    job, matrix, row, column, step, turns, loads, fills, K, of_a = of_tile
+    ring, turn, mine = shared
+    tile = mine[0].reshape([BLOCK, BLOCK])
+    of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
+    acc = _multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, flags[1], flags)
+    loads = await_c(job, mine[1], loads)
     wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
     if of_job(job, IS_APART) != 0 and row == column:
         wide = _put_apart(wide, _diagonal_of(diagonals, matrix) + row)
-    d, low = _rounded(wide, desc.dtype)
+    d, low = _rounded(wide, dtype)
+    await_free(mine, fills)
     tile.store(d)
-    q = place_in_job(job, Q)
-    if _is_low(job):
-        _store_square(desc, d, squares + place_in_job(job, D), -1, row, column, buffer, is_full)
-        tma.store_wait(0)
-        barrier()
+    fills = hand_over(mine, fills)
+    if is_low(job):
+        await_free(mine, fills)
         tile.store(low)
-        _store_square(desc, low, squares + q, -1, row, column, buffer, is_full)
-    else:
-        also = gl.where(q >= 0, squares + q, -1)
-        _store_square(desc, d, squares + place_in_job(job, D), also, row, column, buffer, is_full)
-    return loads
+        fills = hand_over(mine, fills)
+    return loads, fills
 
 
 @gluon.jit
-def diagonal_tile(ME: gl.constexpr, of_tile, squares, shared, desc, scales, second, flags: gl.constexpr):
-    """A tile on the diagonal; how often C has been waited for."""
-    job, matrix, row, _column, step, turns, loads, K = of_tile
-    ring, turn, buffer, c_ready = shared
-    lower, corner = multiply_diagonal(ME, ring, turn, step, turns, K, second, flags[0], flags[1])
-    loads = await_c(job, c_ready, loads)
-    tile = buffer.reshape([BLOCK, BLOCK])
-    bottom = tile.slice(HALF, HALF)
-    left = tile.slice(0, HALF).slice(0, HALF, 1)
-    beta = of_job(job, BETA)
-    d_bottom, low_bottom = _rounded(finish(lower, beta, job, matrix, bottom, scales), desc.dtype)
-    d_left, low_left = _rounded(finish(corner, beta, job, matrix, left, scales), desc.dtype)
-    bottom.store(d_bottom)
-    left.store(d_left)
-    if _is_low(job):
-        _store_diagonal(desc, squares + place_in_job(job, D), -1, 0.0, row, buffer)
-        tma.store_wait(0)
-        barrier()
-        bottom.store(low_bottom)
-        left.store(low_left)
-        _store_diagonal(desc, squares + place_in_job(job, Q), -1, 0.0, row, buffer)
+def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dtype: gl.constexpr, flags: gl.constexpr):
+    """A tile on the diagonal of a symmetric product; ``is_single``: B is A, of which there is one copy.
+
+    How often C has been waited for, and the buffer handed over.
+    """
+    job, matrix, _row, column, step, turns, loads, fills, K, of_a = of_tile
+    ring, turn, mine = shared
+    second = gl.where(is_single, 0, flags[1])
+    of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
+    acc = _multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, second, flags)
+    loads = await_c(job, mine[1], loads)
+    tile = mine[0].reshape([BLOCK, BLOCK])
+    wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
+    await_free(mine, fills)
+    if is_single:
+        # these sums are symmetric to the last bit
+        d, low = _rounded(wide, dtype)
+        tile.store(d)
+        if is_low(job):
+            fills = hand_over(mine, fills)
+            await_free(mine, fills)
+            tile.store(low)
     else:
-        q = place_in_job(job, Q)
-        also = gl.where(q >= 0, squares + q, -1)
-        _store_diagonal(desc, squares + place_in_job(job, D), also, of_job(job, OMEGA), row, buffer)
-    return loads
+        tile.store(wide.to(dtype))
+        _mirror_corner(tile)
+    fills = hand_over(mine, fills)
+    if (place_in_job(job, Q) >= 0) & (is_low(job) == 0):
+        await_free(mine, fills)
+        _shift(tile, of_job(job, OMEGA))
+        fills = hand_over(mine, fills)
+    return loads, fills
 
 
+# of a tile half of the rows at a time, for the registers
 @gluon.jit
-def _store_diagonal(desc, to, shifted, omega, row, buffer):
-    """Store D, whose upper half is to be mirrored from the lower one, and where ``shifted`` ≥ 0 D + ωI there."""
-    # half of the rows at a time, for the registers
+def _mirror_corner(tile):
+    """What is above the diagonal of a tile on it, from what is below."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
-    tile = buffer.reshape([BLOCK, BLOCK])
     barrier()
     for half in gl.static_range(2):
         part = tile.slice(half * HALF, HALF)
@@ -207,73 +273,49 @@ def _store_diagonal(desc, to, shifted, omega, row, buffer):
         mirrored = tile.permute((1, 0)).slice(half * HALF, HALF).load(layout)
         barrier()
         part.store(gl.where(rows + half * HALF >= cols, d, mirrored))
-    fence_async_shared()
-    barrier()
-    store(desc, [to, row, row], buffer)
-    if shifted >= 0:
-        tma.store_wait(0)
-        barrier()
-        for half in gl.static_range(2):
-            part = tile.slice(half * HALF, HALF)
-            wide = part.load(layout).to(gl.float32)
-            part.store(gl.where(rows + half * HALF == cols, wide + omega, wide).to(desc.dtype))
-        fence_async_shared()
-        barrier()
-        store(desc, [shifted, row, row], buffer)
 
 
 @gluon.jit
-def _store_square(desc, d, to, also, row, column, buffer, is_full):
-    """Store D, which is in the buffer too, and unless the product ``is_full`` its mirror image.
-
-    Where ``also`` ≥ 0, there as well.
-    """
-    fence_async_shared()
+def _shift(tile, omega):
+    """Add ω to the diagonal."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     barrier()
-    store(desc, [to, row, column], buffer)
-    if also >= 0:
-        store(desc, [also, row, column], buffer)
-    if not is_full:
-        tma.store_wait(0)
-        barrier()
-        buffer.reshape([BLOCK, BLOCK]).permute((1, 0)).store(d)
-        fence_async_shared()
-        barrier()
-        store(desc, [to, column, row], buffer)
-        if also >= 0:
-            store(desc, [also, column, row], buffer)
+    for half in gl.static_range(2):
+        part = tile.slice(half * HALF, HALF)
+        wide = part.load(layout).to(gl.float32)
+        part.store(gl.where(rows + half * HALF == cols, wide + omega, wide).to(tile.dtype))
 
 
 @gluon.jit
 def rectangular_tile(
     ME: gl.constexpr,
     of_tile,
-    x,
     diagonals,
     shared,
-    descs,
     scales,
     addresses,
     flags: gl.constexpr,
     update: gl.constexpr,
 ):
-    """A tile of a product with X; how often C has been waited for."""
-    job, matrix, row, column, step, turns, loads, K = of_tile
-    ring, turn, buffer, c_ready = shared
-    PANELS: gl.constexpr = flags[2]
+    """A tile of a product with X; how often C has been waited for, and the buffer handed over."""
+    job, matrix, row, column, step, turns, loads, fills, K, of_a = of_tile
+    ring, turn, mine = shared
     ENDING: gl.constexpr = flags[3]
-    tile = buffer.reshape([BLOCK, BLOCK])
-    acc = multiply(ME, ring, turn, step, turns, K, False, flags[0], flags[1], flags[1])
-    loads = await_c(job, c_ready, loads)
+    tile = mine[0].reshape([BLOCK, BLOCK])
+    acc = _multiply_x(ME, ring, turn, step, turns, K, of_a, flags)
+    loads = await_c(job, mine[1], loads)
     at = row + gl.arange(0, BLOCK, gl.SliceLayout(1, acc.type.layout))
     # past L1, which may have the line from before
     is_apart = of_job(job, IS_APART) != 0
     diagonal = _diagonal_of(diagonals, matrix)
     beta = gl.load(diagonal + at, mask=(at >= 0) & is_apart, other=of_job(job, BETA), cache_modifier=".cg")
     d = finish(acc, beta[:, None], job, matrix, tile, scales).to(tile.dtype)
+    await_free(mine, fills)
     if ENDING == UPDATE:
         if of_job(job, IS_LAST) == 0:
-            _store_rectangle(descs, d, job, x, row, column, buffer, PANELS)
+            tile.store(d)
         else:
             control = gl.load(addresses + CONTROL).to(gl.pointer_type(gl.float32))
             # found_inf: nothing is written
@@ -285,33 +327,19 @@ def rectangular_tile(
                 record = _record(addresses, matrix)
                 update_tile(record, hyper, lr_scale, tile, d, row // BLOCK, column // BLOCK, update)
     else:
-        _store_rectangle(descs, d, job, x, row, column, buffer, PANELS)
+        tile.store(d)
         if ENDING == SQUARES:  # noqa: SIM102
             if of_job(job, IS_LAST) != 0:
+                barrier()
                 parts = gl.load(addresses + PARTS).to(gl.pointer_type(gl.float32))
                 _store_squares(_record(addresses, matrix), parts, tile, row // BLOCK, column // BLOCK)
-    return loads
+    return loads, hand_over(mine, fills)
 
 
 @gluon.jit
 def _record(addresses, matrix):
     """The matrix's row in the table of `_muon_table`."""
     return gl.load(addresses + TABLE).to(gl.pointer_type(gl.int64)) + matrix.to(gl.int64) * NUM_FIELDS
-
-
-@gluon.jit
-def _store_rectangle(descs, d, job, x, row, column, buffer, PANELS: gl.constexpr):
-    """Store a tile of X; rectangle 0 is only read, unless in panels it is 2 as well."""
-    buffer.reshape([BLOCK, BLOCK]).store(d)
-    fence_async_shared()
-    barrier()
-    where, inside = x_place(x, column, PANELS)
-    if place_in_job(job, D) == 1:
-        store(descs[1], [where, row, inside], buffer)
-    elif PANELS:
-        store(descs[0], [where, row, inside], buffer)
-    else:
-        store(descs[2], [where, row, inside], buffer)
 
 
 @gluon.jit

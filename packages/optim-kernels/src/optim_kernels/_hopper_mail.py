@@ -1,7 +1,7 @@
 """Between warps of a persistent Hopper kernel in Gluon, and between its programs: posts, and counts of what is done.
 
-A post is a few numbers about a tile, from one warp to the producer and the consumer of that tile, through a box in
-shared memory. There are two boxes, one for each consumer; a box is free again when both have read it.
+A post is a few numbers about a tile, from one warp to the producer and the tile's consumer and porter, through a box in
+shared memory. There are two boxes, one for each consumer; a box is free again when all three have read it.
 
 Programs tell each other what they have stored by counters in memory. A result is stored by the copy engine; it is there
 when the engine says so, then the counter is raised with release. Who reads it with acquire hands that on to its own
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from optim_kernels._hopper_ring import barrier, barriers
 
 # Numbers of a post, and of the box, which has room for a power of two.
-POST = gl.constexpr(11)
+POST = gl.constexpr(12)
 BOX = gl.constexpr(16)
 
 
@@ -47,9 +47,9 @@ def wait_for_stores(token):
 
 @gluon.jit
 def allocate_mail():
-    """Both boxes, with barriers: a post is there, it has been read."""
+    """Both boxes, with barriers: a post is there, all have read it."""
     boxes = gl.allocate_shared_memory(gl.int32, [2, BOX], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return boxes, barriers(2), barriers(2, 2)
+    return boxes, barriers(2), barriers(2, 3)
 
 
 @gluon.jit
@@ -91,6 +91,7 @@ def receive(mail, number, NUM_WARPS: gl.constexpr):
         _pick(content, at, 8),
         _pick(content, at, 9),
         _pick(content, at, 10),
+        _pick(content, at, 11),
     )
 
 
