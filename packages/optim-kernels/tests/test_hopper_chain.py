@@ -147,7 +147,9 @@ def test_divisors(eps_mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300), (16, 1000, 1040)], ids=str
+    "shape",
+    [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300), (16, 1000, 1040), (6, 1600, 1600)],
+    ids=str,
 )
 def test_one_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Right against fp64, the same bits twice and in a graph, both iterations, inputs left alone."""

@@ -105,6 +105,9 @@ def test_which_batches_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             (12, 768, 768),
             (6, 768, 3072),
             (24, 1024, 4096),
+            (5, 1600, 1600),
+            (6, 1600, 1600),
+            (6, 2048, 2048),
             (1, 2048, 8192),
             (4, 2048, 8192),
             (1, 4096, 4096),
@@ -112,12 +115,13 @@ def test_which_batches_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         if hopper_chain.takes_chain(count, m, n, NSConfig(), torch.float16, torch.device("cuda", 0))
     ]
-    assert chained == [(12, 768, 768), (24, 1024, 4096), (4, 2048, 8192), (1, 4096, 14336)]
+    assert chained == [(12, 768, 768), (24, 1024, 4096), (6, 1600, 1600), (4, 2048, 8192), (1, 4096, 14336)]
 
 
 MODELS = {
     "gpt2_124m": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "d20": [*[(1280, 1280)] * 4, (5120, 1280), (1280, 5120)] * 20,
+    "gpt2_1.56b": [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)] * 48,
 }
 
 
@@ -126,10 +130,7 @@ MODELS = {
 def test_a_models_step_is_a_few_launches(
     model: str, variant: str, around: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an H200, whose tables are made without memory: all matrices of one short side are one launch.
-
-    Those of GPT-2 1.56B, 1600 rows high, are not: tiles of 128×256 are faster for them.
-    """
+    """As on an H200, whose tables are made without memory: all matrices of one short side are one launch."""
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
 
@@ -137,7 +138,7 @@ def test_a_models_step_is_a_few_launches(
         return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0))
 
     monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain)
-    assert not takes_step_chain([(1600, 48), (6400, 96)], 1600, NSConfig(), torch.float16, None)
+    assert not takes_step_chain([(1792, 48), (7168, 96)], 1792, NSConfig(), torch.float16, None)
     # however few there are, unless they would be as they are without a chain
     assert takes_step_chain([(3072, 1)], 768, NSConfig(), torch.float16, None)
     assert not takes_step_chain([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)

@@ -24,11 +24,10 @@ from optim_kernels._product_launches import empty_matrices, has_gluon, is_readab
 from optim_kernels._tiles import PING_PONG, cdiv
 
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
-# with fewer, smaller tiles are.
-LEAST_ROUNDS = 1.0
-# Matrices with longer short sides fill the chip one by one, and larger tiles are faster for them, unless only a chain
-# can restart in factors and has this many rounds of tiles to do it in.
-LARGEST_SIDE, LARGE_ROUNDS = 1536, 4.0
+# with fewer, smaller tiles are, and for short sides beyond SMALL_SIDE larger ones.
+LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 4.0
+# Matrices with longer short sides fill the chip one by one, unless they are long: only a chain restarts in factors.
+LARGEST_SIDE = 1664
 
 Xs = tuple[Tensor, Tensor, Tensor]
 
@@ -76,7 +75,7 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
         return False
     blocks = cdiv(m, BLOCK)
     rounds = count * blocks * (blocks + 1) / 2 / num_multiprocessors(device.index)
-    return rounds >= (LEAST_ROUNDS if m <= LARGEST_SIDE else LARGE_ROUNDS)
+    return rounds >= (LEAST_ROUNDS if m <= SMALL_SIDE else LARGE_ROUNDS)
 
 
 def takes_step_chain(

@@ -16,9 +16,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from optim_kernels import _chain_jobs as chain
 from optim_kernels._hopper_chain_panels import load_x, store_x
-from optim_kernels._hopper_chain_tiles import FULL, IS_LAST, RECTANGLE, UPDATE, C, D, Q, is_low, of_job, place_in_job
+from optim_kernels._hopper_chain_tiles import (
+    FULL,
+    IS_LAST,
+    RECTANGLE,
+    UPDATE,
+    C,
+    D,
+    Q,
+    is_low,
+    of_job,
+    place_in_job,
+    record_of,
+)
+from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_mail import fence_proxies, receive, wait_for_stores
 from optim_kernels._hopper_ring import barrier, load, store
+from optim_kernels._hopper_update_kernel import fetch_tile
 
 JOB_FIELDS = gl.constexpr(chain.JOB_FIELDS)
 
@@ -45,7 +59,17 @@ def _carry_square(desc, to, also, row, column, mine, fills):
 
 
 @gluon.jit
-def carry(ME: gl.constexpr, results, buffers, page, mail, schedule, flags: gl.constexpr):
+def carry(
+    ME: gl.constexpr,
+    results,
+    buffers,
+    page,
+    mail,
+    schedule,
+    addresses,
+    flags: gl.constexpr,
+    update: gl.constexpr,
+):
     PANELS: gl.constexpr = flags[2]
     ENDING: gl.constexpr = flags[3]
     square_desc, _mirror_desc, x_descs = results
@@ -66,8 +90,12 @@ def carry(ME: gl.constexpr, results, buffers, page, mail, schedule, flags: gl.co
             else:
                 load(square_desc, [squares + c, row, column], mine[1], mine[0])
         if kind == RECTANGLE:
+            is_updated = (ENDING == UPDATE) & (of_job(numbers, IS_LAST) != 0)
+            if ENDING == UPDATE:  # noqa: SIM102
+                if is_updated:
+                    fetch_tile(record_of(addresses, matrix), row // BLOCK, column // BLOCK, update)
             mbarrier.wait(mine[2], fills & 1)
-            if ENDING != UPDATE or of_job(numbers, IS_LAST) == 0:
+            if not is_updated:
                 store_x(x_descs, d, x, row, column, mine[0], PANELS)
             fills = _give_back(mine, fills)
         else:

@@ -7,8 +7,7 @@
                                            sums of O² left behind for an update that needs all of O first
 
 Results go into the consumer's buffer, from which its porter stores them while the consumer goes on: it waits for the
-porter only before it puts something there again. Square products and those with X share no loop: where the sums of two
-ways to multiply meet, the compiler lets one product wait for the other.
+porter only before it puts something there again.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from optim_kernels import _chain_jobs as chain
+from optim_kernels._hopper_chain_products import multiply_squares, multiply_x
 from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_ring import barrier
 from optim_kernels._hopper_update_kernel import update_tile
 from optim_kernels._muon_table import FIRST_PART, INNER, NUM_FIELDS, OUTER, ROWS_ARE_INNER
 
-# Rows that one instruction of the tensor cores has.
-HALF = gl.constexpr(64)
+# Rows of a tile that are mirrored or shifted at a time, for the registers.
+HALF = gl.constexpr(BLOCK // 2)
 GRAM, SQUARE, RECTANGLE, FULL = (gl.constexpr(kind.value) for kind in chain.Kind)
 NO_SCALE, SCALE = gl.constexpr(chain.Scale.NONE.value), gl.constexpr(chain.Scale.SCALE.value)
 STORE, UPDATE, SQUARES = (gl.constexpr(ending.value) for ending in chain.Ending)
@@ -51,84 +49,6 @@ def of_job(job, field: gl.constexpr):
 def place_in_job(job, field: gl.constexpr):
     """The number of a buffer; −1 for none."""
     return gl.load(job + field).to(gl.int32)
-
-
-@gluon.jit
-def _add(
-    acc,
-    ring,
-    step,
-    first,
-    end,
-    second,
-    A_MIRRORED: gl.constexpr,
-    B_UPRIGHT: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Add the products from ``first`` to ``end`` along K; the last one may still be under way.
-
-    B is in slot + ``second``.
-    """
-    blocks, upright, ready, empty = ring
-    for k in range(first, end, DEPTH):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        if A_MIRRORED:
-            a = upright.index(slot).reshape([DEPTH, BLOCK]).permute((1, 0))
-        else:
-            a = blocks.index(slot).reshape([BLOCK, DEPTH])
-        if B_UPRIGHT:
-            b = upright.index(slot + second).reshape([DEPTH, BLOCK])
-        else:
-            b = blocks.index(slot + second).reshape([BLOCK, DEPTH]).permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        # all but this step's product are done
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    return acc, step
-
-
-@gluon.jit
-def _begin(ME: gl.constexpr, turn, turns):
-    """Sums of nothing, when it is this consumer's turn: consumer 0 starts, then they alternate."""
-    mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-    return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
-
-
-@gluon.jit
-def _end(ME: gl.constexpr, acc, ring, turn, step, STAGES: gl.constexpr):
-    """The sums, when all products are done."""
-    _blocks, _upright, _ready, empty = ring
-    mbarrier.arrive(turn.index(1 - ME))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return acc
-
-
-@gluon.jit
-def _multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, second, flags: gl.constexpr):
-    """Sums of A Bᵀ: A is there up to ``of_a`` along K, B up to ``of_b``; beyond, their mirror images are."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
-    acc = _begin(ME, turn, turns)
-    acc, step = _add(acc, ring, step, 0, gl.minimum(of_a, of_b), second, False, False, DEPTH, STAGES)
-    acc, step = _add(acc, ring, step, of_b, of_a, second, False, True, DEPTH, STAGES)
-    acc, step = _add(acc, ring, step, of_a, of_b, second, True, False, DEPTH, STAGES)
-    acc, step = _add(acc, ring, step, gl.maximum(of_a, of_b), K, second, True, True, DEPTH, STAGES)
-    return _end(ME, acc, ring, turn, step, STAGES)
-
-
-@gluon.jit
-def _multiply_x(ME: gl.constexpr, ring, turn, step, turns, K, of_a, flags: gl.constexpr):
-    """Sums of A X."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
-    acc = _begin(ME, turn, turns)
-    acc, step = _add(acc, ring, step, 0, of_a, STAGES, False, True, DEPTH, STAGES)
-    acc, step = _add(acc, ring, step, of_a, K, STAGES, True, True, DEPTH, STAGES)
-    return _end(ME, acc, ring, turn, step, STAGES)
 
 
 @gluon.jit
@@ -209,7 +129,7 @@ def square_tile(ME: gl.constexpr, of_tile, kind, diagonals, shared, scales, dtyp
     ring, turn, mine = shared
     tile = mine[0].reshape([BLOCK, BLOCK])
     of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
-    acc = _multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, flags[1], flags)
+    acc = multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, flags[1], flags)
     loads = await_c(job, mine[1], loads)
     wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
     if of_job(job, IS_APART) != 0 and row == column:
@@ -235,7 +155,7 @@ def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dt
     ring, turn, mine = shared
     second = gl.where(is_single, 0, flags[1])
     of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
-    acc = _multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, second, flags)
+    acc = multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, second, flags)
     loads = await_c(job, mine[1], loads)
     tile = mine[0].reshape([BLOCK, BLOCK])
     wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
@@ -259,7 +179,6 @@ def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dt
     return loads, fills
 
 
-# of a tile half of the rows at a time, for the registers
 @gluon.jit
 def _mirror_corner(tile):
     """What is above the diagonal of a tile on it, from what is below."""
@@ -304,7 +223,7 @@ def rectangular_tile(
     ring, turn, mine = shared
     ENDING: gl.constexpr = flags[3]
     tile = mine[0].reshape([BLOCK, BLOCK])
-    acc = _multiply_x(ME, ring, turn, step, turns, K, of_a, flags)
+    acc = multiply_x(ME, ring, turn, step, turns, K, of_a, flags)
     loads = await_c(job, mine[1], loads)
     at = row + gl.arange(0, BLOCK, gl.SliceLayout(1, acc.type.layout))
     # past L1, which may have the line from before
@@ -324,7 +243,7 @@ def rectangular_tile(
                 lr_scale = gl.load(gl.load(addresses + LR_SCALES).to(gl.pointer_type(gl.float32)) + matrix)
                 # all have read C
                 barrier()
-                record = _record(addresses, matrix)
+                record = record_of(addresses, matrix)
                 update_tile(record, hyper, lr_scale, tile, d, row // BLOCK, column // BLOCK, update)
     else:
         tile.store(d)
@@ -332,12 +251,12 @@ def rectangular_tile(
             if of_job(job, IS_LAST) != 0:
                 barrier()
                 parts = gl.load(addresses + PARTS).to(gl.pointer_type(gl.float32))
-                _store_squares(_record(addresses, matrix), parts, tile, row // BLOCK, column // BLOCK)
+                _store_squares(record_of(addresses, matrix), parts, tile, row // BLOCK, column // BLOCK)
     return loads, hand_over(mine, fills)
 
 
 @gluon.jit
-def _record(addresses, matrix):
+def record_of(addresses, matrix):
     """The matrix's row in the table of `_muon_table`."""
     return gl.load(addresses + TABLE).to(gl.pointer_type(gl.int64)) + matrix.to(gl.int64) * NUM_FIELDS
 

@@ -2,9 +2,9 @@
 
     O = s (α S X + β X),  rounded to X's dtype;  then the update of `_muon_parameter`
 
-While one consumer multiplies, the other reads its tile's parameters, updates and stores them: four rounds of 32 of the
-storage's lines, 16 bytes a thread. O goes through the tile's buffer in shared memory, and comes out of it in the
-storage's order, transposed where the matrix has more lines than elements a line.
+While one consumer multiplies, the other reads its tile's parameters, updates and stores them: two rounds of 64 of the
+storage's lines, which are as many as registers hold. O goes through the tile's buffer in shared memory, and comes out
+of it in the storage's order, transposed where the matrix has more lines than elements a line.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from optim_kernels._hopper_kernels import BLOCK, allocate, multiply, produce
 from optim_kernels._hopper_ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, load
 from optim_kernels._muon_parameter import read_parameter, updated, write_parameter
-from optim_kernels._muon_table import NUM_FIELDS
+from optim_kernels._muon_table import MASTER, MASTER_FP32, MASTER_LOW, NUM_FIELDS, P
 from optim_kernels._muon_tiles import sizes, stride_of
 from optim_kernels._product_kernels import rectangle_tile
 
 # Lines of the storage that are updated at a time.
-_LINES = gl.constexpr(32)
+_LINES = gl.constexpr(64)
 
 
 @gluon.jit
@@ -83,6 +83,44 @@ def _consume(
 
 
 @gluon.jit
+def _in_storage(i, j, outer_size, inner_size):
+    """The first line of tile (i, j) of X in the storage, and the first element of it."""
+    is_transposed = outer_size > inner_size
+    return gl.where(is_transposed, j, i) * BLOCK, gl.where(is_transposed, i, j) * BLOCK
+
+
+@gluon.jit
+def fetch_tile(record, i, j, flags: gl.constexpr):
+    """Bring the parameters of tile (i, j) of X to L2, by one warp that does not wait for them."""
+    P_DTYPE: gl.constexpr = flags[0]
+    MASTER_KIND: gl.constexpr = flags[1]
+    if MASTER_KIND == MASTER_FP32:
+        _fetch(record, i, j, gl.load(record + MASTER), 4)
+    else:
+        _fetch(record, i, j, gl.load(record + P), P_DTYPE.primitive_bitwidth // 8)
+        if MASTER_KIND == MASTER_LOW:
+            _fetch(record, i, j, gl.load(record + MASTER), 2)
+
+
+@gluon.jit
+def _fetch(record, i, j, start, BYTES: gl.constexpr):
+    outer_size, inner_size = sizes(record, True)
+    first_outer, first_inner = _in_storage(i, j, outer_size, inner_size)
+    # of what is beyond the matrix, its last line once more
+    line = gl.minimum(first_outer + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [1], [0])), outer_size - 1)
+    address = start + (line.to(gl.int64) * stride_of(record, True) + first_inner) * BYTES
+    size = (gl.minimum(inner_size - first_inner, BLOCK) * BYTES).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2;",
+        "=r,l,r",
+        [address, size],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
     """Update the parameters of tile (i, j) of X, whose O is ``o``.
 
@@ -98,8 +136,8 @@ def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
     else:
         matrix.store(o)
     barrier()
-    first_outer = gl.where(outer_size > inner_size, j, i) * BLOCK
-    inner = gl.where(outer_size > inner_size, i, j) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    first_outer, first_inner = _in_storage(i, j, outer_size, inner_size)
+    inner = first_inner + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     stride = stride_of(record, True)
     for part in gl.static_range(BLOCK // _LINES):
         lines = matrix.slice(part * _LINES, _LINES).load(layout).to(gl.float32)
