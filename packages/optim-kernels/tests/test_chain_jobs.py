@@ -1,7 +1,7 @@
 """The jobs of Newton–Schulz in one launch: what they compute in fp64, and that no tile waits for a later one.
 
-The tables are also run tile by tile in fp64, as the kernel does: X in panels, half tiles and quarters, NaN wherever the
-kernel finds what nobody has written.
+The tables are also run tile by tile in fp64, as the kernel does: X in panels, symmetric matrices in one triangle, NaN
+wherever the kernel finds what nobody has written.
 """
 
 from itertools import pairwise
