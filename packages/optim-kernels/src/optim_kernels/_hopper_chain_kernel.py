@@ -40,7 +40,6 @@ from optim_kernels._hopper_chain_tiles import (
     rectangular_tile,
     square_tile,
 )
-from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_mail import allocate_mail, fence_proxies, post, read_done, receive
 from optim_kernels._hopper_ring import (
     CONSUMER_REGISTERS,
@@ -50,6 +49,7 @@ from optim_kernels._hopper_ring import (
     blocks_of,
     load,
 )
+from optim_kernels._hopper_turns import BLOCK
 
 ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
 # Of a job's numbers, those that only the scout needs.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_ring import load, store
+from optim_kernels._hopper_turns import BLOCK
 
 
 @gluon.jit

@@ -29,9 +29,9 @@ from optim_kernels._hopper_chain_tiles import (
     place_in_job,
     record_of,
 )
-from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_mail import fence_proxies, receive, wait_for_stores
 from optim_kernels._hopper_ring import barrier, load, store
+from optim_kernels._hopper_turns import BLOCK
 from optim_kernels._hopper_update_kernel import fetch_tile
 
 JOB_FIELDS = gl.constexpr(chain.JOB_FIELDS)
@@ -90,8 +90,9 @@ def carry(
             else:
                 load(square_desc, [squares + c, row, column], mine[1], mine[0])
         if kind == RECTANGLE:
-            is_updated = (ENDING == UPDATE) & (of_job(numbers, IS_LAST) != 0)
-            if ENDING == UPDATE:  # noqa: SIM102
+            is_updated = False
+            if ENDING == UPDATE:
+                is_updated = of_job(numbers, IS_LAST) != 0
                 if is_updated:
                     fetch_tile(record_of(addresses, matrix), row // BLOCK, column // BLOCK, update)
             mbarrier.wait(mine[2], fills & 1)

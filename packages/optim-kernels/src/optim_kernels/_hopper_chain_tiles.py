@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from optim_kernels import _chain_jobs as chain
 from optim_kernels._hopper_chain_products import multiply_squares, multiply_x
-from optim_kernels._hopper_kernels import BLOCK
 from optim_kernels._hopper_ring import barrier
+from optim_kernels._hopper_turns import BLOCK
 from optim_kernels._hopper_update_kernel import update_tile
 from optim_kernels._muon_table import FIRST_PART, INNER, NUM_FIELDS, OUTER, ROWS_ARE_INNER
 
@@ -78,11 +78,11 @@ def hand_over(mine, fills):
 
 
 @gluon.jit
-def finish(acc, beta, job, matrix, view, scales):
-    """``s (α acc + β C)`` in fp32; C is in ``view``, the part of the buffer that is meant."""
+def finish(acc, beta, job, matrix, tile, scales):
+    """``s (α acc + β C)`` in fp32; C is in ``tile``, the buffer."""
     acc = acc * of_job(job, ALPHA)
     if place_in_job(job, C) >= 0:
-        acc += beta * view.load(acc.type.layout).to(gl.float32)
+        acc += beta * tile.load(acc.type.layout).to(gl.float32)
     which = of_job(job, WHICH_SCALE)
     if which != NO_SCALE:
         acc *= gl.load(gl.where(which == SCALE, scales[0], scales[1]) + matrix)

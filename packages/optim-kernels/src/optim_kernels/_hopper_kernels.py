@@ -28,8 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from optim_kernels._hopper_ring import (
@@ -43,9 +41,8 @@ from optim_kernels._hopper_ring import (
     load,
     store,
 )
+from optim_kernels._hopper_turns import BLOCK, add, begin, end
 from optim_kernels._product_kernels import rectangle_tile, triangle_tile
-
-BLOCK = gl.constexpr(128)
 
 
 @gluon.jit
@@ -83,34 +80,11 @@ def multiply(
     SYMMETRIC: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
-    B_FIRST: gl.constexpr = 0,
 ):
-    """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on.
-
-    Slots of B are numbered from B_FIRST on in their ring.
-    """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    a_ring, b_ring, ready, empty = ring
-    acc = gl.zeros([BLOCK, BLOCK], gl.float32, layout)
-    # consumer 0 starts, then they alternate
-    mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-    for k in range(0, K, DEPTH):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        a = a_ring.index(slot).reshape([BLOCK, DEPTH])
-        if SYMMETRIC:
-            b = b_ring.index(slot + B_FIRST).reshape([BLOCK, DEPTH]).permute((1, 0))
-        else:
-            b = b_ring.index(slot + B_FIRST).reshape([DEPTH, BLOCK])
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        # all but this step's product are done
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    mbarrier.arrive(turn.index(1 - ME))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return acc
+    """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on."""
+    acc = begin(ME, turn, turns)
+    acc, step = add(acc, ring, step, 0, K, 0, False, not SYMMETRIC, DEPTH, STAGES)
+    return end(ME, acc, ring[3], turn, step, STAGES)
 
 
 @gluon.jit
