@@ -193,6 +193,29 @@ def test_views_are_saved_plainly_and_compared_on_load() -> None:
         TritonMuon([p]).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("key", ["momentum_buffer", "master"])
+@pytest.mark.parametrize("shape", [(3, 3), (4, 32)], ids=str)
+def test_a_state_of_another_shape_is_refused_and_leaves_the_optimizer(key: str, shape: tuple[int, int]) -> None:
+    """Also one with the parameter's strides, whose end a kernel would not notice."""
+    optimizers = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        p = nn.Parameter(torch.randn(8, 32).bfloat16())
+        optimizers.append(TritonMuon([p], lr=0.1 + seed, master_weights="fp32"))
+        p.grad = torch.randn_like(p)
+        optimizers[-1].step()
+    saved = optimizers[0].state_dict()
+    saved["state"][0][key] = torch.zeros(shape)
+    (group,) = optimizers[1].param_groups
+    before = dict(optimizers[1].state[group["params"][0]])
+    with pytest.raises(ValueError, match=rf"{key} has shape .*, its parameter param_groups\[0\].* \(8, 32\)"):
+        optimizers[1].load_state_dict(saved)
+    assert group["lr"] == 1.1
+    after = optimizers[1].state[group["params"][0]]
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+
+
 def test_convolutions_as_matrices_and_as_batches() -> None:
     (conv,) = parameters((8, 3, 3, 3))
     with pytest.raises(ValueError, match="nd='flatten'"):

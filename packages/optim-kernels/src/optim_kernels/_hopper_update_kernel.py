@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from optim_kernels._hopper_kernels import BLOCK, allocate, multiply, produce
+from optim_kernels._hopper_kernels import allocate, multiply, produce
 from optim_kernels._hopper_ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, load
+from optim_kernels._hopper_turns import BLOCK
 from optim_kernels._muon_parameter import read_parameter, updated, write_parameter
 from optim_kernels._muon_table import MASTER, MASTER_FP32, MASTER_LOW, NUM_FIELDS, P
 from optim_kernels._muon_tiles import sizes, stride_of

@@ -21,6 +21,9 @@ from torch.optim import optimizer as torch_optimizer
 
 _logger = logging.getLogger(__name__)
 
+# What the state of a parameter may have with a number for each of its elements.
+_ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_low")
+
 
 class StatefulOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` whose state keeps its dtypes through ``load_state_dict``.
@@ -65,7 +68,18 @@ class StatefulOptimizer(Optimizer):
         for saved_id, (group, param) in zip(saved_ids, self._parameters(), strict=True):
             saved = loaded["state"].get(saved_id)
             if saved is not None:
+                self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
+
+    def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
+        """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""
+        for key in _ELEMENTWISE:
+            value = saved.get(key)
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                raise ValueError(
+                    f"the loaded {key} has shape {tuple(value.shape)}, its parameter {self._parameter_names()[param]} "
+                    f"{tuple(param.shape)}; load the state of an optimizer over parameters of these shapes"
+                )
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The state of ``param`` from a loaded one: each tensor on the parameter's device, in its saved dtype."""
