@@ -152,3 +152,16 @@ def test_a_models_step_is_a_few_launches(
     plan = MuonPlan.build(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
     assert plan.launches == around + 1 <= 20
     assert set(plan.tiles.values()) == {"128×128 in turns, all in one launch"}
+
+
+@pytest.mark.parametrize("which", ["momentum_buffers", "masters"])
+def test_a_plan_refuses_tensors_of_another_shape(which: str) -> None:
+    """With the parameter's strides, so that nothing else would notice."""
+    p, grad, buffer, master = (torch.zeros(8, 32) for _ in range(4))
+    short = torch.zeros(4, 32)
+    tensors = MuonTensors(
+        p, grad, short if which == "momentum_buffers" else buffer, master=short if which == "masters" else master
+    )
+    (group,) = TritonMuon([nn.Parameter(p)]).param_groups
+    with pytest.raises(ValueError, match=rf"{which}\[0\] must have its parameter's shape \(8, 32\), got \(4, 32\)"):
+        MuonPlan.build([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)

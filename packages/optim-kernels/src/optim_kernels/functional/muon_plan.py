@@ -31,6 +31,7 @@ from optim_kernels.functional._muon_matrices import (
     MuonTensors,
     address_of,
     check_moments,
+    check_shapes,
     is_aligned,
     matrices_of,
     on_device,
@@ -68,6 +69,7 @@ class MuonPlan:
         # now: a tensor whose ``.data`` is replaced changes its own
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
+        check_shapes(tensors)
         # the tables hold addresses of these; gradients are the caller's, and free to go after a step
         self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
         self._state = [(t.momentum_buffer, t.second_moment, t.master, t.step) for t in tensors]
