@@ -379,3 +379,77 @@ def test_a_step_takes_little_of_the_host() -> None:
         times.append((time.perf_counter() - start) / 20)
     # 14 µs and 0.42 µs a tensor on the host that NOTES.md speaks of; half as much again for slower ones
     assert min(times) < 1.5 * (14e-6 + 0.42e-6 * len(params))
+
+
+def exchanged_parameter(optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    new = torch.nn.Parameter(torch.full_like(group["params"][0], 3.0))
+    new.grad = group["params"][0].grad
+    group["params"][0] = new
+
+
+def exchanged_groups(optimizer: torch.optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def another_group(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+
+
+def no_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def another_count(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["step"] = torch.zeros_like(state["step"])
+
+
+def another_moment(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
+
+
+def denser(optimizer: torch.optim.Optimizer) -> None:
+    """As Gaussian splatting does: a parameter makes place for a larger one that takes over its state."""
+    group = optimizer.param_groups[0]
+    old = group["params"][0]
+    new = torch.nn.Parameter(torch.cat([old.detach(), old.detach()]))
+    new.grad = torch.cat([old.grad, old.grad])
+    state = optimizer.state.pop(old)
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key] = torch.cat([state[key], torch.zeros_like(state[key])])
+    optimizer.state[new] = state
+    group["params"][0] = new
+
+
+EDITS = [exchanged_parameter, exchanged_groups, another_group, no_state, another_count, another_moment, denser]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> None:
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params(((6, 5), (4, 3)))
+        groups = [{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.01}]
+        optimizer: Any = make(groups) if make is torch.optim.AdamW else TritonAdamW(groups, impl=impl)
+        optimizer.step()
+        optimizer.step()
+        edit(optimizer)
+        optimizer.step()
+        optimizer.step()
+        runs.append([p for group in optimizer.param_groups for p in group["params"]] + params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_gradient_that_becomes_sparse_is_refused_without_kernels_too() -> None:
+    (p,) = make_params(((6, 5),))
+    optimizer = TritonAdamW([p], impl="torch")
+    optimizer.step()
+    p.grad = torch.randn(6, 5, device=DEVICE).to_sparse()
+    with pytest.raises(RuntimeError, match=r"takes dense gradients.*param_groups\[0\]"):
+        optimizer.step()

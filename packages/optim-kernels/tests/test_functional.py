@@ -212,3 +212,15 @@ def test_wrong_tensors_are_named(change: dict[str, Any], words: str) -> None:
         moved["params"] = [torch.zeros(8, device=DEVICE)[::2]]
     with pytest.raises((ValueError, RuntimeError), match=words):
         adamw_(**moved, impl="triton", **OPTIONS)
+
+
+def test_what_the_reference_cannot_update_is_refused() -> None:
+    def step(p: Tensor, grad: Tensor) -> None:
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        adamw_([p], [grad], [m], [v], steps=torch.zeros(()), impl="torch", **OPTIONS)
+
+    for dtype in (torch.complex64, torch.int32):
+        with pytest.raises(ValueError, match=r"params\[0\] must be of a real floating dtype"):
+            step(torch.ones(4).to(dtype), torch.ones(4).to(dtype))
+    with pytest.raises(ValueError, match=r"grads\[0\] must have its parameter's shape \(4,\)"):
+        step(torch.ones(4), torch.ones(1))

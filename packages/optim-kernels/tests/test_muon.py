@@ -12,6 +12,7 @@ from optim_kernels import VARIANTS, NSConfig, TritonMuon, reference
 from optim_kernels.functional import apply_muon_update_, muon_, muon_update, new_second_moment
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
+from optim_utils.rounding import join_master
 
 
 def polar(x: Tensor) -> Tensor:
@@ -343,3 +344,50 @@ def test_no_global_flag_is_touched() -> None:
     give_gradients(p)
     TritonMuon([p]).step()
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_keller_flattens_convolutions_and_leaves_stacks_of_matrices() -> None:
+    stack, conv = parameters((6, 4, 3), (8, 3, 3, 3))
+    single = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    give_gradients(stack, conv)
+    for p, grad in zip(single, stack.grad):
+        p.grad = grad.clone()
+    optimizer = TritonMuon.keller([stack, conv])
+    optimizer.step()
+    TritonMuon.keller(single).step()
+    torch.testing.assert_close(stack, torch.stack(list(single)))
+    assert "6 × 4×3" in optimizer.explain()
+    assert "8×27" in optimizer.explain()
+
+
+def test_a_loaded_state_takes_the_formats_of_the_instance() -> None:
+    params = parameters((8, 16), dtype=torch.bfloat16)
+    train(theirs := torch.optim.Muon(params), params)
+    options: dict[str, Any] = {"momentum_dtype": torch.float32, "master_weights": "fp32", "impl": "torch"}
+    ours = TritonMuon(params, **options)
+    for saved in (theirs.state_dict(), TritonMuon(params, momentum_dtype=torch.bfloat16).state_dict()):
+        ours.load_state_dict(saved)
+        train(ours, params, steps=1)
+        assert {key: ours.param_groups[0][key] for key in options} == options
+        assert {value.dtype for value in ours.state[params[0]].values()} == {torch.float32}
+    split = TritonMuon(params, master_weights="split16")
+    split.load_state_dict(ours.state_dict())
+    low = split.state[params[0]]["master_low"]
+    assert torch.equal(join_master(params[0].detach(), low), ours.state[params[0]]["master"])
+
+
+def test_momentum_of_a_dtype_that_cannot_hold_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="momentum_dtype must be None or one of"):
+        TritonMuon(parameters((8, 16)), momentum_dtype=torch.int8)
+
+
+def test_a_parameter_that_was_exchanged_is_the_one_that_is_stepped() -> None:
+    old, new = parameters((8, 16), (8, 16))
+    give_gradients(old, new)
+    optimizer = TritonMuon([old])
+    optimizer.step()
+    before = old.detach().clone(), new.detach().clone()
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    assert torch.equal(old, before[0])
+    assert not torch.equal(new, before[1])

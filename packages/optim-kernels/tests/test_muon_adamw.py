@@ -172,3 +172,41 @@ def test_keller_groups() -> None:
 def test_bad_groups(group: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TritonMuonAdamW([{"params": [nn.Parameter(torch.ones(4))], **group}])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"amsgrad": True},
+        {"master_weights": "fp32"},
+        {"state_dtype": torch.float32},
+        {"stochastic_rounding": True},
+        {"differentiable": True},
+    ],
+    ids=str,
+)
+def test_options_of_adamw_that_it_lacks_are_refused(option: dict[str, Any]) -> None:
+    _, rest = matrices_and_rest()
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.*TritonAdamW"):
+        TritonMuonAdamW([{"params": rest, "kind": "adamw", **option}])
+    TritonMuonAdamW([{"params": rest, "kind": "adamw", **dict.fromkeys(option)}])
+
+
+def test_adamw_groups_check_what_they_are_given() -> None:
+    _, rest = matrices_and_rest()
+    with pytest.raises(ValueError, match="bogus"):
+        TritonMuonAdamW([{"params": rest, "kind": "adamw", "impl": "bogus"}])
+    with pytest.raises(ValueError, match="complex64; give it to TritonAdamW"):
+        TritonMuonAdamW([{"params": [torch.zeros(3, dtype=torch.complex64)], "kind": "adamw"}])
+
+
+def test_an_exchanged_parameter_of_adamw_is_stepped() -> None:
+    _, (old, new) = matrices_and_rest()
+    optimizer = TritonMuonAdamW([{"params": [old], "kind": "adamw", "lr": 0.1}])
+    give_gradients([old, new], 0)
+    optimizer.step()
+    before = old.detach().clone(), new.detach().clone()
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    assert torch.equal(old, before[0])
+    assert not torch.equal(new, before[1])

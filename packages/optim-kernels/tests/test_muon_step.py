@@ -273,6 +273,10 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
         each.add_param_group({"params": params[2:]})
     assert not same_step(10)
     assert same_step(11)
+    for each, params in ((optimizer, ours), (other, twins)):
+        params[:1] = each.param_groups[0]["params"][:1] = parameters((8, 16), seed=4)
+    assert not same_step(12)
+    assert same_step(13)
 
 
 def test_gradients_are_not_kept() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._adamw_state import bytes_per_element, moment_dtypes, stored_dtypes
-from optim_kernels._adamw_step import local
+from optim_kernels._dtensors import local
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
 from optim_kernels.multi_tensor import is_dense
 

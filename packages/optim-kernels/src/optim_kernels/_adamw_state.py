@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_dtensor
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
@@ -29,15 +30,21 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _FORMATS: dict[str, LowBitFormat] = {"exp_avg": CUBIC8, "exp_avg_sq": QUINTIC8_UNSIGNED}
 _LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
+MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: Any) -> None:
     """Raise unless ``param`` can be stored that way."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
-    if state_dtype != "int8" and (
-        len(pair) != 2 or not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair)
-    ):
-        raise ValueError(f"state_dtype must be None, a floating dtype, a pair of such or 'int8', got {state_dtype!r}")
+    if state_dtype != "int8" and (len(pair) != 2 or not {None, *MOMENT_DTYPES}.issuperset(pair)):
+        raise ValueError(
+            f"state_dtype must be None, one of {MOMENT_DTYPES}, a pair of such or 'int8', got {state_dtype!r}"
+        )
+    if state_dtype == "int8" and is_dtensor(param):
+        raise ValueError(
+            f"state_dtype='int8' has a scale for 256 elements, which shards may cut, and {name} is a DTensor; choose a "
+            "floating dtype"
+        )
     if master_weights not in (None, "fp32", "split16"):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {master_weights!r}")
     allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights)
@@ -99,7 +106,7 @@ def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device
         float_dtype = torch.float32 if dtype == torch.uint8 else dtype
         zeros = torch.zeros_like(param, dtype=float_dtype, memory_format=torch.preserve_format)
         state[key] = quantize(zeros, _FORMATS[key]) if dtype == torch.uint8 else zeros
-    return state | _new_master(param, group["master_weights"])
+    return state
 
 
 def placed_state(
@@ -123,7 +130,7 @@ def placed_state(
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
-    return state | _placed_master(param, group["master_weights"], saved)
+    return state | placed_master(param, group["master_weights"], saved)
 
 
 def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -164,19 +171,20 @@ def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> T
     return quantize(as_float(moment).float(), _FORMATS[key])
 
 
-def _new_master(param: Tensor, master_weights: MasterWeights) -> dict[str, Tensor]:
+def missing_master(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
+    """The master that the group asks for and the state lacks, made from the parameter."""
     value = param.detach()
-    if master_weights == "fp32":
+    if group["master_weights"] == "fp32" and "master" not in state:
         return {"master": value.to(torch.float32, memory_format=torch.preserve_format)}
-    if master_weights == "split16":
+    if group["master_weights"] == "split16" and "master_low" not in state:
         return {"master_low": torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)}
     return {}
 
 
-def _placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """The master in this group's format: converted from the saved one, or made from the parameter."""
+def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """The saved master in a group's format, if there is one."""
     if master_weights is None or not {"master", "master_low"} & saved.keys():
-        return _new_master(param, master_weights)
+        return {}
     own = {"fp32": "master", "split16": "master_low"}[master_weights]
     if own in saved:
         dtype = torch.float32 if own == "master" else torch.int16

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import is_, itemgetter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
@@ -17,8 +19,6 @@ Group = dict[str, Any]
 State = dict[str, Any]
 # What plain torch updates of a group: the group, the parameters' numbers among all, and the parameters.
 TorchPart = tuple[Group, list[int], list[Tensor]]
-
-_exp_avg = itemgetter("exp_avg")
 
 
 class AdamWStep:
@@ -42,7 +42,8 @@ class AdamWStep:
     ) -> None:
         self.plan = AdamWPlan()
         self._params, self._states = params, states
-        self._moments = list(map(_exp_avg, states))
+        # the tables hold the addresses of these
+        self._held = list(_values(states))
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._addresses = self._where(params)
@@ -65,8 +66,12 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where the plan has them, and have the states that it has."""
-        return self._where(params) == self._addresses and all(map(is_, map(_exp_avg, self._states), self._moments))
+        """Whether these parameters lie where the plan has them, and their states have the tensors that it has."""
+        return (
+            self._where(params) == self._addresses
+            and sum(map(len, self._states)) == len(self._held)
+            and all(map(is_, _values(self._states), self._held))
+        )
 
     def _where(self, params: list[Tensor]) -> list[int]:
         return list(map(Tensor.data_ptr, map(local, params) if self._has_dtensors else params))
@@ -101,20 +106,28 @@ class AdamWStep:
         torch.autograd.graph.increment_version(self._params)
 
 
+def _values(states: Sequence[State]) -> Iterator[Any]:
+    """All that the states hold, one after another."""
+    return chain.from_iterable(map(dict.values, states))
+
+
 class PreparedStep:
     """What a step needs that depends on which parameters have gradients, and on where they and their states are."""
 
     def __init__(
         self,
         groups: Sequence[Group],
+        params: list[Tensor],
         grads: list[Tensor | None],
+        states: Mapping[Tensor, State],
         places: list[int],
         kernels: AdamWStep | None,
         with_torch: list[TorchPart],
     ) -> None:
         self.kernels = kernels
         self.with_torch = with_torch
-        self._sizes = [len(group["params"]) for group in groups]
+        self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
+        self._params, self._states = params, list(states.values())
         self._types = list(map(type, grads))
         self._places = None if len(places) == len(grads) else places
 
@@ -141,13 +154,33 @@ class PreparedStep:
                 members=[members[place] for place in places],
                 places=places,
             )
-        return cls(groups, grads, places, kernels, with_torch)
+        return cls(groups, params, grads, states, places, kernels, with_torch)
 
-    def is_for(self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor | None]) -> bool:
-        """Whether the same parameters have gradients, at their old places and with their old states."""
-        if list(map(type, grads)) != self._types or [len(group["params"]) for group in groups] != self._sizes:
-            return False
-        return self.kernels is None or self.kernels.is_for(self._of_kernels(params))
+    def is_for(
+        self,
+        groups: Sequence[Group],
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        states: Mapping[Tensor, State],
+    ) -> bool:
+        """Whether the same parameters of the same groups have gradients, at their old places and with their old states.
+
+        Groups, parameters and states are the user's to exchange between steps, as with torch's optimizers.
+        """
+        return (
+            list(map(type, grads)) == self._types
+            and [len(group["params"]) for group in groups] == self._sizes
+            and len(states) == len(self._states)
+            and all(map(is_, groups, self._groups))
+            and all(map(is_, params, self._params))
+            and all(map(is_, states.values(), self._states))
+            and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
+        )
+
+    def has_dense_gradients(self) -> bool:
+        """Whether plain torch may go on; the kernels' gradients have no address otherwise."""
+        grads = (param.grad for _, _, own in self.with_torch for param in own)
+        return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
     def look_at(self, grads: list[Tensor | None]) -> TensorList:
         """The gradients of the parameters that the kernels update."""
@@ -155,13 +188,3 @@ class PreparedStep:
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
         return tensors if self._places is None else [tensors[place] for place in self._places]
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether the tensor is spread over ranks."""
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
-
-
-def local(tensor: Any) -> Any:
-    """The part of a DTensor that is here; any other tensor (or ``None``) itself."""
-    return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
+from optim_kernels._dtensors import local
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -87,18 +88,19 @@ def _reference_step(
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
 ) -> None:
+    # of DTensors what is here: the update is elementwise
     reference.adamw_(
-        params,
-        [param.grad for param in params],  # type: ignore[misc]
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        [local(param) for param in params],
+        [local(param.grad) for param in params],
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
         steps=[state["step"] for state in states],
         lr=group["lr"],
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        max_exp_avg_sqs=[state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else None,
-        masters=[state.get("master", state.get("master_low")) for state in states],
+        max_exp_avg_sqs=[local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
+        masters=[local(state.get("master", state.get("master_low"))) for state in states],
         maximize=group["maximize"],
         grad_scale=grad_scale,
         found_inf=found_inf,

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from optim_kernels._adamw_state import MOMENT_DTYPES
 from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import check_impl
 from optim_kernels.functional.muon import muon_, new_second_moment
@@ -67,7 +68,7 @@ _KELLER: dict[str, Any] = {
     "weight_decay": 0.0,
     "eps_mode": "add",
     "adjust_lr_fn": "keller",
-    "nd": "flatten",
+    "nd": "convolution",
     "missing_grad": "zero",
 }
 _NANOCHAT_2025: dict[str, Any] = {
@@ -163,14 +164,16 @@ def check_group(group: Mapping[str, Any]) -> None:
     beta2 = group["beta2"]
     if beta2 is not None and not 0.0 <= beta2 < 1.0:
         raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
-    if group["nd"] not in (None, "batch", "flatten"):
-        raise ValueError(f"nd must be None, 'batch' or 'flatten', got {group['nd']!r}")
+    if group["nd"] not in (None, "batch", "flatten", "convolution"):
+        raise ValueError(f"nd must be None, 'batch', 'flatten' or 'convolution', got {group['nd']!r}")
     if group["missing_grad"] not in get_args(MissingGrad):
         raise ValueError(f"missing_grad must be one of {get_args(MissingGrad)}, got {group['missing_grad']!r}")
     if group["master_weights"] not in (None, *get_args(MasterWeights)):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {group['master_weights']!r}")
     if group["views"] is not None and len(group["views"]) != len(group["params"]):
         raise ValueError(f"views has {len(group['views'])} entries for {len(group['params'])} parameters")
+    if group["momentum_dtype"] not in (None, *MOMENT_DTYPES):
+        raise ValueError(f"momentum_dtype must be None or one of {MOMENT_DTYPES}, got {group['momentum_dtype']!r}")
     check_impl(group["impl"])
     rule_of(group)
     ns_config_of(group)
@@ -205,7 +208,8 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
             f"Muon only supports 2D parameters and batches of them, whereas {name} has size {shape}; choose "
             "nd='flatten' (out, the rest) or nd='batch' (the last two dimensions)"
         )
-    matrix_shape = (shape[0], prod(shape[1:])) if len(shape) > 2 and nd == "flatten" else ()
+    least = {"flatten": 3, "convolution": 4}.get(nd or "", len(shape) + 1)
+    matrix_shape = (shape[0], prod(shape[1:])) if len(shape) >= least else ()
     return _split_view(shape, matrix_shape, group["split_rows"], name)
 
 

@@ -50,7 +50,7 @@ class SteadyStep:
         self._updated = [_Updated(entries) for _, _, entries in batches]
         updated = {id(entry.param) for _, _, entries in batches for entry in entries}
         self._skipped = [p for group in groups for p in group["params"] if id(p) not in updated]
-        self._num_params = [len(group["params"]) for group in groups]
+        self._params = [list(group["params"]) for group in groups]
 
     def gradients(self, groups: Groups, state: State) -> list[list[Tensor]] | None:
         """Each plan's gradients, if nothing but them and hyperparameters has changed; else ``None``."""
@@ -58,8 +58,9 @@ class SteadyStep:
             return None
         if any(_options_of(group) != options for group, options in zip(groups, self._options)):
             return None
-        if any(len(group["params"]) != number for group, number in zip(groups, self._num_params)):
-            return None
+        for group, params in zip(groups, self._params):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return None
         if any(p.grad is not None for p in self._skipped):
             return None
         if len(state) != len(self._states) or not all(map(is_, state.values(), self._states)):

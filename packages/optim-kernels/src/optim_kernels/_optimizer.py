@@ -67,7 +67,8 @@ class StatefulOptimizer(Optimizer):
         saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for saved_id, (group, param) in zip(saved_ids, self._parameters(), strict=True):
             saved = loaded["state"].get(saved_id)
-            if saved is not None:
+            # of a parameter that never had a gradient there may be an empty one
+            if saved:
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
 

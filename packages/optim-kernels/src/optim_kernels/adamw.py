@@ -17,13 +17,15 @@ from optim_kernels._adamw_state import (
     MasterWeights,
     StateDtype,
     check_storage,
+    missing_master,
     new_state,
     placed_state,
     plain_state,
     torch_state,
 )
-from optim_kernels._adamw_step import PreparedStep, TorchPart, is_dtensor
+from optim_kernels._adamw_step import PreparedStep, TorchPart
 from optim_kernels._adamw_torch import step_with_torch
+from optim_kernels._dtensors import is_dtensor
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizer import (
@@ -56,6 +58,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         state_dtype: dtype of the moments: ``None`` (the parameter's), one dtype, a pair (first, second), or ``"int8"``
             for 8-bit codes (parameters under 4096 elements then have fp32 moments, in a launch of their own).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits.
+            A parameter that others write to between steps goes back to what its fp32 copy says.
         stochastic_rounding: round bf16 parameters and moments at random, so that small steps count on average.
         seed: key of the random bits; the parameter's place is the other half of the key.
         max_norm: clip all gradients by their global norm within the step; ``grad_norm`` then holds the norm.
@@ -148,10 +151,10 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # while a state dict is loaded: what this instance was constructed with, group by group
-        own = self.__dict__.get("_own_options", [{}] * len(self.param_groups))
-        for group, options in zip(self.param_groups, own):
-            group.update(options)
-            for name, value in self.defaults.items():
+        own = self.__dict__.get("_own_groups", [{}] * len(self.param_groups))
+        for group, mine in zip(self.param_groups, own):
+            group.update({name: mine[name] for name in _OWN_OPTIONS if name in mine})
+            for name, value in (*mine.items(), *self.defaults.items()):
                 group.setdefault(name, value)
         self._forget()
 
@@ -174,7 +177,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
         prepared = self._prepared
-        if prepared is None or not prepared.is_for(self.param_groups, params, grads):
+        if prepared is None or not prepared.is_for(self.param_groups, params, grads, self.state):
             prepared = self._prepared = self._prepare(params, grads)
         try:
             seen = prepared.look_at(grads)
@@ -182,6 +185,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             # no address: a gradient has become sparse, which the next line says better
             self._prepare(params, grads)
             raise
+        if not prepared.has_dense_gradients():
+            self._prepare(params, grads)
         grad_scale, found_inf = self._loss_scaling()
         max_norm = self.param_groups[0]["max_norm"]
         if max_norm is not None:
@@ -236,6 +241,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
                     "no state yet, and every replay would make it anew; run a step before the capture"
                 )
             self.state[param] = new_state(param, group, step_device=device)
+        self.state[param].update(missing_master(param, group, self.state[param]))
         step = self.state[param]["step"]
         if step.device != device:
             self.state[param]["step"] = step.to(device)
@@ -254,13 +260,19 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         return factor
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats."""
-        own = [{name: group[name] for name in _OWN_OPTIONS} for group in self.param_groups]
-        self._own_options = own
+        """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.
+
+        Options that it lacks keep their values. A master that it lacks is made by the next step, of the parameter as it
+        is then: the model's own state may be loaded before or after.
+        """
+        not_options = ("params", "param_names")
+        self._own_groups = [
+            {name: value for name, value in group.items() if name not in not_options} for group in self.param_groups
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            del self._own_options
+            del self._own_groups
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         return placed_state(param, group, saved, step_device=step_device(param, group))
@@ -273,8 +285,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             if group["capturable"] or group["fused"]:
                 continue
             for key in group["params"]:
-                if key in content["state"]:
-                    state = content["state"][key]
+                state = content["state"].get(key, {})
+                if "step" in state:
                     content["state"][key] = {**state, "step": state["step"].cpu()}
         return content
 
@@ -282,7 +294,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         """A state dict that ``torch.optim.AdamW`` loads whatever this instance's formats: floats, and torch's keys."""
         content = super().state_dict()
         params = [param for _, param in self._parameters()]
-        state = {key: torch_state(params[key], value) for key, value in content["state"].items()}
+        state = {key: torch_state(params[key], value) for key, value in content["state"].items() if value}
         own = self.defaults.keys() - torch.optim.AdamW([torch.zeros(1)]).defaults.keys()
         groups = [{name: value for name, value in g.items() if name not in own} for g in content["param_groups"]]
         return {**content, "state": state, "param_groups": groups}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optim_kernels._adamw_state import placed_master
 from optim_kernels._impl import Impl, why_not_triton
 from optim_kernels._muon_groups import (
     DEFAULTS,
@@ -83,9 +84,24 @@ class MuonGroups(StatefulOptimizer, Optimizer):
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
         if not self._planner.repeat(groups, self.state, **scaling):
+            for group in groups:
+                # parameters are the user's to exchange between steps, as with torch's optimizers
+                if not all(p in self._views for p in group["params"]):
+                    self._add_views(group)
             names = self._parameter_names()
             entries = [(group, entries_of(group, self.state, self._views, names)) for group in groups]
             self._planner.step(entries, state=self.state, **scaling)
+
+    def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """In the group's formats; a master that is missing is made by the next step."""
+        state = super()._place_state(param, group, saved)
+        if not self._is_muon(group):
+            return state
+        masters = placed_master(param, group["master_weights"], state)
+        state = {key: value for key, value in state.items() if key not in ("master", "master_low")} | masters
+        if group["momentum_dtype"] is not None and "momentum_buffer" in state:
+            state["momentum_buffer"] = state["momentum_buffer"].to(group["momentum_dtype"])
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; views are in their plain form, so that it loads with ``weights_only=True``."""
@@ -96,7 +112,9 @@ class MuonGroups(StatefulOptimizer, Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class or of torch.optim.Muon; options it lacks keep their values.
+        """Take over a state of this class or of torch.optim.Muon, converted to this instance's formats.
+
+        Options that it lacks keep their values.
 
         Raises:
             ValueError: the state was saved with other views of the parameters.
@@ -108,10 +126,15 @@ class MuonGroups(StatefulOptimizer, Optimizer):
         super().load_state_dict(state_dict)
 
 
+# What belongs to this instance rather than to a checkpoint: a loaded state is converted to it.
+_OWN_OPTIONS = ("momentum_dtype", "master_weights", "impl")
+
+
 def _merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """The saved group, completed from ours, with our views if they are the ones it was saved with."""
     kept = {key: value for key, value in mine.items() if key not in ("params", "param_names")}
-    merged = {**kept, **saved}
+    own = {key: mine[key] for key in _OWN_OPTIONS if key in mine}
+    merged = {**kept, **saved, **own}
     if mine.get("views") is not None:
         merged["views"] = mine["views"]
     if saved.get("views") is not None:
@@ -137,8 +160,9 @@ class TritonMuon(MuonGroups):
         adjust_lr_fn: ``None`` or ``"original"`` multiplies lr by √max(1, r/c), ``"match_rms_adamw"`` by 0.2 √max(r, c);
             ``"keller"`` takes r and c from the parameter's last two dimensions, ``"none"`` leaves lr alone.
         ns_method, ns_dtype, ns_restarts, norm_scale, eps_mode: see `NSConfig`.
-        nd: how tensors of four and more dimensions (and with ``"flatten"`` three) are matrices: ``"batch"`` of the last
-            two, or ``"flatten"``-ed to (out, the rest); ``None`` refuses them.
+        nd: how tensors of four and more dimensions are matrices: ``"batch"`` of the last two, or (out, the rest), which
+            is ``"flatten"`` and flattens three dimensions too, or ``"convolution"`` and leaves three a batch; ``None``
+            refuses them.
         split_rows: a block size (heads) or sizes (Q, K, V): each block of rows is a matrix of its own.
         missing_grad: a parameter without gradient is skipped, treated as having ``"zero"`` gradient, or an error.
         beta2: NorMuon's variance normalisation; ``None`` leaves it out.
@@ -166,7 +190,7 @@ class TritonMuon(MuonGroups):
         ns_restarts: tuple[int, ...] | Literal["accurate"] | None = None,
         norm_scale: float = 1.0,
         eps_mode: EpsMode = "clamp",
-        nd: Literal["batch", "flatten"] | None = None,
+        nd: Literal["batch", "flatten", "convolution"] | None = None,
         split_rows: int | Sequence[int] | None = None,
         missing_grad: MissingGrad = "skip",
         beta2: float | None = None,

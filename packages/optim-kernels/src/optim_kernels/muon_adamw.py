@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
-from optim_kernels._adamw_step import PreparedStep, TorchPart, local
+from optim_kernels._adamw_step import PreparedStep, TorchPart
+from optim_kernels._dtensors import local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._muon_groups import variant_options
@@ -34,14 +35,16 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,
 }
+# Options of AdamW that groups of kind "adamw" do not have.
+_NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
 
 
 class TritonMuonAdamW(MuonGroups):
     """One optimizer for a whole model.
 
     Args:
-        param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and any option of `TritonMuon` or AdamW;
-            unknown keys are kept and ignored.
+        param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and any option of `TritonMuon`, or of AdamW
+            lr, betas, eps, weight_decay and maximize; unknown keys are kept and ignored.
         max_norm: clip by the global norm of all gradients inside the step; ``grad_norm`` then holds the unclipped norm.
         seed: of stochastic rounding, for groups without their own.
         capturable: the step may be captured into a CUDA graph.
@@ -87,7 +90,7 @@ class TritonMuonAdamW(MuonGroups):
             if self._is_muon(group):
                 self._add_views(self.param_groups[-1])
             else:
-                _check_adamw_group(group)
+                _check_adamw_group(self.param_groups[-1], self._parameter_names())
         except (ValueError, RuntimeError):
             self._withdraw_last_group()
             raise
@@ -133,7 +136,11 @@ class TritonMuonAdamW(MuonGroups):
         params = [p for group in groups for p in group["params"]]
         grads = [p.grad for p in params]
         prepared = self._adamw
-        if prepared is None or not prepared.is_for(groups, params, grads):
+        if (
+            prepared is None
+            or not prepared.is_for(groups, params, grads, self.state)
+            or not prepared.has_dense_gradients()
+        ):
             prepared = self._adamw = self._prepare_adamw(groups, params, grads)
         if prepared.kernels is not None:
             prepared.kernels.run(groups, prepared.look_at(grads), **scaling)
@@ -232,8 +239,20 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
     return why_not_triton(p) or (None if is_dense(local(p)) else "its elements are not dense in memory")
 
 
-def _check_adamw_group(group: dict[str, Any]) -> None:
-    """torch.optim.AdamW's conditions, in its words."""
+def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
+    """torch.optim.AdamW's conditions, in its words, and what is `TritonAdamW`'s alone."""
+    check_impl(group["impl"])
+    for option in _NOT_HERE:
+        if group.get(option):
+            raise ValueError(
+                f"{option}={group[option]!r} in a group with kind='adamw': TritonMuonAdamW has no such option; give "
+                "these parameters to a TritonAdamW of their own"
+            )
+    for p in group["params"]:
+        if not p.is_floating_point():
+            raise ValueError(
+                f"kind='adamw' is for real floating parameters, and {names[p]} is {p.dtype}; give it to TritonAdamW"
+            )
     if not float(group["lr"]) >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
     if not group["eps"] >= 0.0:

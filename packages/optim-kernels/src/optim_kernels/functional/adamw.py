@@ -69,6 +69,7 @@ def adamw_(
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
+        _check(params, grads)
         reference.adamw_(
             params,
             grads,
@@ -110,3 +111,15 @@ def adamw_(
     )
     scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
     plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+
+
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` for what the reference would take and update wrongly."""
+    for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+        if not p.is_floating_point():
+            raise ValueError(f"params[{i}] must be of a real floating dtype, got {p.dtype}")
+        if grad.shape != p.shape and grad.shape[1:] != p.shape:
+            raise ValueError(
+                f"grads[{i}] must have its parameter's shape {tuple(p.shape)}, or be a stack of such, got "
+                f"{tuple(grad.shape)}"
+            )
