@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
@@ -257,3 +258,47 @@ def test_an_existing_folder_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="exists"):
         checkpoint.save(tmp_path / "x", model, optimizer)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "x"]
+
+
+def test_numpy_scalars_in_groups_come_back_as_numbers(tmp_path):
+    model, optimizer = build()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05 * (1 + np.cos(0.3))
+        group["plan"] = {"warmup": [np.int64(3), (np.float32(0.5), None)]}
+    checkpoint.save(tmp_path / "x", model, optimizer)
+    model, optimizer = build()
+    checkpoint.load(tmp_path / "x", model, optimizer)
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.05 * (1 + np.cos(0.3))
+        assert group["plan"] == {"warmup": [3, (0.5, None)]}
+        assert type(group["lr"]) is float
+        assert type(group["plan"]["warmup"][0]) is int
+
+
+UNREADABLE = {
+    "array": ({"step": 1, "rng": np.random.get_state()}, "extra['rng'][1] is of <class 'numpy.ndarray'>"),
+    "key": ({"seen": [{np.int64(3): 1}]}, "key np.int64(3) of extra['seen'][0] is of <class 'numpy.int64'>"),
+    "generator": ({"position": (i for i in range(3))}, "extra['position'] is of <class 'generator'>"),
+    "not a dict": (slice(3), "extra is of <class 'slice'>"),
+}
+
+
+def save_what_load_could_not_read(rank, world_size, folder, names):
+    model, optimizer = build(timeout=5)
+    found = []
+    for name in names:
+        with pytest.raises(RuntimeError, match="which load could not read; give tensors and") as raised:
+            checkpoint.save(f"{folder}/x", model, optimizer, extra=UNREADABLE[name][0])
+        found.append(str(raised.value))
+    for group in optimizer.param_groups:
+        group["schedule"] = {"steps": np.arange(3)}
+    with pytest.raises(RuntimeError, match=r"groups\[1\]\['schedule'\]\['steps'\] is of <class 'numpy.ndarray'>"):
+        checkpoint.save(f"{folder}/x", model, optimizer)
+    return found
+
+
+def test_what_load_could_not_read_is_not_saved(tmp_path):
+    for texts in run_ranks(save_what_load_could_not_read, 2, str(tmp_path), tuple(UNREADABLE)):
+        for (_, expected), text in zip(UNREADABLE.values(), texts, strict=True):
+            assert f"rank 0: TypeError: {expected}, which" in text
+    assert not list(tmp_path.iterdir())

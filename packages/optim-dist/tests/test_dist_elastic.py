@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,7 +75,10 @@ def test_goes_on_where_it_was_saved(tmp_path, uninterrupted):
     assert run.extra["seen"] == list(range(TOTAL))
     for actual, expected in zip(parameters, uninterrupted, strict=True):
         assert torch.equal(actual, expected)
-    assert elastic.run(train, tmp_path, every=3)[0] == []
+    assert run.done == TOTAL
+    numbers, _, run = elastic.run(train, tmp_path, every=3)
+    assert numbers == []
+    assert run.done == TOTAL
     assert len(elastic.run(lambda run: train(run, total=12), tmp_path, every=3)[0]) == 2
 
 
@@ -104,6 +109,7 @@ def test_sigterm_saves_and_leaves(tmp_path, uninterrupted):
     numbers, _, run = elastic.run(lambda run: train(run, before_step=stop), tmp_path, every=100, poll=3)
     assert numbers == list(range(6))
     assert run.stopped
+    assert run.done == 6
     assert signal.getsignal(signal.SIGTERM) is before
     numbers, parameters, run = elastic.run(train, tmp_path, every=100)
     assert numbers == [6, 7, 8, 9]
@@ -161,6 +167,27 @@ def stop_one(rank, world_size, folder):
 def test_sigterm_on_one_rank_stops_all_at_the_same_step(tmp_path):
     assert run_ranks(stop_one, 2, str(tmp_path)) == [list(range(4))] * 2
     assert checkpoint.latest(tmp_path).name == "step-000000004"
+
+
+def fail_to_remove(rank, world_size, folder):
+    def fail(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(f"{path} is not yours")
+
+    if rank == 0:
+        shutil.rmtree = fail
+    with pytest.raises(RuntimeError) as raised:
+        elastic.run(lambda run: train(run, rank), folder, every=2, keep=1)
+    return str(raised.value)
+
+
+def test_what_the_first_rank_cannot_remove_is_an_error_on_all(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "resumed" / ".step-000000002.abc.tmp").mkdir(parents=True)
+    expected = {"saved": "old checkpoints in .* were not removed", "resumed": "training was not resumed"}
+    for name, beginning in expected.items():
+        for text in run_ranks(fail_to_remove, 2, str(tmp_path / name)):
+            assert re.match(rf"{beginning}.*\n  rank 0: PermissionError: .*step-000000002.* is not yours", text), text
 
 
 def agree(store, rank, world_size, seconds=20):

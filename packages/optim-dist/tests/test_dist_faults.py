@@ -1,5 +1,6 @@
-"""A rank that dies: the others end with an error within the timeout; none hangs."""
+"""A rank that dies: the others end with an error within the timeout. One that fails in a checkpoint: all raise."""
 
+import errno
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim_dist import TritonDistAdamW
+from optim_dist import TritonDistAdamW, _manifest, checkpoint
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -53,3 +54,57 @@ def stall(rank, world_size, folder):
 def test_a_stalled_rank_ends_the_wait_at_the_timeout(tmp_path):
     waited = run_ranks(stall, 2, str(tmp_path), timeout=60)[0]
     assert 0.8 < waited < 3.8
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken(*_):
+    raise ValueError("something of its own")
+
+
+def only(file_name, fails, works):
+    """``works``, but for one file."""
+    return lambda file, *rest: (fails if file.name == file_name else works)(file, *rest)
+
+
+# the rank that fails, in what, and how
+SAVE_FAULTS = [
+    (0, "write_durably", "common.pt", broken, "rank 0: ValueError: something of its own"),
+    (0, "write_durably", "manifest.json", full, "rank 0: OSError: [Errno 28] No space left on device"),
+    (0, "write_durably", "latest", full, "rank 0: OSError: [Errno 28] No space left on device"),
+    (1, "write_durably", "rank-00001.pt", full, "rank 1: OSError: [Errno 28] No space left on device"),
+    (1, "write_durably", "rank-00001.pt", broken, "rank 1: ValueError: something of its own"),
+]
+LOAD_FAULTS = [
+    (1, "file_digest", "rank-00001.pt", full, "rank-00001.pt: [Errno 28] No space left on device"),
+    (0, "file_digest", "common.pt", broken, "rank 0: ValueError: something of its own"),
+]
+
+
+def fail_in_turn(rank, world_size, folder):
+    optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
+    found = []
+    for calls, faults in ((checkpoint.save, SAVE_FAULTS), (checkpoint.load, LOAD_FAULTS)):
+        for failing, function, file_name, fails, _ in faults:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing:
+                    patch.setattr(_manifest, function, only(file_name, fails, getattr(_manifest, function)))
+                with pytest.raises(RuntimeError) as raised:
+                    calls(f"{folder}/x", None, optimizer)
+            found.append(str(raised.value))
+        if calls is checkpoint.save:
+            optimizer.communicator.barrier()
+            left = os.listdir(folder)
+            checkpoint.save(f"{folder}/x", None, optimizer)
+    checkpoint.load(f"{folder}/x", None, optimizer)
+    return found, left
+
+
+def test_what_fails_on_one_rank_in_a_checkpoint_is_an_error_on_all(tmp_path):
+    for texts, left in run_ranks(fail_in_turn, 2, str(tmp_path), timeout=60):
+        assert left == []
+        for text, (*_, expected) in zip(texts, [*SAVE_FAULTS, *LOAD_FAULTS], strict=True):
+            assert text.startswith(f"checkpoint {tmp_path}/x was not ")
+            assert text.endswith(f":\n  {expected}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from optim_dist._checkpoint_common import without_numpy_scalars
 from optim_dist._checkpoint_rows import Part, as_rows, from_rows, row_pieces, to_rows
 from optim_dist._construction import layout_of, local
 from optim_dist._manifest import SavedParameter, SavedState, dtype_name
@@ -156,10 +157,11 @@ def _layouts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, 
 
 
 def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
-    """Every group's hyperparameters, and how many parameters it has."""
+    """Every group's hyperparameters, as plain values and tensors, and how many parameters it has."""
     groups = Optimizer.state_dict(optimizer)["param_groups"]
     make_views_plain({"param_groups": groups})
-    return groups
+    # a schedule written with NumPy puts a float64 into lr
+    return [without_numpy_scalars(group) for group in groups]
 
 
 def compare_groups(saved: list[dict[str, Any]], optimizer: DistOptimizer) -> list[str]:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist import _manifest as manifests
+from optim_dist._checkpoint_common import packed, packed_readable
+from optim_dist._checkpoint_faults import described, raised_together
 from optim_dist._checkpoint_state import (
     compare_groups,
     compare_rest,
@@ -56,14 +58,16 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         extra: plain values and tensors, of the first rank.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists, if gradients are being accumulated or reduced, or if a rank
-            could not write.
+        RuntimeError: on every rank: if ``path`` exists, if gradients are being accumulated or reduced, if ``load``
+            could not read ``extra``, a group or the rest of the model again, or if a rank could not write.
     """
     folder, communicator = Path(path), opt.communicator
-    problems = [] if opt.is_between_steps else ["gradients have arrived since the last step(); save after step()"]
-    if folder.exists():
-        problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
-    communicator.raise_together(problems, f"checkpoint {folder} was not saved")
+    failed = f"checkpoint {folder} was not saved"
+    with raised_together(communicator, failed) as problems:
+        if not opt.is_between_steps:
+            problems.append("gradients have arrived since the last step(); save after step()")
+        if folder.exists():
+            problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
     opt.wait()
     temporary = folder.with_name(f".{folder.name}.{communicator.gather_json(uuid.uuid4().hex)[0][:12]}.tmp")
     specs = named_specs(opt, model)
@@ -72,30 +76,23 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     # collective where there are DTensors, so outside of what may fail on one rank
     mine, rest = own_parts(opt, specs), whole_rest(rest_of_model(model, opt), opt)
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        written[file] = _write(temporary / file, mine)
+        with raised_together(communicator, failed):
+            temporary.mkdir(parents=True, exist_ok=True)
+            written[file] = _write(temporary / file, packed(mine))
+            if communicator.rank == 0:
+                common = {"groups": group_options(opt), "model": rest, "extra": extra}
+                written[manifests.COMMON] = _write(temporary / manifests.COMMON, packed_readable(common))
+        every = communicator.gather_json([written, describe_state(opt, specs)])
+        with raised_together(communicator, failed):
+            if communicator.rank == 0:
+                files = {name: entry for found, _ in every for name, entry in found.items()}
+                parameters = saved_parameters(opt, specs, [state for _, state in every])
+                Manifest(communicator.world_size, opt.plan.hash, files, parameters).write(temporary)
+                _finish(temporary, folder)
+    finally:
+        # by the rank that renames it, when all went well: another that gave up waiting would remove what gets its name
         if communicator.rank == 0:
-            common = {"groups": group_options(opt), "model": rest, "extra": extra}
-            written[manifests.COMMON] = _write(temporary / manifests.COMMON, common)
-    except (OSError, RuntimeError, pickle.PicklingError) as error:
-        problems.append(f"rank {communicator.rank} could not write: {error}")
-    described = communicator.gather_json([written, describe_state(opt, specs)])
-    try:
-        communicator.raise_together(problems, f"checkpoint {folder} was not saved")
-        if communicator.rank == 0:
-            files = {name: entry for found, _ in described for name, entry in found.items()}
-            parameters = saved_parameters(opt, specs, [state for _, state in described])
-            Manifest(communicator.world_size, opt.plan.hash, files, parameters).write(temporary)
-            manifests.flush_folder(temporary)
-            temporary.rename(folder)
-            pointer = temporary.with_suffix(".latest")
-            manifests.write_durably(pointer, folder.name.encode())
-            pointer.replace(folder.parent / LATEST)
-            manifests.flush_folder(folder.parent)
-    except RuntimeError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    communicator.barrier()
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -112,6 +109,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
+    cause: Exception | None = None
     try:
         manifest = read_manifest(folder)
         problems += manifests.compare(manifest, specs)
@@ -121,11 +119,12 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         for saved_rank in range(communicator.rank, manifest.world_size, communicator.world_size):
             contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
             problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
-    except CheckpointError as error:
-        problems += error.problems
+    except Exception as error:  # of any kind: the other ranks wait for what this one has found
+        problems += error.problems if isinstance(error, CheckpointError) else [described(communicator, error)]
+        cause = error
     found = communicator.gather_json(problems)
     if any(found):
-        raise CheckpointError(folder, list(dict.fromkeys(problem for rank in found for problem in rank)))
+        raise CheckpointError(folder, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
     assert manifest is not None, "reading it was no problem"
     index = {spec.name: place for place, spec in enumerate(specs)}
     parts = exchange(
@@ -156,23 +155,31 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
 
 
-def _write(file: Path, content: Any) -> list[Any]:
-    """Save ``content``; its size and digest."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    manifests.write_durably(file, buffer.getvalue())
+def _write(file: Path, content: io.BytesIO) -> list[Any]:
+    """Write a file; its size and digest."""
+    manifests.write_durably(file, content.getvalue())
     return [file.stat().st_size, manifests.file_digest(file)]
+
+
+def _finish(temporary: Path, folder: Path) -> None:
+    """Give a whole checkpoint its name, and make it the latest; what needs space on the disk comes before."""
+    manifests.write_durably(temporary / LATEST, folder.name.encode())
+    manifests.flush_folder(temporary)
+    temporary.rename(folder)
+    (folder / LATEST).replace(folder.parent / LATEST)
+    manifests.flush_folder(folder.parent)
 
 
 def _read(folder: Path, name: str, manifest: Manifest) -> Any:
     """A file's content, once its size and digest are right."""
-    problems = manifests.verify_file(folder, name, manifest)
+    try:
+        problems = manifests.verify_file(folder, name, manifest)
+        content = None if problems else torch.load(folder / name, map_location="cpu", weights_only=True)
+    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(folder, [f"{name}: {error}"]) from error
     if problems:
         raise CheckpointError(folder, problems)
-    try:
-        return torch.load(folder / name, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(folder, [f"{name}: {error}"]) from error
+    return content
 
 
 def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:

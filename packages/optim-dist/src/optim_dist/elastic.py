@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from optim_dist import checkpoint
+from optim_dist._checkpoint_faults import raised_together
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizer import DistOptimizer
 
@@ -37,6 +38,7 @@ class Run:
 
     Attributes:
         directory: where checkpoints lie, one folder a save.
+        done: how many steps are over, those of earlier starts included; ``total`` when nothing was left to do.
         resumed_from: the checkpoint that ``steps`` went on from; None for a fresh start.
         extra: plain values and tensors that are saved with every checkpoint, and loaded by ``steps``: a position in
             the data, say. Those of the first rank count.
@@ -49,6 +51,7 @@ class Run:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.directory = Path(directory)
         self.every, self.keep, self.poll = every, keep, poll
+        self.done = 0
         self.resumed_from: Path | None = None
         self.extra: dict[str, Any] = {}
         self.stopped = False
@@ -63,13 +66,14 @@ class Run:
         Raises:
             CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
         """
-        done = self._resume(model, optimizer)
-        while done < total and not self.stopped:
-            yield done
-            done += 1
-            self.stopped = done < total and done % self.poll == 0 and self._is_anyone_stopped(optimizer)
-            if done % self.every == 0 or done == total or self.stopped:
-                self._save(model, optimizer, done)
+        self.done = self._resume(model, optimizer)
+        while self.done < total and not self.stopped:
+            yield self.done
+            self.done += 1
+            is_poll = self.done < total and self.done % self.poll == 0
+            self.stopped = is_poll and self._is_anyone_stopped(optimizer)
+            if self.done % self.every == 0 or self.done == total or self.stopped:
+                self._save(model, optimizer)
 
     @contextmanager
     def watching_for_sigterm(self) -> Iterator[None]:
@@ -86,11 +90,13 @@ class Run:
 
     def _resume(self, model: nn.Module | None, optimizer: DistOptimizer) -> int:
         communicator = optimizer.communicator
-        if communicator.rank == 0:
-            for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
-                shutil.rmtree(unfinished)
-        # the first rank decides: a shared folder may show itself later to others
-        newest = checkpoint.latest(self.directory) if communicator.rank == 0 else None
+        newest: Path | None = None
+        with raised_together(communicator, f"training was not resumed from {self.directory}"):
+            # the first rank decides: a shared folder may show itself later to others
+            if communicator.rank == 0:
+                for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
+                    shutil.rmtree(unfinished)
+                newest = checkpoint.latest(self.directory)
         name = communicator.gather_json(newest.name if newest else None)[0]
         if name is None:
             return 0
@@ -99,15 +105,16 @@ class Run:
         self.extra = saved["extra"]
         return int(saved["step"])
 
-    def _save(self, model: nn.Module | None, optimizer: DistOptimizer, done: int) -> None:
-        folder, communicator = self.directory / f"step-{done:09d}", optimizer.communicator
-        if communicator.rank == 0 and folder.exists():
-            shutil.rmtree(folder)  # of a run that was killed before it could make this its newest checkpoint
-        communicator.barrier()
-        checkpoint.save(folder, model, optimizer, extra={"step": done, "extra": self.extra})
-        if communicator.rank == 0:
-            for old in sorted(self.directory.glob("step-*"))[: -self.keep]:
-                shutil.rmtree(old)
+    def _save(self, model: nn.Module | None, optimizer: DistOptimizer) -> None:
+        folder, communicator = self.directory / f"step-{self.done:09d}", optimizer.communicator
+        with raised_together(communicator, f"{folder} of an earlier start was not removed"):
+            if communicator.rank == 0 and folder.exists():
+                shutil.rmtree(folder)  # of a run that was killed before it could make this its newest checkpoint
+        checkpoint.save(folder, model, optimizer, extra={"step": self.done, "extra": self.extra})
+        with raised_together(communicator, f"old checkpoints in {self.directory} were not removed"):
+            if communicator.rank == 0:
+                for old in sorted(self.directory.glob("step-*"))[: -self.keep]:
+                    shutil.rmtree(old)
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
         return any(optimizer.communicator.gather_json(self._sigterm))

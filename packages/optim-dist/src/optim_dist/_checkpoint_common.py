@@ -1,0 +1,70 @@
+"""What a checkpoint can hold beside its tensors: only what ``torch.load(weights_only=True)`` gives back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def packed(content: Any) -> io.BytesIO:
+    """A file's bytes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer
+
+
+def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
+    """A file's bytes, once they have been read back.
+
+    Raises:
+        TypeError: naming the entries that cannot be.
+    """
+    try:
+        return _read_back(content)
+    except Exception as error:
+        refused = [text for key, value in content.items() for text in _unreadable(value, key)]
+        if not refused:
+            raise  # no entry's fault: memory that ran out, say
+        advice = "give tensors and Python's own numbers, strings, lists, tuples and dicts"
+        raise TypeError(f"{', '.join(refused)}, which load could not read; {advice}") from error
+
+
+def without_numpy_scalars(value: Any) -> Any:
+    """``value`` with NumPy's scalars, in containers too, as Python's; NumPy need not be installed."""
+    if type(value) is dict:
+        return {key: without_numpy_scalars(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(without_numpy_scalars(entry) for entry in value)
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
+def _read_back(content: Any) -> io.BytesIO:
+    buffer = packed(content)
+    buffer.seek(0)
+    torch.load(buffer, map_location="cpu", weights_only=True)
+    return buffer
+
+
+def _unreadable(value: Any, where: str) -> list[str]:
+    """The innermost parts of ``value`` that cannot be written and read back, and their types."""
+    try:
+        _read_back(value)
+    except Exception:
+        inner = [text for place, part in _parts(value, where) for text in _unreadable(part, place)]
+        return inner or [f"{where} is of {type(value)}"]
+    return []
+
+
+def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """What a container holds, and where."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield f"key {key!r} of {where}", key
+            yield f"{where}[{key!r}]", entry
+    elif isinstance(value, (list, tuple)):
+        for place, entry in enumerate(value):
+            yield f"{where}[{place}]", entry
