@@ -143,6 +143,13 @@ def test_infeasible_cap_names_the_smallest_that_was_found():
     assert max(partition(costs, 64, memory=sizes, memory_cap=smallest).memory_loads) <= smallest
 
 
+@pytest.mark.parametrize("cap", [1.5, 1e-9, 1])
+def test_what_weighs_nothing_is_within_every_cap(cap):
+    result = partition([1.0, 2.0], 2, memory=[0, 0], memory_cap=cap)
+    assert sorted(result.loads) == [1, 2]
+    assert result.memory_loads == (0, 0)
+
+
 def test_whole_tensors_are_bound_by_one_item():
     costs = [BytesCost()(shape, torch.float32) for shape in MODELS["GPT-2 124M"][0]]
     result = partition(costs, 64)

@@ -215,8 +215,7 @@ def test_zero_blocks_are_exactly_zero_and_non_finite_blocks_entirely_nan(fmt: Lo
     assert (decoded[:4] == 0).all()
     assert decoded[4:12].isnan().all()
     assert decoded[12:16].isfinite().all()
-    # one-sided formats clamp -inf like every negative number
-    assert decoded[16:].isnan().all() or fmt.unsigned
+    assert decoded[16:].isnan().all()
     zeros = torch.zeros_like(quantize(x, fmt))
     assert (dequantize(zeros) == 0).all()
 
@@ -446,6 +445,21 @@ def test_formats_are_checked() -> None:
         LowBitFormat.from_ints({"code": "int"})
     with pytest.raises(ValueError, match="offset"):
         LowBitTensor(torch.zeros(3, dtype=torch.uint8), torch.zeros(1), None, UINT8_AFFINE, (3,))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_a_low_bit_tensor_passes_for_no_other_dtype_than_its_plain_form_knows(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"one of .* got {dtype}"):
+        quantize(torch.randn(4), INT8, dtype=dtype)
+    with pytest.raises(TypeError, match=f"one of .* got {dtype}"):
+        LowBitTensor(torch.zeros(3, dtype=torch.uint8), torch.zeros(1), None, INT8, (3,), dtype)
+
+
+def test_float8_tensors_need_another_dtype() -> None:
+    x = torch.randn(4).to(torch.float8_e5m2)
+    with pytest.raises(TypeError, match=r"got torch\.float8_e5m2; give another dtype="):
+        quantize(x, INT8)
+    assert quantize(x, INT8, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_formats_are_compiled_one_after_another() -> None:

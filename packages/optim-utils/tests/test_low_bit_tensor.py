@@ -79,6 +79,12 @@ def test_likes_and_dtype_and_device(fmt: LowBitFormat) -> None:
     assert q.to("meta").codes.is_meta
     with pytest.raises(NotImplementedError, match=r"can't be torch.int64; use .dequantize"):
         q.to(torch.int64)
+    with pytest.raises(NotImplementedError, match=r"can't be torch.float8_e4m3fn; use .dequantize"):
+        q.to(torch.float8_e4m3fn)
+    for like in (torch.zeros_like, torch.empty_like):
+        assert like(q, dtype=torch.float16).dtype == torch.float16
+        with pytest.raises(NotImplementedError, match=r"can't be torch.int64; use .dequantize"):
+            like(q, dtype=torch.int64)
     assert "LowBitTensor(shape=(6, 12)" in repr(q)
 
 
@@ -180,6 +186,9 @@ def test_plain_forms_that_changed_are_refused_with_what_was_found() -> None:
         from_plain({key: value for key, value in plain.items() if key != "scale"})
     with pytest.raises(ValueError, match="lacks its shape"):
         from_plain({**plain, "format": plain["format"] | {"dims": 5}})
+    for wrong in ({"dtype": -1}, {"dtype": 9}, {"dims": -1}, {"size_0": -6}):
+        with pytest.raises(ValueError, match="lacks its shape or dtype"):
+            from_plain({**plain, "format": plain["format"] | wrong})
 
 
 def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_forms() -> None:

@@ -227,7 +227,115 @@ def test_a_broken_checkpoint_changes_nothing():
     assert_same(state_of(optimizer), state_of(other))
 
 
-def test_strict_can_be_turned_off():
+class Factor(OptimizerModule):
+    def __init__(self) -> None:
+        self.v = torch.zeros(2)
+
+
+class OwnFactor(Factor):
+    def load_state_dict(self, *args, **options):
+        return super().load_state_dict(*args, **options)
+
+
+class FickleFactor(Factor):
+    """Loads once, and then no more."""
+
+    calls = 0
+
+    def load_state_dict(self, *args, **options):
+        type(self).calls += 1
+        if type(self).calls == 2:
+            raise RuntimeError("no more")
+        return super().load_state_dict(*args, **options)
+
+
+def with_factors(*factors: Factor) -> tuple[torch.optim.Optimizer, dict[str, object], dict[str, object]]:
+    """An optimizer, a checkpoint that changes everything in it, and what it holds."""
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param].update({str(i): factor for i, factor in enumerate(factors)})
+    attach_state_dict_hooks(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for factor in saved["state"][0].values():
+        factor["v"] += 1
+    saved["param_groups"][0]["lr"] = 0.7
+    return optimizer, saved, dict(optimizer.state[param])
+
+
+def assert_not_replaced(optimizer: torch.optim.Optimizer, objects: dict[str, object]) -> None:
+    (state,) = optimizer.state.values()
+    assert state.keys() == objects.keys()
+    assert all(state[name] is factor for name, factor in objects.items())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_an_object_that_loads_itself_is_checked_with_the_others():
+    optimizer, saved, objects = with_factors(Factor(), OwnFactor())
+    saved["state"][0]["1"]["v"] = torch.zeros(5)
+    with pytest.raises(StateLoadError) as error:
+        optimizer.load_state_dict(saved)
+    assert [issue.path for issue in error.value.report.problems] == ['[0, "1", "v"]']
+    assert_not_replaced(optimizer, objects)
+    assert torch.equal(objects["0"].v, torch.zeros(2))
+    saved["state"][0]["1"]["v"] = torch.ones(2)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.7
+    assert torch.equal(objects["1"].v, torch.ones(2))
+
+
+def test_a_load_that_fails_while_it_writes_leaves_the_live_objects():
+    FickleFactor.calls = 0
+    optimizer, saved, objects = with_factors(Factor(), FickleFactor())
+    with pytest.raises(RuntimeError, match="no more") as error:
+        optimizer.load_state_dict(saved)
+    assert "from before this load_state_dict" in error.value.__notes__[-1]
+    assert_not_replaced(optimizer, objects)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(objects["1"].v, torch.ones(2))
+
+
+def test_a_load_that_fails_inside_of_torch_leaves_the_live_objects():
+    # Adam's __setstate__ looks for a "step"; no hook is called after it
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adam([param], lr=0.1)
+    param.grad = torch.ones(4)
+    optimizer.step()
+    attach_state_dict_hooks(optimizer)
+    objects = dict(optimizer.state[param])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.7
+    step = saved["state"][0].pop("step")
+    with pytest.raises(KeyError, match="step"):
+        optimizer.load_state_dict(saved)
+    assert_not_replaced(optimizer, objects)
+    saved["state"][0]["step"] = step
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.7
+    assert copy.deepcopy(optimizer).state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_a_refused_load_leaves_no_objects_that_it_made():
+    _, optimizer = trained(2)
+    _, fresh = trained(0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["preconditioner"]["codes"] = torch.zeros(99, dtype=torch.uint8)
+    with pytest.raises(StateLoadError):
+        fresh.load_state_dict(saved)
+    assert not any(state_of(fresh))
+
+
+def test_other_hooks_see_the_loaded_state():
+    optimizer, saved, objects = with_factors(Factor())
+    attached_before = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
+    attached_before.state.update(optimizer.state)
+    seen = []
+    attached_before.register_load_state_dict_post_hook(lambda self: seen.extend(self.state.values()))
+    attach_state_dict_hooks(attached_before)
+    attached_before.load_state_dict(saved)
+    assert seen[0]["0"] is objects["0"]
+
+
+def test_strict_can_be_turned_off(caplog):
     model = nn.Linear(2, 2)
     optimizer = Sgd(model.parameters())
     attach_state_dict_hooks(optimizer, strict=False)
@@ -237,6 +345,9 @@ def test_strict_can_be_turned_off():
     del saved["state"][0]["preconditioner"]["step_count"]
     saved["state"][0]["preconditioner"]["codes"].fill_(77)
     optimizer.load_state_dict(saved)
+    assert [record.msg for record in caplog.records] == [
+        'missing [0, "preconditioner", "step_count"]: expected int, found nothing'
+    ]
     preconditioner = optimizer.state[model.weight]["preconditioner"]
     assert preconditioner.step_count == 1
     assert preconditioner.codes[0] == 77

@@ -3,7 +3,9 @@
 import copy
 import logging
 import pickle
+import threading
 import time
+import warnings
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import pytest
@@ -19,7 +21,7 @@ from optim_utils import (
     StateLoadError,
     update_param_state_dict_object,
 )
-from optim_utils.low_bit import INT8, UINT8_AFFINE, LowBitTensor, quantize
+from optim_utils.low_bit import INT8, UINT8_AFFINE, LowBitTensor, quantize, to_plain
 
 # shared machines stall: time says nothing about these
 law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -302,6 +304,57 @@ def test_shapes_and_missing_memory_are_refused_in_both_modes(live, loaded, kind,
     assert [issue.kind for issue in error.value.report.mismatched] == [kind]
 
 
+def inference_tensor(*shape: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+def sparse(layout: torch.layout, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors that hold different numbers of values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: support of these layouts is in beta state
+        live, loaded = (x.to_sparse(layout=layout, **options) for x in (torch.eye(4), torch.ones(4, 4)))
+    return live, loaded
+
+
+def expanded_codes() -> LowBitTensor:
+    q = quantize(torch.zeros(128), INT8)
+    return LowBitTensor(q.codes, q.scale[:1].expand(2), None, INT8, (128,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("live", "loaded", "reason"),
+    [
+        (torch.zeros(1).expand(3), torch.ones(3), "expanded"),
+        (torch.zeros(2, 1).expand(2, 3), torch.ones(2, 3), "expanded"),
+        (inference_tensor(3), torch.ones(3), "inference"),
+        (*sparse(torch.sparse_csr), "memory for values of shape (4,), got (16,)"),
+        (*sparse(torch.sparse_bsr, blocksize=(2, 2)), "memory for values of shape (2, 2, 2), got (4, 2, 2)"),
+        (expanded_codes(), quantize(torch.ones(128), INT8), "expanded"),
+    ],
+    ids=["expanded", "partly expanded", "inference", "csr", "bsr", "expanded scales"],
+)
+def test_memory_that_cannot_be_written_is_refused_in_both_modes(live, loaded, reason, strict):
+    bag = Bag(first=torch.zeros(1), a=live)
+    with pytest.raises(StateLoadError) as error:
+        bag.load_state_dict({"first": torch.ones(1), "a": loaded}, strict=strict)
+    (issue,) = error.value.report.mismatched
+    assert (issue.path, issue.kind) == ('["a"]', "memory")
+    assert reason in issue.found
+    assert bag.first == 0
+
+
+def test_memory_that_looks_so_but_can_be_written():
+    with torch.inference_mode():
+        live = inference_tensor(2)
+        assert torch.equal(load_into(live, torch.ones(2)), torch.ones(2))
+    one = torch.zeros(3, 1).expand(3, 1)
+    assert load_into(one, torch.ones(3, 1)) is one
+    live, _ = sparse(torch.sparse_csr)
+    assert torch.equal(load_into(live, 2 * live).to_dense(), 2 * torch.eye(4))
+
+
 @pytest.mark.parametrize(
     ("live", "loaded", "fits"),
     [
@@ -430,6 +483,130 @@ def test_a_subclass_may_load_in_its_own_way():
     assert bag.own.value == 40
     update_param_state_dict_object({"own": bag.own}, {"own": {"value": 6}})
     assert bag.own.value == 60
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tensor", "plain form"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_low_bit_tensors_without_memory(assign, plain):
+    q = quantize(torch.randn(256), INT8)
+
+    def form(tensor: LowBitTensor) -> object:
+        return to_plain(tensor) if plain else tensor
+
+    for live, loaded in ((q.to("meta"), q), (q.clone(), q.to("meta"))):
+        bag = Bag(a=torch.zeros(1), q=live)
+        state = {"a": torch.ones(1), "q": form(loaded)}
+        if assign and live.is_meta:
+            assert bag.load_state_dict(state, strict=True, assign=True).ok
+            assert torch.equal(bag.q.codes, q.codes)
+            continue
+        with pytest.raises(StateLoadError) as error:
+            bag.load_state_dict(state, assign=assign)
+        assert [(issue.path, issue.kind) for issue in error.value.report.mismatched] == [('["q"]', "device")]
+        assert bag.a == 0
+        assert bag.q is live
+
+
+def test_assign_lets_a_saved_low_bit_tensor_take_over_nothing():
+    q = quantize(torch.randn(256), INT8)
+    bag = Bag(none=None, inner=Bag(), mapping={"x": torch.zeros(1)})
+    state = {"none": to_plain(q), "inner": {"new": to_plain(q)}, "mapping": {"x": torch.ones(1), "y": to_plain(q)}}
+    assert not bag.load_state_dict(state).ok
+    assert bag.none is None
+    assert bag.load_state_dict(state, assign=True, strict=True).ok
+    for tensor in (bag.none, bag.inner.new, bag.mapping["y"]):
+        assert isinstance(tensor, LowBitTensor)
+        assert torch.equal(tensor.codes, q.codes)
+    state["none"] = {**to_plain(q), "codes": q.codes.bfloat16()}
+    with pytest.raises(StateLoadError, match="type"):
+        Bag(none=None).load_state_dict({"none": state["none"]}, assign=True, strict=True)
+
+
+class Renamed(Bag):
+    """The usual override: mend what is old, then load as the others do."""
+
+    def load_state_dict(self, state_dict, *args, **options):
+        if "old" in state_dict:
+            state_dict["v"] = state_dict.pop("old")
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+def test_an_own_load_is_a_part_of_the_check():
+    outer = Bag(a=torch.zeros(2), inner=Renamed(v=torch.zeros(2), deeper=[Renamed(v=torch.zeros(1))]))
+    deeper = {0: {"v": torch.ones(1)}}
+    cases = [
+        ({"zzz": 1, "deeper": deeper}, True, {'["inner", "v"]': "missing", '["inner", "zzz"]': "unexpected"}),
+        ({"v": torch.ones(5), "deeper": deeper}, False, {'["inner", "v"]': "shape"}),
+        ({"v": torch.ones(2), "deeper": {0: {"v": 1}}}, True, {'["inner", "deeper", 0, "v"]': "type"}),
+        (5, True, {'["inner"]': "type"}),
+    ]
+    before = copy.deepcopy(outer)
+    for inner, strict, problems in cases:
+        with pytest.raises(StateLoadError) as error:
+            outer.load_state_dict({"a": torch.ones(2), "inner": inner}, strict=strict)
+        assert {issue.path: issue.kind for issue in error.value.report.problems} == problems
+        assert same(outer.state_dict(), before.state_dict())
+    # the old form is no problem of the new one, and the caller's is mended once
+    kept = outer.inner.v
+    state = {"a": torch.ones(2), "inner": {"old": torch.full((2,), 3.0), "deeper": deeper}}
+    assert outer.load_state_dict(state, strict=True).ok
+    assert outer.inner.v is kept
+    assert torch.equal(kept, torch.full((2,), 3.0))
+    assert outer.inner.deeper[0].v == 1
+
+
+def test_an_own_load_gets_the_options_that_it_takes(caplog):
+    received = []
+
+    class Strict(Bag):
+        def load_state_dict(self, state_dict, strict=True):
+            received.append(strict)
+            return super().load_state_dict(state_dict, strict=strict)
+
+    bag = Bag(any=Renamed(v=torch.zeros(2), n=None), strict=Strict(v=torch.zeros(1)))
+    state = {"any": {"v": torch.ones(2).double(), "n": torch.ones(1)}, "strict": {}}
+    with caplog.at_level(logging.WARNING):
+        report = bag.load_state_dict(state, assign=True)
+    assert received == [False, False]
+    assert bag.any.n is state["any"]["n"]
+    assert [issue.path for issue in report.cast] == ['["any", "v"]']
+    # said once, by the load of the whole
+    assert [record.msg for record in caplog.records] == [
+        'Bag: missing ["strict", "v"]: expected Tensor (1,) float32, found nothing'
+    ]
+    with pytest.raises(StateLoadError, match=r'\["any", "v"\] +dtype'):
+        bag.load_state_dict(state, strict=True, cast=False)
+
+
+def test_an_own_load_that_raises_does_so_before_anything_is_written():
+    class Raises(Bag):
+        def load_state_dict(self, state_dict):
+            self.v.fill_(7)
+            self.listed.append(7)
+            self.n = state_dict["n"]
+
+    bag = Bag(t=torch.zeros(1), raises=Raises(v=torch.zeros(1), listed=[], n=0, lock=threading.Lock()))
+    with pytest.raises(KeyError) as error:
+        bag.load_state_dict({"t": torch.ones(1), "raises": {"m": 1}})
+    assert 'Raises at ["raises"]' in error.value.__notes__[0]
+    assert (bag.t, bag.raises.v, bag.raises.listed) == (0, 0, [])
+    bag.load_state_dict({"t": torch.ones(1), "raises": {"n": 1}})
+    assert (bag.t, bag.raises.v, bag.raises.listed, bag.raises.n) == (1, 7, [7], 1)
+
+
+def test_a_refusal_that_comes_too_late_does_not_say_that_nothing_was_changed():
+    calls = []
+
+    class Fickle(Bag):
+        def load_state_dict(self, state_dict):
+            calls.append(self)
+            return super().load_state_dict(state_dict if len(calls) == 1 else {"v": torch.zeros(9)})
+
+    bag = Bag(t=torch.zeros(1), fickle=Fickle(v=torch.zeros(1)))
+    with pytest.raises(StateLoadError) as error:
+        bag.load_state_dict({"t": torch.ones(1), "fickle": {"v": torch.ones(1)}})
+    assert "nothing was changed" not in str(error.value)
+    assert 'the object at ["fickle"] refused its state after others had been written' in str(error.value)
 
 
 def test_the_own_tensors_may_come_back_in_another_order():

@@ -66,12 +66,21 @@ def test_sequences_are_leaves_unless_asked_for():
     assert restored["d"] is nested["d"]
 
 
-@pytest.mark.parametrize("key", [(1, 2), b"x", 1j, frozenset()], ids=repr)
-def test_other_keys_are_refused_with_their_path(key):
+@pytest.mark.parametrize("key", [(1, 2), ("l", 0), ("t", 0), ("t", "x"), b"x", 1j, frozenset()], ids=repr)
+@pytest.mark.parametrize("function", [flatten, to_dotted], ids=["flatten", "to_dotted"])
+def test_other_keys_are_refused_with_their_path(function, key):
     with pytest.raises(TypeError) as error:
-        flatten({"a": {key: 1}})
+        function({"a": {key: 1}})
     assert repr(key) in str(error.value)
     assert '["a", ' in str(error.value)
+    with pytest.raises(TypeError):
+        function({key: 1})
+
+
+def test_a_tuple_for_a_key_is_no_item_of_a_sequence():
+    with pytest.raises(TypeError, match=r"\('l', 0\) \(tuple\)"):
+        flatten({"a": [{("l", 0): 1}]}, sequences=True)
+    assert from_dotted({"a": 1}, {"a": ("a", ("l", 0))}) == {"a": {("l", 0): 1}}
 
 
 def test_flatten_refuses_cycles_and_what_is_no_dict():
@@ -363,8 +372,16 @@ def test_a_container_with_nothing_to_fill_is_never_missing():
         (torch.zeros(2), torch.zeros(2, dtype=torch.int64), "dtype"),
         (torch.zeros((), dtype=torch.int64), 2.5, "dtype"),
         (torch.zeros(()), 2j, "dtype"),
+        (torch.tensor(0, dtype=torch.uint8), -1, "dtype"),
+        (torch.tensor(0, dtype=torch.uint8), 300, "dtype"),
+        (torch.tensor(0), 10**30, "dtype"),
+        (torch.tensor(True), 5, "dtype"),
+        (torch.zeros((), dtype=torch.float16), 1e9, "dtype"),
+        (torch.zeros(()), 10**400, "dtype"),
+        (torch.zeros((), dtype=torch.complex64), 1e300j, "dtype"),
+        (torch.zeros(1).expand(3), torch.ones(3), "memory"),
         ({"k": 1}, 5, "type"),
-        (Accumulator(), {"total": torch.zeros(4)}, "shape"),
+        pytest.param(Accumulator(), {"total": torch.zeros(4)}, "shape", id="object"),
     ],
     ids=str,
 )
@@ -375,6 +392,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(live, loaded, k
     assert [issue.kind for issue in error.value.report.mismatched] == [kind]
     assert current["first"] == 0
     assert current["list"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("live", "number"),
+    [
+        (torch.tensor(0, dtype=torch.uint8), 255),
+        (torch.tensor(0, dtype=torch.int64), True),
+        (torch.tensor(True), 0),
+        (torch.zeros(()), 10**30),
+        (torch.zeros((), dtype=torch.bfloat16), 0.1),
+        (torch.zeros((), dtype=torch.float16), math.inf),
+        (torch.zeros((), dtype=torch.complex64), 2),
+    ],
+    ids=str,
+)
+def test_a_number_fills_a_0_dim_tensor_that_holds_it(live, number):
+    assert update_param_state_dict_object({"n": live}, {"n": number}).ok
+    assert live == torch.tensor(number, dtype=live.dtype)
 
 
 def test_an_object_loads_what_fits_and_the_rest_is_a_warning(caplog):

@@ -203,6 +203,30 @@ def test_loads_a_linear_and_is_loaded_by_one(bias):
     assert torch.equal(other.weight, linear.weight)
 
 
+@LAYOUT
+@pytest.mark.parametrize("form", ["combined", "linear"])
+def test_an_assigned_parameter_gets_the_layout_too(layout, form):
+    _, source = pair(checkpoint_format=form)
+    layer = CombinedLinear(10, 7, device="meta", **layout)
+    assert layer.load_state_dict(source.state_dict(), assign=True) == ([], [])
+    assert torch.equal(layer.combined_weight, source.combined_weight)
+    strides = STRIDES[next(iter(layout), "dense")]
+    assert layer.combined_weight.stride() == strides(11, 4)
+    assert layer.combined_weight.requires_grad
+    assert source.combined_weight.stride() == (11, 1)
+    # memory of the right layout is taken over as it is
+    other = CombinedLinear(10, 7, device="meta", **layout)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert other.combined_weight.data_ptr() == layer.combined_weight.data_ptr()
+
+
+@LAYOUT
+def test_the_layout_comes_back_after_something_else_made_the_parameter_dense(layout):
+    _, layer = pair(**layout)
+    layer.combined_weight.data = layer.combined_weight.data.clone(memory_format=torch.contiguous_format)
+    assert layer.float().combined_weight.stride() == STRIDES[next(iter(layout), "dense")](11, 4)
+
+
 def nested(**options: object) -> nn.Module:
     return nn.ModuleDict({"block": nn.ModuleDict({"proj": CombinedLinear(3, 2, **options)})})
 
@@ -335,6 +359,79 @@ def test_hooks_are_not_lost_in_silence():
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="'0' has hooks"):
         combine_linears(model)
+
+
+def with_buffer(layer: nn.Linear) -> None:
+    layer.register_buffer("mask", torch.ones(2))
+
+
+def with_module(layer: nn.Linear) -> None:
+    layer.adapter = nn.Identity()
+
+
+def with_parameter(layer: nn.Linear) -> None:
+    layer.gain = nn.Parameter(torch.ones(2))
+
+
+def with_forward(layer: nn.Linear) -> None:
+    layer.forward = torch.zeros_like
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (with_buffer, "buffers"),
+        (with_module, "modules"),
+        (with_parameter, "other parameters"),
+        (with_forward, "a forward of its own"),
+    ],
+)
+def test_what_a_layer_has_beside_weight_and_bias_is_not_lost_in_silence(change, what):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    change(model[1])
+    with pytest.raises(ValueError, match=f"'1' has {what}, which would be lost"):
+        combine_linears(model)
+    assert type(model[0]) is nn.Linear
+
+
+class AttentionWithPlainLinear(nn.MultiheadAttention):
+    def __init__(self) -> None:
+        super().__init__(16, 2, batch_first=True)
+        self.out_proj = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), "block.linear1"),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+            "block.layers.0.linear1",
+        ),
+        (AttentionWithPlainLinear(), "block.out_proj"),
+    ],
+    ids=["encoder layer", "encoder", "attention"],
+)
+def test_layers_whose_bias_their_parent_reads_are_refused_by_name(block, name):
+    model = nn.ModuleDict({"block": copy.deepcopy(block), "head": nn.Linear(16, 4)}).eval()
+    x = torch.randn(2, 3, 16)
+    inputs = (x, x, x) if isinstance(block, nn.MultiheadAttention) else (x,)
+    with pytest.raises(ValueError, match=f"'{name}' cannot be replaced: the .* around it reads its bias"):
+        combine_linears(model)
+    assert combine_linears(model, lambda name, _: name == "head") == ["head"]
+    # without gradients in eval mode torch takes its fast path
+    with torch.no_grad():
+        model["block"](*inputs)
+
+
+def test_a_decoder_layer_can_be_combined():
+    torch.manual_seed(0)
+    model = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = model(x, x)
+        assert combine_linears(model) == ["linear1", "linear2"]
+        torch.testing.assert_close(model(x, x), expected)
 
 
 def test_a_model_that_is_itself_a_linear_is_refused():

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from optim_utils._dtensors import is_dtensor
+
 _FORMATS = ("combined", "linear")
 # rows that start at multiples of this many bytes let a GEMM load them with its widest instructions
 _ROW_ALIGNMENT = 16
@@ -217,7 +219,7 @@ class CombinedLinear(nn.Module):
     def _laid_out(self, matrix: Tensor) -> Tensor:
         """``matrix`` in the memory layout that this layer wants: itself, or a copy."""
         if self.column_major:
-            return matrix.mT.contiguous().mT
+            return matrix if matrix.mT.is_contiguous() else matrix.mT.contiguous().mT
         columns = matrix.shape[1]
         multiple = max(1, _ROW_ALIGNMENT // matrix.element_size())
         padded = -(-columns // multiple) * multiple
@@ -226,10 +228,16 @@ class CombinedLinear(nn.Module):
         return matrix.new_empty(matrix.shape[0], padded)[:, :columns].copy_(matrix)
 
     def _restore_layout(self) -> None:
-        """Pad the rows again after torch has copied the parameter into dense memory; columns stay columns."""
-        if self.align_rows:
-            with torch.no_grad():
-                self.combined_weight.data = self._laid_out(self.combined_weight.data)
+        """Lay the parameter out again after torch has copied it into memory of another layout."""
+        present = self.combined_weight.data
+        laid_out = self._in_layout(present)
+        if laid_out is not present:
+            self.combined_weight.data = laid_out
+
+    @torch.no_grad()
+    def _in_layout(self, matrix: Tensor) -> Tensor:
+        """``matrix``, laid out as this layer wants it unless it is a DTensor: what shards lays out too."""
+        return matrix if is_dtensor(matrix) else self._laid_out(matrix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CombinedLinear:
         super()._apply(fn, recurse)
@@ -280,6 +288,10 @@ class CombinedLinear(nn.Module):
                 del state_dict[name]
             values = live | found
             state_dict[combined] = join_weight_bias(values[prefix + "weight"], values.get(prefix + "bias"))
+        loaded = state_dict.get(combined)
+        if local_metadata.get("assign_to_params_buffers") and isinstance(loaded, Tensor) and loaded.ndim == 2:
+            # it takes the parameter's place, in the layout of this layer
+            state_dict[combined] = self._in_layout(loaded)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -11,6 +11,9 @@ from optim_utils._combined_linear import CombinedLinear
 
 L = TypeVar("L", bound=nn.Module)
 
+# their fast paths read the `.bias` of the layers in them, and take it for a tensor
+_READS_BIAS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
 
 def combine_linears(
     model: nn.Module,
@@ -32,8 +35,9 @@ def combine_linears(
 
     Raises:
         ValueError: before anything is replaced, for a layer whose parameters are tied to another module's (joined into
-            a new parameter they would not be any more), of whose parameters only one requires a gradient, or that has
-            hooks, which would be lost.
+            a new parameter they would not be any more), of whose parameters only one requires a gradient, that has
+            hooks, buffers or a ``forward`` of its own, which would be lost, or whose ``bias`` its parent reads itself:
+            those right inside of a ``torch.nn.TransformerEncoderLayer`` or ``torch.nn.MultiheadAttention``.
     """
     if type(model) is nn.Linear:
         raise ValueError(
@@ -45,9 +49,19 @@ def combine_linears(
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             owners.setdefault(id(parameter), []).append(parameter_name)
+    readers = {
+        child: parent for parent in model.modules() if isinstance(parent, _READS_BIAS) for child in parent.children()
+    }
     for name, layer in chosen.items():
-        if any(value for attribute, value in vars(layer).items() if attribute.endswith("_hooks")):
-            raise ValueError(f"{name!r} has hooks, which would be lost; remove them or leave it out with the predicate")
+        if lost := _what_would_be_lost(layer):
+            raise ValueError(
+                f"{name!r} has {lost}, which would be lost; remove that, or leave it out with the predicate"
+            )
+        if layer in readers:
+            raise ValueError(
+                f"{name!r} cannot be replaced: the {type(readers[layer]).__name__} around it reads its bias itself; "
+                "leave it out with the predicate"
+            )
         for parameter in layer.parameters():
             if len(names := owners[id(parameter)]) > 1:
                 raise ValueError(f"{' and '.join(names)} are tied; leave them out with the predicate")
@@ -59,6 +73,19 @@ def combine_linears(
             error.add_note(f"the layer is {name!r}")
             raise
     return _replace(model, new)
+
+
+def _what_would_be_lost(layer: nn.Linear) -> str | None:
+    """What a layer has beside weight and bias, if it has something."""
+    attributes = vars(layer)
+    if any(value for name, value in attributes.items() if name.endswith("_hooks")):
+        return "hooks"
+    for kind in ("buffers", "modules"):
+        if attributes[f"_{kind}"]:
+            return kind
+    if attributes["_parameters"].keys() - {"weight", "bias"}:
+        return "other parameters"
+    return "a forward of its own" if "forward" in attributes else None
 
 
 def uncombine_linears(model: nn.Module) -> list[str]:

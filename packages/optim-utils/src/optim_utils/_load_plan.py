@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 
 from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError
-from optim_utils._paths import Path
+from optim_utils._own_load import OwnLoad
+from optim_utils._paths import Path, encode_path
 from optim_utils._state_walk import (
     SEQUENCES,
     Stateful,
     by_key,
     by_position,
     has_content,
+    is_low_bit_form,
     is_never_stored,
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import describe, describe_both, fill_all, find_mismatch
+from optim_utils._tensor_fill import describe, describe_both, fill_all, find_mismatch, why_unwritable
 from optim_utils.low_bit import LowBitTensor, from_plain
 
-# values are never broadcast, and never read from or written to a tensor without memory
-ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device")
+# values are never broadcast, and never read from or written to a tensor without memory, or one that cannot be written
+ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device", "memory")
 
 
 class LoadPlan:
@@ -48,7 +50,8 @@ class LoadPlan:
         self.report = ReportBuilder()
         self.fills: list[tuple[Tensor, Tensor]] = []
         self.writes: list[Callable[[], object]] = []
-        self.foreign_loads: list[Callable[[], object]] = []
+        self.own_objects: list[tuple[Stateful, Mapping[Any, Any], Path]] = []
+        self.foreign_loads: list[tuple[Path, Callable[[], object]]] = []
 
     def run(self, *, strict: bool) -> LoadReport:
         """Write everything, or raise `StateLoadError` and write nothing."""
@@ -59,10 +62,31 @@ class LoadPlan:
 
     def check(self, *, strict: bool) -> LoadReport:
         """The report, or `StateLoadError`: for any problem if ``strict``, else for those that are always refused."""
+        refused = self.rehearse(strict=strict)
         report = self.report.build()
-        if any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
+        if refused or any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
             raise StateLoadError.refuse(report)
         return report
+
+    def rehearse(self, *, strict: bool) -> bool:
+        """Add to the report what objects that load themselves would report; whether one of them would refuse."""
+        options = {
+            "store_non_tensors": self.store_non_tensors,
+            "strict": strict,
+            "cast": self.cast,
+            "assign": self.assign,
+        }
+        any_refused = False
+        for live, loaded, path in self.own_objects:
+            load = OwnLoad(live, loaded, path, options)
+            reports, refused = load.rehearse()
+            for report in reports:
+                self.report.add_nested(path, report)
+            if not reports:
+                self._loaded(path, live, loaded)
+            any_refused |= refused
+            self.foreign_loads.append((path, load.perform))
+        return any_refused
 
     def write(self) -> None:
         """Write what was planned."""
@@ -72,8 +96,15 @@ class LoadPlan:
 
     def load_foreign(self) -> None:
         """Let objects load that do it in their own way: last, as what they do is unknown and may fail."""
-        for load in self.foreign_loads:
-            load()
+        for path, load in self.foreign_loads:
+            try:
+                load()
+            except StateLoadError as error:
+                # its own text may say that nothing was changed
+                raise StateLoadError.too_late(error.report, path) from error
+            except Exception as error:
+                error.add_note(f"raised by the load_state_dict at {encode_path(path)}, after others had been written")
+                raise
 
     # Each of the following plans one kind of live value. They return what is to stand in its place: itself if it is
     # filled in place, or a new object.
@@ -91,9 +122,11 @@ class LoadPlan:
             else:
                 self.miss(old, (*path, name))
         for name, value in entries.items():
-            if self._takes_over(value) and isinstance(name, str) and name not in live.non_state_attributes:
-                self._loaded((*path, name), None, value)
-                self._write_attribute(live, name, value)
+            can_be_named = isinstance(name, str) and name not in live.non_state_attributes
+            tensor = self._taken_over(value) if can_be_named else None
+            if tensor is not None:
+                self._loaded((*path, name), None, tensor)
+                self._write_attribute(live, name, tensor)
             else:
                 self._unexpected((*path, name), value)
         return live
@@ -116,14 +149,10 @@ class LoadPlan:
         return self._add_plain(live, loaded, path) if self.store_non_tensors else live
 
     def _add_stateful(self, live: Stateful, loaded: Any, path: Path) -> Stateful:
-        load = live.own_load_state_dict()
-        if load is None:
+        if live.own_load_state_dict() is None:
             return self.add_object(live, loaded, path)
         if isinstance(loaded, Mapping):
-            self._loaded(path, live, loaded)
-            # a method of the class's own need not know options that are not used
-            options = {} if self.store_non_tensors else {"store_non_tensors": False}
-            self.foreign_loads.append(lambda: load(loaded, **options))
+            self.own_objects.append((live, loaded, path))
         else:
             self._mismatch(path, "type", live, loaded)
         return live
@@ -142,10 +171,18 @@ class LoadPlan:
         if live.shape != loaded.shape or live.fmt != loaded.fmt:
             self._mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
             return live
-        self._loaded(path, live, loaded)
-        for mine, other in zip(live.parts, loaded.parts):
-            if mine is not None and other is not None:
-                self.fills.append((mine, other))
+        pairs = [
+            (mine, other) for mine, other in zip(live.parts, loaded.parts) if mine is not None and other is not None
+        ]
+        if any(mine.is_meta != other.is_meta for mine, other in pairs):
+            if self.assign and live.is_meta and not any(other.is_meta for _, other in pairs):
+                self._loaded(path, live, loaded)
+                return loaded
+            self._mismatch(path, "device", live, loaded)
+            return live
+        if all(self._is_writable(mine, other, path) for mine, other in pairs):
+            self._loaded(path, live, loaded)
+            self.fills += pairs
         return live
 
     def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
@@ -153,16 +190,23 @@ class LoadPlan:
             self._mismatch(path, "type", live, loaded)
             return live
         mismatch = find_mismatch(live, loaded, cast=self.cast)
-        if mismatch == "device" and live.is_meta and self._takes_over(loaded):
+        if mismatch == "device" and live.is_meta and self.assign:
             self._loaded(path, live, loaded)
             is_parameter = isinstance(live, torch.nn.Parameter)
             return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
         if mismatch is not None:
             self._mismatch(path, mismatch, live, loaded)
             return live
-        self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
-        self.fills.append((live, loaded))
+        if self._is_writable(live, loaded, path):
+            self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
+            self.fills.append((live, loaded))
         return live
+
+    def _is_writable(self, live: Tensor, loaded: Tensor, path: Path) -> bool:
+        reason = why_unwritable(live, loaded)
+        if reason is not None:
+            self.report.add(path, "memory", expected=describe(live), found=reason)
+        return reason is None
 
     def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
         entries = by_key(live, loaded)
@@ -187,9 +231,10 @@ class LoadPlan:
             else:
                 self.miss(old, (*path, key))
         for key, value in entries.items():
-            if self._takes_over(value):
-                self._loaded((*path, key), None, value)
-                self._write_item(live, key, value)
+            tensor = self._taken_over(value)
+            if tensor is not None:
+                self._loaded((*path, key), None, tensor)
+                self._write_item(live, key, tensor)
             else:
                 self._unexpected((*path, key), value)
 
@@ -231,14 +276,24 @@ class LoadPlan:
             if number is not None:
                 self._loaded(path, live, loaded)
                 return number
-        if live is None and self._takes_over(loaded):
-            self._loaded(path, live, loaded)
-            return loaded
+        tensor = self._taken_over(loaded) if live is None else None
+        if tensor is not None:
+            self._loaded(path, live, tensor)
+            return tensor
         self._mismatch(path, "type", live, loaded)
         return live
 
-    def _takes_over(self, loaded: object) -> bool:
-        return self.assign and isinstance(loaded, Tensor)
+    def _taken_over(self, loaded: object) -> Tensor | None:
+        """The tensor that is to stand where there was nothing; None if there is none, or no ``assign``."""
+        if not self.assign:
+            return None
+        if isinstance(loaded, Tensor):
+            return loaded
+        try:
+            return from_plain(dict(loaded)) if is_low_bit_form(loaded) else None
+        except ValueError:
+            # cast or reshaped since it was saved: no low-bit tensor any more
+            return None
 
     @staticmethod
     def _is_plain(values: Any) -> bool:

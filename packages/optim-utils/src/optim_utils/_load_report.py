@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from optim_utils._paths import Path, encode_path
+from optim_utils._paths import Path, encode_path, join_paths
 
-Kind = Literal["loaded", "missing", "unexpected", "type", "shape", "dtype", "device", "cast"]
+Kind = Literal["loaded", "missing", "unexpected", "type", "shape", "dtype", "device", "memory", "cast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class LoadReport:
         loaded: entries that were taken over (or would have been, in a refused load).
         missing: entries of the object that the state does not have.
         unexpected: entries of the state that the object does not have.
-        mismatched: entries of another type, shape, dtype or on no device, which kept their old value.
+        mismatched: entries of another type, shape or dtype, on no device, or whose memory cannot be written, which kept
+            their old value.
         cast: the loaded entries that were converted from another floating-point dtype.
     """
 
@@ -66,7 +67,10 @@ class LoadReport:
 
 
 class StateLoadError(RuntimeError):
-    """A load that was refused before anything was written; ``report`` holds all of its problems."""
+    """A load that was refused, before anything was written unless its text says otherwise.
+
+    ``report`` holds all of its problems.
+    """
 
     def __init__(self, message: str, report: LoadReport) -> None:
         super().__init__(message)
@@ -81,6 +85,13 @@ class StateLoadError(RuntimeError):
         kinds = Counter(issue.kind for issue in report.problems)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return cls(f"refused to load a state ({counts}); nothing was changed\n{report}", report)
+
+    @classmethod
+    def too_late(cls, report: LoadReport, path: Path) -> StateLoadError:
+        """The error for an object that refuses what it took when it was asked, and others have been written."""
+        return cls(
+            f"the object at {encode_path(path)} refused its state after others had been written\n{report}", report
+        )
 
 
 @dataclass
@@ -107,6 +118,12 @@ class ReportBuilder:
             self.unexpected.append(issue)
         else:
             self.mismatched.append(issue)
+
+    def add_nested(self, path: Path, report: LoadReport) -> None:
+        """Note all of the report on the entries of what is at ``path``."""
+        for name in (entry.name for entry in fields(report)):
+            issues = getattr(report, name)
+            getattr(self, name).extend(replace(issue, path=join_paths(path, issue.path)) for issue in issues)
 
     def build(self) -> LoadReport:
         return LoadReport(

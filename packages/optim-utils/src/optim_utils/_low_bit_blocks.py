@@ -148,7 +148,8 @@ def _by_place_in_byte(x: Tensor, fmt: LowBitFormat) -> list[Tensor]:
 
 def _companded(x: Tensor, fmt: LowBitFormat) -> Tensor:
     if fmt.unsigned:
-        x = x.clamp(min=0)
+        # an infinity makes its block NaN on this side of zero too
+        x = torch.where(x == -math.inf, math.nan, x.clamp(min=0))
     if fmt.companding == "none":
         return x
     # the fp32 root of the libraries that torch uses on a CPU is not always the nearest; rounded from fp64 it is

@@ -151,18 +151,19 @@ class LowBitFormat:
         """The format whose :meth:`to_ints` this is; other keys are ignored."""
         try:
             return cls(
-                code=_CODES[_index(ints["code"])],
-                bits=_index(ints["bits"]),
-                block_size=_index(ints["block_size"]),
-                layout=_LAYOUTS[_index(ints["layout"])],
-                scale_dtype=_SCALE_DTYPES[_index(ints["scale_dtype"])],
-                companding=_COMPANDINGS[_index(ints["companding"])],
+                code=_CODES[checked_index(ints["code"])],
+                bits=checked_index(ints["bits"]),
+                block_size=checked_index(ints["block_size"]),
+                layout=_LAYOUTS[checked_index(ints["layout"])],
+                scale_dtype=_SCALE_DTYPES[checked_index(ints["scale_dtype"])],
+                companding=_COMPANDINGS[checked_index(ints["companding"])],
             )
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"not the ints of a LowBitFormat: {ints!r} ({error})") from error
 
 
-def _index(value: Any) -> int:
+def checked_index(value: Any) -> int:
+    """``value``, if it is an int that counts something: from a checkpoint it may be anything."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"expected a non-negative int, got {value!r}")
     return value

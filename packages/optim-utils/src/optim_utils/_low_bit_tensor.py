@@ -22,6 +22,9 @@ __all__ = ["LowBitTensor"]
 
 aten = torch.ops.aten
 
+# what a tensor can pass for; `to_plain` stores the position, so the order stays
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class LowBitTensor(Tensor):
     """A tensor stored as low-bit codes with a scale for each block; made by :func:`optim_utils.low_bit.quantize`.
@@ -61,6 +64,7 @@ class LowBitTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_dtype(dtype)
         check_parts(codes, scale, offset, fmt, shape)
         self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
 
@@ -147,6 +151,12 @@ def rebuild_low_bit_tensor(
 torch.serialization.add_safe_globals([rebuild_low_bit_tensor])
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless a low-bit tensor can pass for a tensor of this dtype."""
+    if dtype not in DTYPES:
+        raise TypeError(f"the dtype of a LowBitTensor has to be one of {DTYPES}, got {dtype}; give another dtype=")
+
+
 def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBitFormat, shape: Sequence[int]) -> None:
     """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
     expected = {
@@ -205,7 +215,13 @@ def _like(
     pin_memory: object = None,
     memory_format: object = None,
 ) -> LowBitTensor:
+    _check_conversion(x, dtype)
     return x.with_parts(lambda part: make(part, device=device), dtype=dtype)
+
+
+def _check_conversion(x: LowBitTensor, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {dtype}; use .dequantize()")
 
 
 def _to_copy(
@@ -218,8 +234,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: object = None,
 ) -> LowBitTensor:
-    if dtype is not None and not dtype.is_floating_point:
-        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {dtype}; use .dequantize()")
+    _check_conversion(x, dtype)
     # The dtype is only what dequantize() gives: codes and scales keep theirs.
     return x.with_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
 

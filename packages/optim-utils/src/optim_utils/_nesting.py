@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from optim_utils._paths import decode_path, encode_item, encode_path
+from optim_utils._paths import SequenceItem, decode_path, encode_item, encode_path
 
 _MARKS: dict[type, str] = {list: "l", tuple: "t"}
 
@@ -121,7 +121,7 @@ def _children(value: object, sequences: bool) -> Iterable[tuple[Any, Any]] | Non
     # exact types: a namedtuple or a torch.Size would come back as a plain tuple
     if sequences and isinstance(value, list | tuple) and type(value) in _MARKS:
         mark = _MARKS[type(value)]
-        return [((mark, i), item) for i, item in enumerate(value)] or None
+        return [(SequenceItem(mark, i), item) for i, item in enumerate(value)] or None
     return None
 
 
@@ -140,7 +140,7 @@ class _Nested:
         node = self._root
         last = len(path) - 1
         for depth, item in enumerate(path):
-            kind = item[0] if type(item) is tuple else ""
+            kind = item.mark if type(item) is SequenceItem else ""
             made_for, node_kind = self._made[id(node)]
             if kind != node_kind:
                 raise ValueError(
@@ -162,7 +162,7 @@ class _Nested:
     def _make(self, parent: dict[Any, Any], item: Any, next_item: Any, key: str) -> dict[Any, Any]:
         node: dict[Any, Any] = {}
         parent[item] = node
-        kind = next_item[0] if type(next_item) is tuple else ""
+        kind = next_item.mark if type(next_item) is SequenceItem else ""
         self._made[id(node)] = (key, kind)
         if kind:
             self._sequences.append((parent, item, key))

@@ -11,6 +11,7 @@ string into the repr of a generator. So the values are kept out of its hands:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_utils._load_plan import LoadPlan
-from optim_utils._state_walk import SEQUENCES, Stateful, by_key
+from optim_utils._state_walk import SEQUENCES, Stateful, by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, store
+
+logger = logging.getLogger(__name__)
 
 State = dict[Any, Any]
 
@@ -59,10 +62,13 @@ class StateDictHooks:
         # between the two hooks of a load: what to write, and what each parameter's state becomes
         self._plan: LoadPlan | None = None
         self._states: dict[Tensor, State] = {}
+        # what torch replaces during a load, to be put back if the load fails
+        self._before: dict[str, Any] = {}
         self._handles = [
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            # first, so that no other hook sees the placeholders
+            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
 
     def remove(self) -> None:
@@ -98,28 +104,62 @@ class StateDictHooks:
             for key, entry in state_dict["state"].items()
         }
         params = {key: param for key, param in params.items() if key in saved}
-        _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
+        made = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
         self._plan = LoadPlan(assign=True)
         self._states = {}
-        for key, param in params.items():
-            live = optimizer.state.get(param, {})
-            self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
-        self._plan.check(strict=self._strict)
+        try:
+            for key, param in params.items():
+                live = optimizer.state.get(param, {})
+                self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
+            report = self._plan.check(strict=self._strict)
+        except BaseException:
+            for param in made:
+                optimizer.state.pop(param, None)
+            raise
+        for issue in report.problems:
+            logger.warning(f"{issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}")
+        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        _guard_next_setstate(optimizer, self._before)
         held = {key: {name: _hold(value) for name, value in saved[key].items()} for key in params}
         return {**state_dict, "state": {**saved, **held}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        plan, states = self._plan, self._states
-        self._plan, self._states = None, {}
+        plan, states, before = self._plan, self._states, self._before
+        self._plan, self._states, self._before = None, {}, {}
         assert plan is not None
-        plan.write()
-        plan.load_foreign()
-        for param, state in states.items():
-            by_torch = optimizer.state[param]
-            optimizer.state[param] = {
-                name: value if _is_held(value) else _with_dtype(by_torch.get(name, value), value, name)
-                for name, value in state.items()
-            }
+        try:
+            plan.write()
+            plan.load_foreign()
+            for param, state in states.items():
+                by_torch = optimizer.state[param]
+                optimizer.state[param] = {
+                    name: value if _is_held(value) else _with_dtype(by_torch.get(name, value), value, name)
+                    for name, value in state.items()
+                }
+        except BaseException as error:
+            vars(optimizer).update(before)
+            error.add_note(
+                "the optimizer has its objects and param_groups from before this load_state_dict; what was filled of "
+                "these objects until then stays filled"
+            )
+            raise
+
+
+def _guard_next_setstate(optimizer: Optimizer, before: dict[str, Any]) -> None:
+    """Let the optimizer have ``before`` again if its ``__setstate__`` raises, after which torch calls no hook.
+
+    Adam's does so for a state without "step". The guard hides the class's method until it is called once.
+    """
+
+    def guarded(new: dict[str, Any]) -> None:
+        del vars(optimizer)["__setstate__"]
+        try:
+            optimizer.__setstate__(new)
+        except BaseException:
+            vars(optimizer).update(before)
+            raise
+
+    vars(optimizer)["__setstate__"] = guarded
 
 
 class _Held:
@@ -196,9 +236,9 @@ def _restored(value: Any, device: torch.device) -> Any:
     """A saved value on ``device``, in containers of its own; a 0-dim tensor stays for torch to place."""
     if isinstance(value, Tensor):
         return value.to(device) if value.ndim else value
+    if is_low_bit_form(value):
+        return from_plain({name: _restored(part, device) for name, part in value.items()})
     if isinstance(value, Mapping):
-        if {"codes", "scale", "format"} <= value.keys():
-            return from_plain({name: _restored(part, device) for name, part in value.items()})
         return {name: _restored(item, device) for name, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_restored(item, device) for item in value)
@@ -225,15 +265,18 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> None:
-    """Let the optimizer make the state of those parameters that have none, if a saved state holds objects for them."""
+def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> list[Tensor]:
+    """Let the optimizer make the state of those parameters that have none, if a saved state holds objects for them.
+
+    Returns these parameters.
+    """
     params = [
         param
         for param, state in saved.items()
         if not optimizer.state.get(param) and any(map(_may_be_object, state.values()))
     ]
     if not params:
-        return
+        return []
     wanted = set(params)
     everyone = [param for group in optimizer.param_groups for param in group["params"]]
     values = [param.detach().clone() for param in params]
@@ -255,8 +298,9 @@ def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> N
         with torch.no_grad():
             for param, value in zip(params, values):
                 param.copy_(value)
+    return params
 
 
 def _may_be_object(value: object) -> bool:
     """Whether a saved value can be the state of an object; a low-bit tensor says itself what it is."""
-    return isinstance(value, Mapping) and not {"codes", "scale", "format"} <= value.keys()
+    return isinstance(value, Mapping) and not is_low_bit_form(value)

@@ -10,10 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
+from typing import NamedTuple
 
 Key = str | int | float | bool | None
-# an item of a list or a tuple: ("l", index), ("t", index)
-SequenceItem = tuple[str, int]
+
+
+class SequenceItem(NamedTuple):
+    """An item of a list ("l") or a tuple ("t"); a type of its own, as a dict may have the tuple for a key."""
+
+    mark: str
+    position: int
+
+
 Path = Sequence[Key | SequenceItem]
 
 _KEY_TYPES = (str, int, float, bool, type(None))
@@ -30,7 +38,7 @@ def encode_item(item: object) -> str:
         return encode_basestring_ascii(item)
     if type(item) is int:
         return int.__repr__(item)
-    if type(item) in _KEY_TYPES or (type(item) is tuple and len(item) == 2 and item[0] in ("l", "t")):
+    if type(item) in _KEY_TYPES or type(item) is SequenceItem:
         return json.dumps(item)
     raise TypeError(f"keys of a state have to be str, int, float, bool or None, got {item!r} ({type(item).__name__})")
 
@@ -44,6 +52,12 @@ def encode_path(path: Path) -> str:
         except TypeError:
             parts.append(json.dumps(repr(item)))
     return "[" + ", ".join(parts) + "]"
+
+
+def join_paths(outer: Path, inner: str) -> str:
+    """The key of what `encode_path` calls ``inner`` inside of what is at ``outer``."""
+    items = [encode_path(outer)[1:-1], inner[1:-1]]
+    return f"[{', '.join(filter(None, items))}]"
 
 
 def decode_path(key: object) -> list[Key | SequenceItem]:
@@ -60,7 +74,7 @@ def decode_path(key: object) -> list[Key | SequenceItem]:
         raise ValueError(f"a key of a flattened state has to be a non-empty JSON list, got {key!r}")
     for position, item in enumerate(items):
         if isinstance(item, list) and len(item) == 2 and item[0] in ("l", "t") and type(item[1]) is int:
-            items[position] = (item[0], item[1])
+            items[position] = SequenceItem(item[0], item[1])
         elif type(item) not in _KEY_TYPES:
             raise ValueError(f"item {position} of the flattened key {key!r} is neither a key nor a sequence item")
     return items

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from optim_utils.block_info import BlockInfo
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 # containers that are entered by position; namedtuples and torch.Size are tuples
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -107,6 +110,11 @@ def rebuild(live: Any, items: list[Any]) -> Any:
 def is_plain(value: object) -> bool:
     """Whether ``value`` is stored as one piece and is no tensor."""
     return not isinstance(value, (Tensor, Stateful, dict, *SEQUENCES)) and not is_never_stored(value)
+
+
+def is_low_bit_form(value: object) -> TypeIs[Mapping[Any, Any]]:
+    """Whether ``value`` is what a `LowBitTensor` is in a state: see `optim_utils.low_bit.to_plain`."""
+    return isinstance(value, Mapping) and {"codes", "scale", "format"} <= value.keys()
 
 
 def has_content(value: object, *, store_non_tensors: bool) -> bool:

@@ -38,6 +38,23 @@ def find_mismatch(live: Tensor, loaded: Tensor, *, cast: bool) -> Mismatch | Non
     return None
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
+    """Why the memory of ``live`` cannot take ``loaded``, which fits otherwise, or None: what ``copy_`` would refuse."""
+    local = live.to_local() if is_dtensor(live) else live
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, which is written in torch.inference_mode() only"
+    if local.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride())
+    ):
+        return "an expanded tensor, whose elements share memory; clone it"
+    if live.layout in _COMPRESSED and live.values().shape != loaded.values().shape:
+        return f"memory for values of shape {tuple(live.values().shape)}, got {tuple(loaded.values().shape)}"
+    return None
+
+
 @torch.no_grad()
 def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write into each (live, loaded) pair's live tensor. Collective, on the mesh's ranks, where one is a DTensor.

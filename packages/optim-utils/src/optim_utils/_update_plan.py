@@ -6,8 +6,9 @@ nor a dict is simply replaced. Objects whose attributes are their state are plan
 
 from __future__ import annotations
 
+import cmath
 import copy
-from numbers import Number
+from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class UpdatePlan(LoadPlan):
         Entries that are missing or too many are the caller's to judge. So are, inside of objects, wrong types: an
         object loads what fits.
         """
+        refused = self.objects.rehearse(strict=strict)
         own, objects = self.report.build(), self.objects.report.build()
         report = own + objects
-        refused = bool(own.mismatched) or any(issue.kind in ALWAYS_REFUSED for issue in objects.mismatched)
+        refused |= bool(own.mismatched) or any(issue.kind in ALWAYS_REFUSED for issue in objects.mismatched)
         if refused or (strict and not report.ok):
             raise StateLoadError.refuse(report)
         self.write()
@@ -50,7 +52,9 @@ class UpdatePlan(LoadPlan):
         if isinstance(live, LowBitTensor):
             return self._add_low_bit(live, loaded, path)
         if isinstance(live, Tensor):
-            return self._add_tensor(live, _as_tensor(live, loaded), path)
+            if live.ndim == 0 and isinstance(loaded, Number):
+                return self._add_number(live, loaded, path)
+            return self._add_tensor(live, loaded, path)
         if isinstance(live, Stateful):
             return self.objects.add(live, loaded, path)
         if isinstance(live, dict):
@@ -62,9 +66,16 @@ class UpdatePlan(LoadPlan):
             return live
         self._loaded(path, live, loaded)
         if callable(load := getattr(live, "load_state_dict", None)):
-            self.foreign_loads.append(lambda: load(loaded))
+            self.foreign_loads.append((path, lambda: load(loaded)))
             return live
         return copy.deepcopy(loaded)
+
+    def _add_number(self, live: Tensor, loaded: Number, path: Path) -> Tensor:
+        number = _as_tensor(loaded, live.dtype)
+        if number is None:
+            self.report.add(path, "dtype", describe(live), f"{type(loaded).__name__} that it cannot hold")
+            return live
+        return self._add_tensor(live, number, path)
 
     def miss(self, live: object, path: Path) -> None:
         if _has_something_to_fill(live):
@@ -80,11 +91,17 @@ def _has_something_to_fill(live: object) -> bool:
     return not isinstance(live, SEQUENCES) or len(live) > 0
 
 
-def _as_tensor(live: Tensor, loaded: Any) -> Any:
-    """A number as a 0-dim tensor for the 0-dim ``live``, in its dtype unless that would truncate; else ``loaded``."""
-    if live.ndim or not isinstance(loaded, Number):
-        return loaded
-    number = torch.tensor(loaded)
+def _as_tensor(number: Any, dtype: torch.dtype) -> Tensor | None:
+    """The number in ``dtype``, rounded at most; None if it would be truncated, wrap around or become infinite."""
     # int < float < complex: a number must not be of a later kind than the tensor
-    rank = number.is_floating_point() + 2 * number.is_complex()
-    return number if rank > live.is_floating_point() + 2 * live.is_complex() else torch.tensor(loaded, dtype=live.dtype)
+    rank = 0 if isinstance(number, Integral) else 1 if isinstance(number, Real) else 2
+    if rank > dtype.is_floating_point + 2 * dtype.is_complex:
+        return None
+    try:
+        tensor = torch.tensor(number, dtype=dtype)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    held = tensor.item()
+    if dtype.is_floating_point or dtype.is_complex:
+        return None if cmath.isfinite(number) and not cmath.isfinite(held) else tensor
+    return tensor if held == number else None

@@ -176,6 +176,9 @@ def _cap_in_bytes(sizes: Sequence[float], num_ranks: int, cap: int | float | Non
         raise ValueError("memory_cap needs memory: what each item weighs")
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
+    if not any(sizes):
+        # what weighs nothing is within every cap, of which a float is a multiple of nothing
+        return math.inf
     return cap if isinstance(cap, Integral) else cap * sum(sizes) / num_ranks
 
 

@@ -47,8 +47,9 @@ from optim_utils._low_bit_formats import (
     QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
+    checked_index,
 )
-from optim_utils._low_bit_tensor import LowBitTensor
+from optim_utils._low_bit_tensor import DTYPES, LowBitTensor, check_dtype
 from optim_utils.rounding import random_bits
 
 __all__ = [
@@ -91,8 +92,8 @@ def quantize(
     """x in a low-bit format; of a DTensor, codes and scales are DTensors with its placements.
 
     Args:
-        dtype: what the result passes for and decodes to; by default that of x (float32 for float64, which is
-            converted to float32 first).
+        dtype: what the result passes for and decodes to, one of float32, bfloat16, float16 and float64; by default that
+            of x (float32 for float64, which is converted to float32 first).
         stochastic: go to one of the two neighbouring codes at random, so that the mean of what is decoded is x (in
             one-sided formats for numbers above the lowest code only, as a positive number never becomes zero).
         seed: of the plain stream of :mod:`optim_utils.rounding`; without it ``generator`` or torch's default one.
@@ -102,6 +103,7 @@ def quantize(
     fmt = fmt.specialized()
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
+    check_dtype(dtype)
     x = x.detach()
     if is_dtensor(x):
         from optim_utils._low_bit_dtensor import encode_sharded
@@ -151,9 +153,6 @@ def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor
     return out.copy_(t.dequantize(out.dtype))
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 def to_plain(t: LowBitTensor) -> dict[str, Any]:
     """``{"codes", "scale", "offset"?, "format": ints only}``, the tensors sharing memory.
 
@@ -163,7 +162,7 @@ def to_plain(t: LowBitTensor) -> dict[str, Any]:
     if t.offset is not None:
         plain["offset"] = t.offset.detach()
     sizes = {f"size_{dim}": size for dim, size in enumerate(t.shape)}
-    plain["format"] = {**t.fmt.to_ints(), "dtype": _DTYPES.index(t.dtype), "dims": t.dim(), **sizes}
+    plain["format"] = {**t.fmt.to_ints(), "dtype": DTYPES.index(t.dtype), "dims": t.dim(), **sizes}
     return plain
 
 
@@ -189,10 +188,10 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
         )
         raise ValueError(f"the saved tensor has another format: found {differ}")
     try:
-        shape = [ints[f"size_{dim}"] for dim in range(ints["dims"])]
-        dtype = _DTYPES[ints["dtype"]]
+        shape = [checked_index(ints[f"size_{dim}"]) for dim in range(checked_index(ints["dims"]))]
+        dtype = DTYPES[checked_index(ints["dtype"])]
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"the saved format lacks its shape or dtype: {ints!r}") from error
+        raise ValueError(f"the saved format lacks its shape or dtype: {ints!r} ({error})") from error
     return LowBitTensor(plain["codes"], plain["scale"], plain.get("offset"), found, shape, dtype)
 
 

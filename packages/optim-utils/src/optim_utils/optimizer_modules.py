@@ -20,6 +20,7 @@ from torch import Tensor
 
 from optim_utils._load_plan import LoadPlan
 from optim_utils._load_report import LoadIssue, LoadReport, StateLoadError
+from optim_utils._own_load import hand_over
 from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored
 from optim_utils.low_bit import LowBitTensor, to_plain
 
@@ -76,6 +77,9 @@ class OptimizerModule(Stateful):
             assign: where there is no memory to fill (None, a meta tensor, no such attribute), let the loaded tensor
                 itself take the place.
 
+        A nested object of a subclass with a ``load_state_dict`` of its own is loaded by that, after all others, with
+        those of the options that it has parameters for. It is tried on a copy first, as a part of the check.
+
         Raises:
             StateLoadError: with all problems in its ``report``, and nothing written; for tensors of another shape or
                 without memory (meta) always, for every other problem if ``strict``.
@@ -83,6 +87,8 @@ class OptimizerModule(Stateful):
         plan = LoadPlan(store_non_tensors=store_non_tensors, cast=cast, assign=assign)
         plan.add_object(self, state_dict, ())
         report = plan.run(strict=strict)
+        if hand_over(report):
+            return report
         for issue in report.problems:
             logger.warning(
                 f"{type(self).__name__}: {issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}"

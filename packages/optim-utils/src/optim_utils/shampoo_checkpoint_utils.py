@@ -67,9 +67,9 @@ def update_param_state_dict_object(
 ) -> LoadReport:
     """Bring ``current_param_state_dict`` to the loaded values, in place; say what was done.
 
-    By the keys of the current dict: dicts are entered, tensors filled in place (a number only fills a 0-dim one),
-    objects with a ``load_state_dict`` load, everything else is replaced by a deep copy. Everything is checked before
-    anything is written.
+    By the keys of the current dict: dicts are entered, tensors filled in place (a number only fills a 0-dim one that
+    can hold it), objects with a ``load_state_dict`` load, everything else is replaced by a deep copy. Everything is
+    checked before anything is written.
 
     Raises:
         KeyError: for a key that is not in the loaded state, unless ``enable_missing_key_check`` is off: then it is

@@ -1,0 +1,100 @@
+"""Objects that load themselves: each is tried on a copy first, so that a refusal comes before anything is written.
+
+What a method of the class's own does is unknown: it may rename old entries, or keep another form of state. So it is
+not guessed from the object's attributes; the method itself says, of a copy of the object and of its state, what fits.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from optim_utils._load_report import LoadReport, StateLoadError
+from optim_utils._paths import Path, encode_path
+from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored, rebuild
+
+# while an object loads itself as a part of another load: where its reports go, which that other load answers for
+_REPORTS: ContextVar[list[LoadReport] | None] = ContextVar("reports", default=None)
+
+
+def hand_over(report: LoadReport) -> bool:
+    """Give ``report`` to the load that this one is a part of; False if there is none."""
+    reports = _REPORTS.get()
+    if reports is None:
+        return False
+    reports.append(report)
+    return True
+
+
+@dataclass(frozen=True)
+class OwnLoad:
+    """A load of ``loaded`` into ``live``, at ``path`` of the whole, by the object's own method."""
+
+    live: Stateful
+    loaded: Mapping[Any, Any]
+    path: Path
+    options: dict[str, bool]
+
+    def rehearse(self) -> tuple[list[LoadReport], bool]:
+        """What the load would report, and whether the object would refuse it; nothing is changed."""
+        reports: list[LoadReport] = []
+        try:
+            self._load(_copied(self.live), _copied(self.loaded), reports)
+        except StateLoadError as error:
+            return [*reports, error.report], True
+        except Exception as error:
+            error.add_note(
+                f"raised by the load_state_dict of the {type(self.live).__name__} at {encode_path(self.path)}, "
+                "tried on a copy; nothing was changed"
+            )
+            raise
+        return reports, False
+
+    def perform(self) -> None:
+        """Load."""
+        self._load(self.live, self.loaded, [])
+
+    def _load(self, live: Stateful, loaded: Mapping[Any, Any], reports: list[LoadReport]) -> None:
+        load = live.own_load_state_dict()
+        assert load is not None
+        # a method of the class's own need not know every option
+        parameters = inspect.signature(load).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        options = {name: value for name, value in self.options.items() if takes_all or name in parameters}
+        token = _REPORTS.set(reports)
+        try:
+            load(loaded, **options)
+        finally:
+            _REPORTS.reset(token)
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors and containers of its own; what belongs to the process is shared."""
+    if isinstance(value, Tensor):
+        clone = value.detach().clone()
+        return nn.Parameter(clone, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else clone
+    if isinstance(value, Stateful):
+        twin = copy.copy(value)
+        for name, child in value.state_attributes():
+            object.__setattr__(twin, name, _copied(child))
+        return twin
+    if isinstance(value, Mapping):
+        # a dict keeps its type, and a defaultdict its factory
+        entries = copy.copy(value) if isinstance(value, dict) else {}
+        entries.update({key: _copied(item) for key, item in value.items()})
+        return entries
+    if isinstance(value, SEQUENCES):
+        return rebuild(value, [_copied(item) for item in value])
+    if is_never_stored(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        # a lock, a file: no load could bring it either
+        return value
