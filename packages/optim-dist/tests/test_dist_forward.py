@@ -4,11 +4,15 @@ Gathers are made late: what arrives is held back until somebody waits, so that a
 training differs from that with ``overlap=False``. All scenarios run in one launch of ranks.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from dist_cases import Scenarios, device_of, normal
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
@@ -253,6 +257,38 @@ def closing_removes_the_hooks(rank, world_size):
         assert not module._forward_pre_hooks
         assert not module._state_dict_pre_hooks
         assert not module._load_state_dict_pre_hooks
+
+
+@scenario(2)
+def copies_of_a_model_are_new_and_wait_for_nothing(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    before = copy.deepcopy(net)
+    delay_gathers(optimizer)
+    losses(rank, net, optimizer, steps=2)
+    assert optimizer._bucketed._gathers.in_flight
+    after = copy.deepcopy(net)
+    losses(rank, net, optimizer, steps=1)
+    averaged = AveragedModel(net).module
+    losses(rank, net, optimizer, steps=1)
+    with pytest.raises(RuntimeError, match="wait"):
+        pickle.dumps(net)
+    optimizer.wait()
+    unpickled = pickle.loads(pickle.dumps(net))
+    reference = Net(device_of(rank))
+    reference_optimizer = optimizer_of(reference, overlap=False)
+    for copied, steps in ((before, 0), (after, 2), (averaged, 1), (unpickled, 1)):
+        losses(rank, reference, reference_optimizer, steps=steps)
+        assert_same_parameters(copied, reference)
+        hooks = [hook for module in copied.modules() for hook in module._forward_pre_hooks.values()]
+        assert hooks
+        assert all(not hook.func.__self__._buckets for hook in hooks)
+        copied(tokens(rank, 0)).backward()
+        assert not optimizer._bucketed.has_gradients
+
+
+def assert_same_parameters(left, right):
+    assert all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 @scenario(2)

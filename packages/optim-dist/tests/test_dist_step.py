@@ -10,6 +10,7 @@ import pytest
 import torch
 from dist_cases import Scenarios, device_of, normal
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
 from optim_dist._construction import check_replicas
@@ -162,6 +163,59 @@ def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
         optimizer.step()
     optimizer.zero_grad()
+
+
+@scenario(2)
+def a_gradient_changed_after_clipping_is_an_error(rank, world_size):
+    for change in (lambda p: None, torch.zeros_like):
+        net, optimizer = build(rank)
+        net(batch(rank, 0)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        bias = net.layers[3].bias
+        bias.grad = change(bias)
+        with pytest.raises(RuntimeError, match=r"layers\.3\.bias was assigned or changed .* before clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        net(batch(rank, 1)).backward()
+        optimizer.step()
+
+
+@scenario(2)
+def model_zero_grad_skips_a_batch(rank, world_size):
+    twin, twin_optimizer = build(rank)
+    twin(batch(rank, 0)).backward()
+    twin_optimizer.step()
+    for max_norm, options in ((None, {"accumulation_steps": 1}), (0.001, {}), (0.001, {"accumulation_steps": 1})):
+        net, optimizer = build(rank, **options)
+        net(batch(rank, 7)).backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        assert not optimizer.is_between_steps
+        net.zero_grad()
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        assert_same(values(net), values(twin))
+        net.zero_grad()
+        net(batch(rank, 1)).backward()
+        net.zero_grad()
+        assert optimizer.is_between_steps
+
+
+@scenario(2)
+def a_batch_is_skipped_after_unequal_numbers_of_reductions(rank, world_size):
+    for of_model in (True, False):
+        net, optimizer = build(rank, accumulation_steps=1)
+        twin, twin_optimizer = build(rank)
+        for step, used in enumerate((False, True, False, True)):
+            net(batch(rank, step), skip=None if used else rank).backward()
+            if not used:
+                (net if of_model else optimizer).zero_grad()
+                continue
+            twin(batch(rank, step)).backward()
+            for opt in (optimizer, twin_optimizer):
+                opt.step()
+                opt.zero_grad()
+        assert_same(values(net), values(twin))
 
 
 @scenario(2)
@@ -362,6 +416,56 @@ def scale_is_divided_out_without_unscale(rank, world_size):
 
 
 @scenario(2)
+def unscaling_what_was_reduced_already_is_an_error(rank, world_size):
+    scaler = torch.amp.GradScaler(device_of(rank).type, init_scale=256.0)
+    net, optimizer = build(rank, accumulation_steps=1)
+    before = values(net)
+    scaler.scale(net(batch(rank, 0))).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="overlap=False"):
+        scaler.step(optimizer)
+    assert_same(values(net), before)
+
+
+@scenario(2, 3)
+def fp16_sums_do_not_overflow(rank, world_size):
+    for dtype, options in (
+        (torch.float16, {"reducer": "rs"}),
+        (torch.float16, {"reducer": "exact"}),
+        (torch.float32, {"reducer": "rs", "reduce_dtype": torch.float16}),
+    ):
+        for average in (True, False):
+            wide, half = (nn.Parameter(torch.ones(16, dtype=d, device=device_of(rank))) for d in (torch.float32, dtype))
+            optimizers = [
+                TritonDistAdamW([wide], lr=0.5, eps=1e5, weight_decay=0.0, average=average, state_dtype=torch.float32),
+                TritonDistAdamW(
+                    [half], lr=0.5, eps=1e5, weight_decay=0.0, average=average, state_dtype=torch.float32, **options
+                ),
+            ]
+            norms = []
+            for parameter, optimizer in zip((wide, half), optimizers):
+                parameter.grad = torch.full_like(parameter, 48000.0)
+                norms.append(optimizer.clip_grad_norm_(1e9))
+                optimizer.step()
+            torch.testing.assert_close(norms[1], norms[0], rtol=2**-10, atol=0.0)
+            torch.testing.assert_close(half.float(), wide, rtol=2**-10, atol=0.0)
+            assert wide[0] < 0.95
+
+
+@scenario(2)
+def a_sum_that_overflows_skips_a_scaled_step(rank, world_size):
+    device = device_of(rank)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0)
+    parameter = nn.Parameter(torch.ones(300, device=device))
+    optimizer = TritonDistAdamW([parameter], lr=0.1)
+    # finite on every rank, infinite in the sum
+    scaler.scale((parameter * (torch.arange(300, device=device) == 299) * 1e38).sum()).backward()
+    assert torch.isfinite(parameter.grad).all()
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones_like(parameter))
+
+
+@scenario(2)
 def schedulers_are_obeyed(rank, world_size):
     net, optimizer = build(rank)
     twin, twin_optimizer = build(rank)
@@ -397,6 +501,40 @@ def groups_added_later(rank, world_size):
         net.zero_grad()
         twin.zero_grad()
     assert_same(values(net), values(twin))
+
+
+@scenario(1, 2)
+def a_refused_group_leaves_everything_as_it_was(rank, world_size):
+    device = device_of(rank)
+    net, optimizer = build(rank)
+    bad = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    good = nn.Parameter(torch.ones(3, device=device))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="only dense real"):
+            optimizer.add_param_group({"params": [("bad", bad)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("good", good)]})
+    (net(batch(rank, 0)) + good.sum()).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert torch.all(good < 1.0)
+
+
+@scenario(2)
+def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    later = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="add the group after step"):
+        optimizer.add_param_group({"params": [("later", later)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [("later", later)]})
+    (net(batch(rank, 0)) + later.sum()).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert torch.all(later < 1.0)
 
 
 @scenario(2)
@@ -467,6 +605,18 @@ def closing_gives_ordinary_tensors(rank, world_size):
         optimizer.step()
 
 
+@scenario(1, 2)
+def a_closed_optimizer_takes_no_part_in_clipping(rank, world_size):
+    net, closed = build(rank)
+    closed.close()
+    optimizer = TritonDistAdamW(net.parameters())
+    net(batch(rank, 0)).backward()
+    assert torch.equal(clip_grad_norm_(net.parameters(), 1.0), optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.step()
+
+
 @scenario(2)
 def wire_bytes_are_two_f_p(rank, world_size):
     net = nn.Linear(1000, 1000, bias=False).to(device_of(rank))
@@ -526,6 +676,43 @@ def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
     named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
     with pytest.raises(RuntimeError, match=r"number 1: rank 0 has w1 \(4,\).*rank 1 has w1 \(5,\)"):
         TritonDistAdamW(named)
+
+
+@scenario(2)
+def unequal_options_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("average", True, False),
+        ("reducer", "rs", "exact"),
+        ("reduce_dtype", None, torch.bfloat16),
+        ("bucket_mb", 1.0, 2.0),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} is {first} on rank 0, {second} on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+
+
+@scenario(1, 2)
+def multipliers_of_a_parameter_are_refused(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    parameter.lr_mul, parameter.wd_mul = 1.0, 1
+    TritonDistAdamW([("w", parameter)])
+    for key in ("lr_mul", "wd_mul"):
+        setattr(parameter, key, 0.5)
+        with pytest.raises(ValueError, match=f"w: its {key} is 0.5"):
+            TritonDistAdamW([("w", parameter)])
+        delattr(parameter, key)
+
+
+@scenario(2)
+def parameters_of_fsdp1_are_refused(rank, world_size):
+    device = device_of(rank)
+    for use_orig_params in (False, True):
+        linear = nn.Linear(8, 8, bias=False).to(device)
+        model = FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=device)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match=r"0\.0: a parameter of FullyShardedDataParallel.*use fully_shard"):
+            TritonDistAdamW(model.parameters())
+        assert_same(list(model.parameters()), before)
 
 
 @scenario(2)

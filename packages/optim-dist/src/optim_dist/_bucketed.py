@@ -32,12 +32,17 @@ class BucketedParameters:
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
         self._options = options
+        world_size, device = communicator.world_size, communicator.device
+        # by Bucket.divided
+        self._factors = {
+            False: torch.tensor(1 / world_size, device=device) if options.average else None,
+            True: None if options.average else torch.tensor(float(world_size), device=device),
+        }
         self._shards: dict[Bucket, list[Shard]] = {}
         self._present: tuple[list[bool], Tensor] | None = None
         self.buckets: list[Bucket] = []
         self.reduction: BackwardReduction | None = None
         self._reducer: Reducer | None = None
-        self.counts: Tensor | None = None
         self._gathers: ForwardGathers | None = None
 
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
@@ -78,17 +83,31 @@ class BucketedParameters:
         return self.reduction is not None and self.reduction.started
 
     @property
+    def is_eager(self) -> bool:
+        """Whether reductions are launched during backward."""
+        return bool(self.buckets) and self.reduction is not None and self.reduction.eager
+
+    @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived since the last step."""
+        """Whether a gradient has arrived since the last step that is still there."""
         return self.reduction is not None and self.reduction.has_gradients
+
+    @property
+    def counts(self) -> Tensor | None:
+        """For each parameter of the plan, on how many ranks it has a gradient; None before ``reduce``."""
+        return None if self.reduction is None else self.reduction.counts
 
     # a step
 
-    def reduce(self, num_parameters: int) -> None:
-        """Agree on which gradients exist, launch every reduction; once a step."""
-        if self.counts is not None or not self.buckets:
-            return
+    def reduce(self, num_parameters: int) -> bool:
+        """Agree on which gradients exist, launch every reduction; once a step. Whether this was the time."""
+        if not self.buckets:
+            return False
         assert self.reduction is not None, "buckets come with their reduction"
+        if self.counts is not None:
+            for bucket in self.buckets:
+                bucket.presence()
+            return False
         if self._gathers is not None:
             self._gathers.check()
         present = [False] * num_parameters
@@ -103,12 +122,23 @@ class BucketedParameters:
         # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
         if self.reduction.eager:
             self.reduction.launch_all()
-        self.counts = self._communicator.gather_message(self._present[1]).sum(0)
+        self.reduction.counts = self._communicator.gather_message(self._present[1]).sum(0)
         self.reduction.launch_all()
+        return True
 
-    def reduced_gradients(self) -> list[Tensor]:
-        """The sums of this rank's chunks, one a bucket."""
-        return [self._finish(bucket) for bucket in self.buckets]
+    @property
+    def factors(self) -> dict[bool, Tensor | None]:
+        """What sums are multiplied by to be the average, or the sum, that was asked for; by ``Bucket.divided``."""
+        return {divided: self._factors[divided] for divided in sorted({bucket.divided for bucket in self.buckets})}
+
+    def reduced_gradients(self, divided: bool) -> list[Tensor]:
+        """The sums of this rank's chunks, one a bucket: of those whose gradients were divided by W before, or not."""
+        return [self._finish(bucket) for bucket in self.buckets if bucket.divided is divided]
+
+    def overflow(self) -> Tensor:
+        """1 if this rank's chunks have an inf or NaN, else 0."""
+        largest = torch.stack([torch.linalg.vector_norm(self._finish(bucket), float("inf")) for bucket in self.buckets])
+        return (~torch.isfinite(largest)).any().float()
 
     def update(self, update: Update) -> None:
         """Bucket by bucket, the gather of one under the update of the next; ``finish_step`` ends the last."""
@@ -132,15 +162,13 @@ class BucketedParameters:
 
     def restart(self) -> None:
         """Forget this step's reductions: the next gradients belong to a new step."""
-        self.counts = None
         if self.reduction is not None:
             self.reduction.restart()
 
-    def finish_reductions(self) -> None:
-        """Wait for what has been launched, to drop it."""
-        for bucket in self.buckets:
-            if bucket.launched:
-                self._finish(bucket)
+    def drop(self) -> None:
+        """Give up this step's reductions."""
+        if self.reduction is not None:
+            self.reduction.drop()
 
     def gather(self) -> None:
         """Return every rank's part of the parameters to all ranks."""
@@ -166,7 +194,9 @@ class BucketedParameters:
 
     def close(self) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        self.finish_reductions()
+        for bucket in self.buckets:
+            if bucket.launched:
+                self._finish(bucket)
         self.wait()
         if self.reduction is not None:
             self.reduction.close()

@@ -148,6 +148,17 @@ def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
         if name in names:
             findings.append(f"{name}: two parameters have this name")
         names.add(name)
+        for key in ("lr_mul", "wd_mul"):
+            if getattr(parameter, key, 1) != 1:
+                findings.append(
+                    f"{name}: its {key} is {getattr(parameter, key)}, which is not read here; put it in a group with "
+                    f"{'lr' if key == 'lr_mul' else 'weight_decay'} multiplied, and delete the attribute"
+                )
+        if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+            findings.append(
+                f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
+                "plain model, or use fully_shard"
+            )
         if entry.route == "muon" and parameter.ndim < 2:
             findings.append(f"{name}: Muon takes matrices, got shape {tuple(parameter.shape)}; give it to AdamW")
         if parameter.layout is not torch.strided or parameter.dtype.is_complex:
@@ -193,10 +204,17 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
     return findings
 
 
-def check_plan(plan: Plan, communicator: Communicator) -> None:
-    """Fail on every rank if the ranks do not have the same plan, naming the first parameters that differ."""
-    hashes = communicator.gather_json(plan.hash)
-    if len(set(hashes)) == 1:
+def check_plan(plan: Plan, options: Mapping[str, str], communicator: Communicator) -> None:
+    """Fail on every rank if the ranks do not have the same options and plan, naming the first that differ."""
+    gathered = communicator.gather_json([plan.hash, dict(options)])
+    for rank, (_, theirs) in enumerate(gathered):
+        for name, value in gathered[0][1].items():
+            if theirs[name] != value:
+                raise RuntimeError(
+                    f"ranks were given different options: {name} is {value} on rank 0, {theirs[name]} on rank {rank}; "
+                    "pass the same on every rank"
+                )
+    if len({found for found, _ in gathered}) == 1:
         return
     described = communicator.gather_json(plan.describe()["parameters"])
     first = described[0]
@@ -209,7 +227,9 @@ def check_plan(plan: Plan, communicator: Communicator) -> None:
                     f"ranks were given different parameters; the first that differs is number {place}: "
                     f"rank 0 has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
                 )
-    raise RuntimeError("ranks have the same parameters but different options; every rank must pass the same")
+    raise RuntimeError(
+        "ranks have the same parameters and options but different plans; install the same optim_dist on all"
+    )
 
 
 def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str) -> None:

@@ -30,16 +30,19 @@ class ForwardGathers:
         self.in_flight = False
         homes = {id(member.parameter): (bucket, member) for bucket in buckets for member in bucket.members}
         self._handles: list[Any] = []
+        # by number of the module; hooks refer to it only through self, so that their copies have nothing to wait for
+        self._held: dict[int, list[tuple[Bucket, Member]]] = {}
         compiled = [module for module in model.modules() if _is_compiled(module)]
         inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
-        for module in model.modules():
+        for number, module in enumerate(model.modules()):
             # a compiled module waits before its region is entered, for all that is in it
             parameters = module.parameters(recurse=_is_compiled(module))
             held = [homes[id(parameter)] for parameter in parameters if id(parameter) in homes]
             if not held:
                 continue
             if id(module) not in inside:
-                self._handles.append(module.register_forward_pre_hook(partial(self._before_forward, held)))
+                self._held[number] = held
+                self._handles.append(module.register_forward_pre_hook(partial(self._before_forward, number)))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
 
@@ -84,7 +87,26 @@ class ForwardGathers:
             handle.remove()
         self._handles.clear()
 
-    def _before_forward(self, held: list[tuple[Bucket, Member]], module: nn.Module, arguments: Any) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGathers:
+        """Hooks of a copied model do nothing; what was copied while a gather was under way is copied again."""
+        if self.in_flight:
+            self.wait()
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    for member in bucket.members:
+                        if id(member.parameter) in memo:
+                            memo[id(member.parameter)].copy_(member.value)
+        return ForwardGathers(nn.Module(), ())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.in_flight:
+            raise RuntimeError(
+                "the model is pickled while its parameters are gathered; call the optimizer's wait() first"
+            )
+        return ForwardGathers, (nn.Module(), ())
+
+    def _before_forward(self, number: int, module: nn.Module, arguments: Any) -> None:
+        held = self._held.get(number, [])
         if not torch.compiler.is_compiling():
             self._enter(held)
         elif self.in_flight:

@@ -62,6 +62,9 @@ class LiveOptimizer(Optimizer):
         _live[id(self)] = weakref.ref(self)
         weakref.finalize(self, _live.pop, id(self), None)
 
+    def _unregister(self) -> None:
+        _live.pop(id(self), None)
+
 
 def live_optimizers() -> list[LiveOptimizer]:
     """Every optimizer of this package that exists, in order of construction."""

@@ -82,20 +82,17 @@ class DistOptimizer(LiveOptimizer):
 
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
-        self._entries = self._find_entries()
-        device = self._entries[0].parameter.device if self._entries else torch.device("cpu")
+        found = self._find_entries()
+        device = found[0].parameter.device if found else torch.device("cpu")
         self._communicator = self._options.communicator(device)
-        world_size = self._communicator.world_size
-        self._average = (
-            torch.tensor(1 / world_size, device=device) if self._options.average and world_size > 1 else None
-        )
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
         self._caches: dict[object, dict[Any, Any]] = {}
         self._factor: Tensor | None = None
         self.grad_norm = None
-        self.plan = Plan(world_size, (), ())
-        self._extend(self._entries)
+        self.plan = Plan(self._communicator.world_size, (), ())
+        self._entries: list[construction.Entry] = []
+        self._extend(found)
         self._register()
 
     def _find_entries(self, first_group: int = 0) -> list[construction.Entry]:
@@ -105,41 +102,45 @@ class DistOptimizer(LiveOptimizer):
         )
 
     def _extend(self, found: Sequence[construction.Entry]) -> None:
-        """Plan ``found`` behind what is planned already, and move it into buckets."""
+        """Plan ``found`` behind what is planned already, and move it into buckets; if refused, nothing has changed."""
         communicator = self._communicator
         meshes = construction.check_parameters(found, communicator)
-        planned = self.trained_ids()
-        self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         specs = construction.specify(found)
         bucket_mb = self._options.bucket_mb
-        self.plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
+        plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
+        entries = [*self._entries, *found]
         if communicator.world_size > 1:
-            construction.check_plan(self.plan, communicator)
-            self._bucketed.extend(self.plan, self._entries)
-        self._resident.extend(self.plan.parameters, self._entries, meshes)
+            construction.check_plan(plan, self._options.described(), communicator)
+            self._bucketed.extend(plan, entries)
+        self._resident.extend(plan.parameters, entries, meshes)
+        self.plan, self._entries = plan, entries
+        planned = self.trained_ids()
+        self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
+        is_built = hasattr(self, "plan")  # else a group of the constructor
+        if is_built and self._bucketed.started:
+            raise RuntimeError(
+                "add_param_group between backward and step(): gradients are already being reduced; "
+                "add the group after step(), or call zero_grad() first"
+            )
         super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
         try:
             self._check_group(self.param_groups[-1])
             self._views(self.param_groups[-1])
+            if is_built:
+                self._extend(self._find_entries(first_group=len(self.param_groups) - 1))
         except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        if not hasattr(self, "plan"):
-            return  # a group of the constructor
-        if self._bucketed.started:
-            raise RuntimeError("add_param_group between backward and step(): gradients are already being reduced")
-        found = self._find_entries(first_group=len(self.param_groups) - 1)
-        self._entries = [*self._entries, *found]
-        self._extend(found)
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
-        if self._communicator.world_size > 1 and not self._closed:
+        if not self._closed:
             self._bucketed.close()
+            self._unregister()
             self._closed = True
 
     # a step
@@ -173,24 +174,41 @@ class DistOptimizer(LiveOptimizer):
         if self._closed:
             raise RuntimeError("this optimizer was closed; build a new one")
         self._check_left_out()
-        self._bucketed.reduce(len(self.plan.parameters))
+        if self._bucketed.reduce(len(self.plan.parameters)):
+            self._factor = None  # of gradients that were dropped since
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if found_inf is not None:
+            if grad_scale is None and self._bucketed.is_eager:
+                raise RuntimeError(
+                    "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
+                    "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
+                )
+            found_inf = found_inf.reshape(1).float()
+            if self._bucketed.buckets:
+                # the scaler saw gradients before they were added, or while they were
+                found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
             # what overflowed on one rank is in the sum of all
-            found_inf = self._communicator.gather_message(found_inf.reshape(1).float()).amax()
+            found_inf = self._communicator.gather_message(found_inf).amax()
         if self._options.skip_nonfinite and self.grad_norm is not None:
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
-        return StepContext(_product(self._factor, clip_factor), getattr(self, "grad_scale", None), found_inf)
+        return StepContext(_product(self._factor, clip_factor), grad_scale, found_inf)
 
     def _update(self, context: StepContext) -> None:
         """Phases 4 and 5."""
-        averaging = replace(context, factor=_product(self._average, context.factor), counts=self._bucketed.counts)
+        counts = self._bucketed.counts
+        averaging = {
+            divided: replace(context, factor=_product(factor, context.factor), counts=counts)
+            for divided, factor in self._bucketed.factors.items()
+        }
         self._bucketed.update(
-            lambda bucket, shards: self._apply(bucket.plan.route, [*map(self._item, shards)], averaging, bucket)
+            lambda bucket, shards: self._apply(
+                bucket.plan.route, [*map(self._item, shards)], averaging[bucket.divided], bucket
+            )
         )
         self._resident.update(
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
@@ -224,7 +242,7 @@ class DistOptimizer(LiveOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
-        self._bucketed.finish_reductions()
+        self._bucketed.drop()
         super().zero_grad(set_to_none)
         self._restart()
 
@@ -255,14 +273,16 @@ class DistOptimizer(LiveOptimizer):
         self._reduce()
         order, device = float(norm_type), self._communicator.device
         # gradients in buckets are sums over ranks, others arrive averaged
-        homes = [(self._bucketed.reduced_gradients(), self._average)] if self._bucketed.buckets else []
+        homes = [
+            (self._bucketed.reduced_gradients(divided), factor) for divided, factor in self._bucketed.factors.items()
+        ]
         if self._resident or not homes:
             homes.append((self._resident.gradients(), None))
         mine = torch.stack([power_sum(gradients, order, device) for gradients, _ in homes])
         norms = []
-        for powers, (_, average) in zip(self._communicator.gather_message(mine).unbind(1), homes):
+        for powers, (_, factor) in zip(self._communicator.gather_message(mine).unbind(1), homes):
             norm = combine_powers(powers, order)
-            norms.append(norm if average is None or order == 0 else norm * average)
+            norms.append(norm if factor is None or order == 0 else norm * factor)
         norm = combine_norms(norms, order)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
@@ -290,8 +310,11 @@ class DistOptimizer(LiveOptimizer):
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradient has arrived since the last step."""
-        return not self._bucketed.has_gradients
+        """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
+        if self._bucketed.has_gradients:
+            return False
+        self._bucketed.drop()
+        return True
 
     def gather_parameters(self) -> None:
         """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""

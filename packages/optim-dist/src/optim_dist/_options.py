@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypedDict
 
 import torch
@@ -103,6 +103,13 @@ class Options:
         if len(wide) == 2:
             return GridCommunicator(self.mesh, device, self.timeout)
         return Communicator(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout)
+
+    def described(self) -> dict[str, str]:
+        """What has to be the same on every rank, as text; of ``model`` that one was given."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        del shown["mesh"], shown["process_group"]
+        shown["model"] = None if self.model is None else "a module"
+        return {name: str(value) for name, value in shown.items()}
 
     def without_process(self) -> Options:
         """Without what belongs to this process and cannot be pickled."""

@@ -65,6 +65,7 @@ class Bucket:
     work: Waitable | None = None
     gathering: Waitable | None = None
     launched: bool = False
+    divided: bool = False  # gradients were divided by W before they were added, for the sums to fit
     missing: int = 0  # members whose last gradient of this step has not arrived
     present: list[bool] = field(default_factory=list)
     attached: int = -1  # address of the sums that shards' gradients are views of
@@ -114,7 +115,9 @@ class Bucket:
             unchanged = member.reduced_and_untouched() if was_present else member.parameter.grad is None
             if not unchanged:
                 raise RuntimeError(
-                    f"the gradient of {member.name} was assigned or changed after its bucket was reduced: {_REMEDY}"
+                    f"the gradient of {member.name} was assigned or changed after its bucket was reduced; change "
+                    "gradients before clip_grad_norm_() and, if backward reduces (accumulation_steps= or no_sync()), "
+                    "build the optimizer with overlap=False; to give the step up, call zero_grad()"
                 )
         return self.present
 

@@ -31,7 +31,9 @@ class BackwardReduction:
         self.passes = accumulation_steps or 1
         self.eager = overlap and accumulation_steps is not None
         self.paused = False
+        self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._next = 0
+        self._latest: Member | None = None  # the last of this step to get a gradient
         self._streams: set[Any] = set()
         self._handles = [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
@@ -56,16 +58,32 @@ class BackwardReduction:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived since the last step."""
-        return any(member.arrived for bucket in self.buckets for member in bucket.members)
+        """Whether a gradient has arrived since the last step that is still there."""
+        return any(m.arrived and m.parameter.grad is not None for bucket in self.buckets for m in bucket.members)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether some rank may have launched a reduction, even if this one has not."""
+        return self.started or (self.eager and any(bucket.missing < len(bucket.members) for bucket in self.buckets))
 
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
         while self._next < len(self.buckets):
             self._launch()
 
+    def drop(self) -> None:
+        """Give up this step's reductions, once every rank has issued all of them, and begin a new step."""
+        if self._is_due:
+            for bucket in self.buckets[self._next :]:
+                self.reducer.launch(bucket)
+            for bucket in self.buckets:
+                self.reducer.finish(bucket)
+        self.restart()
+
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
+        self.counts = self._latest = None
+        self._streams.clear()
         self._next = 0
         for bucket in self.buckets:
             bucket.launched = False
@@ -80,8 +98,10 @@ class BackwardReduction:
 
     def _hook(self, bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
+            if self._all_dropped(member):
+                self.drop()
             bucket.check_arrival(member)
-            member.arrived = True
+            member.arrived, self._latest = True, member
             if self.paused:
                 return
             member.arrivals += 1
@@ -95,6 +115,15 @@ class BackwardReduction:
                 self._launch()
 
         return gradient_arrived
+
+    def _all_dropped(self, arriving: Member) -> bool:
+        """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""
+        latest = self._latest
+        if latest is None or (latest is not arriving and latest.parameter.grad is not None) or not self._is_due:
+            return False
+        others = (m for bucket in self.buckets for m in bucket.members if m.arrived and m is not arriving)
+        # a gradient that autograd made anew is not in the bucket yet
+        return arriving.parameter.grad is not arriving.gradient and all(m.parameter.grad is None for m in others)
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]

@@ -5,7 +5,8 @@
     exact   one all-to-all of the same bytes, then the W contributions are added here, in rank order, in fp32, and
             rounded once. Bitwise what one process gets that sums W gradients in that order, at any W and bucket size.
 
-Neither divides by W: the factor is folded into the update, which reads the gradient anyway.
+Neither divides by W: the factor is folded into the update, which reads the gradient anyway. Only a sum in fp16, which
+ends at 65504, is an average already: ``rs`` divides what it sends, ``exact`` the fp32 sum before it is rounded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ReduceScatter:
         self.reduce_dtype = reduce_dtype
 
     def launch(self, bucket: Bucket) -> None:
-        bucket.work = self.communicator.reduce_scatter_(_on_the_wire(bucket, self.reduce_dtype))
+        bucket.divided = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16
+        wire = _on_the_wire(bucket, self.reduce_dtype, 1 / self.communicator.world_size if bucket.divided else 1.0)
+        bucket.work = self.communicator.reduce_scatter_(wire)
 
     def finish(self, bucket: Bucket) -> Tensor:
         _wait(bucket)
@@ -76,6 +79,7 @@ class Exact:
             self.finish(self._in_flight[0])
         scratch = free.pop()
         bucket.received = scratch
+        bucket.divided = (self.reduced_dtype or bucket.gradients.dtype) == torch.float16
         bucket.work = self.communicator.exchange(scratch[: wire.numel()], wire)
         self._in_flight.append(bucket)
 
@@ -94,6 +98,8 @@ class Exact:
         total = contributions[0].to(torch.promote_types(torch.float32, scratch.dtype), copy=True)
         for contribution in contributions[1:]:
             total += contribution
+        if bucket.divided:
+            total /= self.communicator.world_size
         dtype = self.reduced_dtype or bucket.gradients.dtype
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
@@ -102,13 +108,15 @@ class Exact:
         bucket.sums.copy_(total)
 
 
-def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None) -> Tensor:
-    """The bucket's gradients in the dtype that travels; a persistent copy if that is not their own."""
+def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
+    """The bucket's gradients times ``factor`` in the dtype that travels; a persistent copy if that is not their own."""
     if dtype is None or dtype == bucket.gradients.dtype:
-        return bucket.gradients
+        return bucket.gradients if factor == 1.0 else bucket.gradients.mul_(factor)
     if bucket.wire is None:
         bucket.wire = torch.empty_like(bucket.gradients, dtype=dtype)
-    return bucket.wire.copy_(bucket.gradients)
+    if factor == 1.0:
+        return bucket.wire.copy_(bucket.gradients)
+    return torch.mul(bucket.gradients, factor, out=bucket.wire)  # multiplied before it is rounded
 
 
 def _wait(bucket: Bucket) -> None:
