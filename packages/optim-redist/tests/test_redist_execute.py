@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,11 +18,15 @@ from optim_redist import (
     Mesh,
     PlanMismatchError,
     Ragged,
+    UnsupportedError,
+    execute,
     plan,
     redistribute_local,
     simulate,
+    verify,
 )
 from optim_redist._stage_program import stage_programs
+from optim_redist.planning import clear_cache
 from optim_utils.testing import run_ranks
 
 FOUR_RANKS = [(4,), (2, 2), (3,), (2,), (1, 4)]
@@ -131,6 +136,48 @@ def test_strided_tensors_async_calls_and_given_outputs() -> None:
     run_ranks(_strided_async_and_out, 4)
 
 
+def _out_in_the_source(rank: int, world: int) -> list[str]:
+    mesh = Mesh(2)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full, texts = _numbered((8, 8)), []
+    both = torch.cat([part_of(full, src, rank).flatten(), torch.zeros(32, dtype=torch.int32)])
+    mine, other = both[:32].view(4, 8), both[32:].view(8, 4)
+    # one storage, but other memory
+    assert torch.equal(redistribute_local(mine, (8, 8), src, dst, out=other), part_of(full, dst, rank))
+    for out in (mine.view(8, 4), both[8:40].view(8, 4)):
+        try:
+            redistribute_local(mine, (8, 8), src, dst, out=out)
+        except LayoutError as error:
+            texts.append(str(error))
+    for options in ({}, {"donate": True}, {"async_op": True}):
+        stays = part_of(full, src, rank)
+        found = redistribute_local(stays, (8, 8), src, src, out=stays, **options)
+        assert (found.wait() if options.get("async_op") else found) is stays
+        assert torch.equal(stays, part_of(full, src, rank))
+    return texts
+
+
+def test_an_output_in_the_memory_of_the_source_is_refused_unless_all_of_it_stays() -> None:
+    for rank, texts in enumerate(run_ranks(_out_in_the_source, 2)):
+        assert len(texts) == 2
+        assert all(f"rank {rank}: out shares memory with the source" in text for text in texts)
+
+
+def test_pending_conjugation_and_negation_are_resolved() -> None:
+    mesh = Mesh(2)
+    z = torch.complex(_numbered((2, 2)).float(), _numbered((2, 2)).float() + 4).conj()
+    assert z.imag.is_neg()
+    split, whole = Layout(mesh, [0, None]), Layout(mesh, [None, None])
+    added = Layout(mesh, [None, None], {0: "sum"})
+    for full in (z, z.imag):
+        found = simulate(plan((2, 2), full.dtype, split, whole), [full[:1], full[1:]])
+        assert torch.equal(found[0], full)
+        found = simulate(plan((2, 2), full.dtype, added, whole), [full, full])
+        assert torch.equal(found[0], full + full)
+    with pytest.raises(LayoutError, match="out is a view with a pending conjugation or negation"):
+        redistribute_local(z.real.clone(), (2, 2), whole, whole, out=z.imag)
+
+
 def _flat_pieces(rank: int, world: int) -> None:
     # a flat buffer cut anywhere, pieces of one rank apart from each other, and another number of ranks
     full = _numbered((101,))
@@ -175,6 +222,28 @@ def test_narrow_floats_are_summed_in_fp32_in_rank_order() -> None:
     assert averaged[0].item() == torch.tensor(259 / 4).bfloat16().item()
 
 
+def test_replicas_of_several_contributions_are_combined_completely() -> None:
+    # replicas share the sending, so contributions arrive cut at different places
+    done = 0
+    for shape, sizes in product([(4, 3), (6, 8)], [(2, 2, 2), (4, 2), (2, 4)]):
+        mesh, axes = Mesh(sizes), range(len(sizes))
+        for sides, target in product(product("RPS", repeat=len(sizes)), product("R01", repeat=len(sizes))):
+            partial: dict[int | str, str] = {axis: "sum" for axis in axes if sides[axis] == "P"}
+            if "R" not in sides or prod(sizes[int(axis)] for axis in partial) < 3:
+                continue
+            src = Layout(mesh, [tuple(axis for axis in axes if sides[axis] == "S") or None, None], partial)
+            dst = Layout(mesh, [tuple(axis for axis in axes if target[axis] == k) or None for k in "01"])
+            parts = {
+                rank: torch.full(src.local_shape(shape, rank), 10 ** contributions_of(src, rank)) for rank in mesh.ranks
+            }
+            whole = combined(src, shape, parts)
+            for dtype in (torch.int64, torch.float16):
+                found = simulate(plan(shape, dtype, src, dst), {rank: part.to(dtype) for rank, part in parts.items()})
+                assert all(torch.equal(found[rank], part_of(whole.to(dtype), dst, rank)) for rank in found), (src, dst)
+            done += 1
+    assert done > 150
+
+
 def _mismatch(rank: int, world: int) -> str:
     mesh = Mesh(4)
     shape = (8, 8 if rank != 2 else 12)
@@ -190,6 +259,21 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
     assert all("rank 2 holds another plan than rank 0" in text for text in texts), texts
 
 
+def _forgetful(rank: int, world: int) -> None:
+    mesh = Mesh(4)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    _assert_moved(Case((8, 8), src, dst), _numbered((8, 8)), rank)
+    if rank < 2:
+        # what one rank forgets, all the others still know
+        clear_cache()
+        execute._programs.clear()
+    _assert_moved(Case((8, 8), src, dst), _numbered((8, 8)), rank)
+
+
+def test_ranks_that_forget_programs_do_not_wait_for_those_that_know_them() -> None:
+    run_ranks(_forgetful, 4, timeout=60)
+
+
 def test_wrong_local_shapes_are_refused() -> None:
     mesh = Mesh(2)
     task = plan((4, 4), torch.float32, Layout(mesh, [0, None]), Layout(mesh, [None, 0]))
@@ -199,6 +283,15 @@ def test_wrong_local_shapes_are_refused() -> None:
         simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)])
     with pytest.raises(LayoutError, match="dtype="):
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
+
+
+def test_gradients_are_refused_and_not_lost() -> None:
+    mine, layout = torch.zeros(4, 4, requires_grad=True), Layout(Mesh(1), [0, None])
+    with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\) requires a gradient, redistribute_local has none"):
+        redistribute_local(mine, (4, 4), layout, layout)
+    with torch.no_grad():
+        assert redistribute_local(mine, (4, 4), layout, layout) is mine
+    assert torch.equal(redistribute_local(mine.detach(), (4, 4), layout, layout), mine)
 
 
 def test_messages_with_buffers_of_their_own() -> None:
@@ -256,10 +349,45 @@ def test_starting_a_reduction_keeps_the_value_at_one_rank() -> None:
     mesh = Mesh(2)
     whole = Layout(mesh, [None])
     value = torch.tensor([3.0, -2.0])
-    for op, identity in (("sum", 0.0), ("avg", 0.0), ("product", 1.0), ("max", float("-inf")), ("min", float("inf"))):
+    for op, identity in (("sum", 0.0), ("product", 1.0), ("max", float("-inf")), ("min", float("inf"))):
         found = simulate(plan((2,), torch.float32, whole, Layout(mesh, [None], {0: op})), [value, value])
-        assert torch.equal(found[0], value * 2 if op == "avg" else value)
+        assert torch.equal(found[0], value)
         assert torch.equal(found[1], torch.full((2,), identity))
+
+
+def test_an_average_starts_as_copies_of_the_value() -> None:
+    mesh = Mesh((2, 2))
+    whole, value = Layout(mesh, [None]), torch.tensor([3.0, -2.0])
+    made = plan((2,), torch.float32, whole, Layout(mesh, [None], {0: "sum", 1: "avg"}))
+    found = simulate(made, [value] * 4)
+    assert [part.tolist() for part in found.values()] == [value.tolist()] * 2 + [[0.0, 0.0]] * 2
+    # the value of one rank has to get to the others
+    halves = Layout(mesh, [1]), Layout(mesh, [None], {0: "avg"})
+    made = plan((2,), torch.float32, *halves)
+    verify(made)
+    found = simulate(made, [value[:1], value[1:]] * 2)
+    assert all(torch.equal(part, value) for part in found.values())
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "product", "min", "max"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_started_reduction_comes_back_bit_for_bit_or_is_refused(op: str, dtype: torch.dtype) -> None:
+    full = torch.randn(999, generator=torch.Generator().manual_seed(0)) * 30
+    # as large as float16 nearly gets; seven copies of it add up to no float16
+    full = torch.cat([full, torch.tensor([40000.0 if dtype.itemsize > 1 and dtype != torch.int16 else 40.0])]).to(dtype)
+    for num_ranks in (2, 3, 7):
+        whole = Layout(Mesh(num_ranks), [None])
+        pending = Layout(whole.mesh, [None], {0: op})
+        refused = dtype == torch.bool or (dtype.is_complex and op in ("min", "max"))
+        if refused or (op == "avg" and (not dtype.is_floating_point or dtype == torch.float64)):
+            with pytest.raises(UnsupportedError, match=f"cannot start a pending {op} of {str(dtype).split('.')[1]}: "):
+                plan((1000,), dtype, whole, pending)
+            continue
+        started = simulate(plan((1000,), dtype, whole, pending), [full] * num_ranks)
+        found = simulate(plan((1000,), dtype, pending, whole), started)
+        for part in found.values():
+            # a sum turns -0 into 0, and torch compares no 8-bit floats
+            assert torch.equal(part.to(torch.complex128), full.to(torch.complex128))
 
 
 @pytest.mark.nightly

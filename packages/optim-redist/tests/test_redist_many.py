@@ -9,7 +9,7 @@ import pytest
 import torch
 from redist_cases import part_of, random_case
 
-from optim_redist import Item, Layout, LayoutError, Mesh, redistribute_many
+from optim_redist import Item, Layout, LayoutError, Mesh, many, redistribute_many
 from optim_utils.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
@@ -64,6 +64,23 @@ def _gradients(rank: int, world: int) -> None:
 
 def test_reductions_share_the_exchange() -> None:
     run_ranks(_gradients, 4)
+
+
+def _forgetful(rank: int, world: int) -> None:
+    mesh, pair = Mesh(4), Mesh(2)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full = torch.arange(64.0).reshape(8, 8)
+    for _ in range(2):
+        (found,) = redistribute_many([(part_of(full, src, rank), (8, 8), src, dst)])
+        assert torch.equal(found, part_of(full, dst, rank))
+        # two of the ranks do so much else that they forget what all of them did
+        for n in range(2, 2 + many._CACHE_SIZE if rank < 2 else 2):
+            half = part_of(torch.zeros(n), Layout(pair, [0]), rank)
+            redistribute_many([(half, (n,), Layout(pair, [0]), Layout(pair, [None]))])
+
+
+def test_ranks_that_forget_programs_do_not_wait_for_those_that_know_them() -> None:
+    run_ranks(_forgetful, 4, timeout=60)
 
 
 def test_errors_name_the_tensor() -> None:

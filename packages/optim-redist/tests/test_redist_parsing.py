@@ -191,6 +191,7 @@ def test_every_layout_round_trips_through_its_own_text(case):
         "D_[2]",
         "P('q')",
         "P('x', reduced={'y'})",
+        "P('x', 'y'",
         "P(P.UNCONSTRAINED)",
         "S(0)",
         "S(0),R,R,what",

@@ -270,6 +270,8 @@ def test_unknown_choices_are_refused() -> None:
         plan(*args, planners=["magic"])
     with pytest.raises(RedistError, match="dtype"):
         plan((8,), "float5", args[2], args[3])
+    with pytest.raises(RedistError, match=r"sizes are not negative, got shape \(-8,\)"):
+        plan((-8,), "bf16", args[2], args[3])
     with pytest.raises(RedistError, match="presets are"):
         CommModel.preset("abacus")
     with pytest.raises(RedistError, match="no group with rank 2"):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from optim_redist._borders import crossings, listed
-from optim_redist._chunked import in_rounds
+from optim_redist._chunked import fullest_round, in_rounds, largest_part
 from optim_redist._direct import direct_phases
 from optim_redist._forward import forward_phases
 from optim_redist._hierarchical import hierarchical_phases
@@ -60,7 +60,7 @@ def one_exchange(
     held = limits.memory + limits.direct_recv + send
     if request.aside:
         held += max(request.aside.values())
-    peak = held * width + partial_bytes(request)
+    peak = held * width + _partial_bytes(request)
     if request.memory_limit is not None and peak > request.memory_limit:
         return from_phases(method, request, op=op)
     combined = limits.direct_recv if problem.num_contributions > 1 else 0
@@ -123,8 +123,7 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
         if rounds == 1:
             peak = _peak_bytes(request, moved.sent, moved.received)
         else:
-            parts = in_rounds(problem, phases[number], rounds)
-            peak = max(_peak_bytes(request, part.sent(), part.received()) for part in parts)
+            peak = _peak_bytes(request, fullest_round(problem, phases[number], rounds), {}, rounds)
         combined = recv if moved.reduces else 0
         steps.append(
             step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
@@ -137,13 +136,13 @@ def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
     """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
     if request.memory_limit is None:
         return 1
-    buffers_of_none = _peak_bytes(request, {}, {})
+    buffers_of_none = _peak_bytes(request, {}, {}, _MAX_ROUNDS)
     rounds, room = 1, request.memory_limit - buffers_of_none
     # with an element a round and rank no more rounds can help
     volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
     while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
-        parts = [part for phase in phases for part in in_rounds(request.problem, phase, rounds)]
-        peak = max(_peak_bytes(request, part.sent(), part.received()) for part in parts)
+        fullest = (fullest_round(request.problem, phase, rounds) for phase in phases)
+        peak = max((_peak_bytes(request, moved, {}, rounds) for moved in fullest), default=0)
         if peak <= request.memory_limit:
             return rounds
         if room <= 0:
@@ -152,21 +151,27 @@ def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
     return 1
 
 
-def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int, int]) -> int:
+def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int, int], rounds: int = 1) -> int:
     """Bytes that the fullest rank holds during an exchange: source, target, both buffers, and what is kept aside."""
     aside = request.aside
     elements = max(
         src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
         for rank, (src, dst) in request.problem.num_stored.items()
     )
-    return elements * request.itemsize + partial_bytes(request)
+    return elements * request.itemsize + _partial_bytes(request, rounds)
 
 
-def partial_bytes(request: Request) -> int:
-    """Bytes of partial results, which are kept in fp32 or in the tensor's own type if that is wider."""
-    if request.problem.num_contributions == 1:
+def _partial_bytes(request: Request, rounds: int = 1) -> int:
+    """Bytes of a round's partial results: in fp32 for what is narrower, in fp64 for averages of fp32, else none.
+
+    Wider types are combined in the target. 8-bit floats are converted before they are combined.
+    """
+    problem, width = request.problem, {1: 8, 2: 4}.get(request.itemsize, 0)
+    if any(op == "avg" for op, _ in problem.reduced) and request.itemsize == 4:
+        width = 8
+    if problem.num_contributions == 1 or not width:
         return 0
-    return max(dst for _, dst in request.problem.num_stored.values()) * max(4, request.itemsize)
+    return width * max(map(largest_part(problem, rounds), problem.dst_points.values()), default=0)
 
 
 def step_of(

@@ -11,12 +11,14 @@ receiver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from math import prod
 
 from optim_redist.boxes import Box, cut
 from optim_redist.index_sets import IndexSet, intersect, size, take
 from optim_redist.moves import Phase, Transfer
-from optim_redist.problem import Problem
+from optim_redist.problem import Point, Problem
 
 
 def in_rounds(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
@@ -37,6 +39,23 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
     return [Phase.of(phase.name, transfers) for transfers in rounds]
 
 
+def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
+    """For every rank, the most elements that it sends and receives in one of the rounds; their boxes are not listed."""
+    if num_rounds == 1 or problem.num_contributions > 1:
+        rounds = [(part.sent(), part.received()) for part in in_rounds(problem, phase, num_rounds)]
+        ranks = {rank for counts in rounds for side in counts for rank in side}
+        return {rank: max(sent.get(rank, 0) + received.get(rank, 0) for sent, received in rounds) for rank in ranks}
+    totals: dict[int, list[int]] = {}
+    for number, transfer in enumerate(phase.transfers):
+        if transfer.sender != transfer.receiver:
+            points = _points(transfer.box, num_rounds, number % num_rounds)
+            parts = [stop - start for start, stop in pairwise(points)]
+            for rank in (transfer.sender, transfer.receiver):
+                total = totals.get(rank)
+                totals[rank] = parts if total is None else list(map(int.__add__, total, parts))
+    return {rank: max(total) for rank, total in totals.items()}
+
+
 def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
     sizes = [size(indices) for indices in box]
     total = prod(sizes)
@@ -46,8 +65,25 @@ def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
     return [0, *points[1:-1], total]
 
 
+def largest_part(problem: Problem, num_rounds: int) -> Callable[[Point], int]:
+    """For every target point, the elements of the largest of the parts into which rounds of a reduction cut it."""
+    longest = _longest(problem)
+
+    def part(point: Point) -> int:
+        if longest is None or num_rounds == 1:
+            return problem.num_needed(point)
+        length = problem.overlaps[longest].dst.sizes[point[longest]]
+        return problem.num_needed(point) // max(length, 1) * -(-length // num_rounds)
+
+    return part
+
+
+def _longest(problem: Problem) -> int | None:
+    return max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
+
+
 def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
-    longest = max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
+    longest = _longest(problem)
     if longest is None:
         return [phase, *(Phase(phase.name, ()) for _ in range(num_rounds - 1))]
     slabs = [_equal_parts(held, num_rounds) for held in problem.overlaps[longest].dst.sets]

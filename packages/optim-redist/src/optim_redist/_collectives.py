@@ -6,6 +6,7 @@ Names differ between versions of torch; what is deprecated in one is chosen here
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from optim_redist._lazy import lazy
 from optim_redist.errors import PlanMismatchError, UnsupportedError
 
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
+# members and digests of what was compared, by group; ranks evict programs and plans at different times, and a rank that
+# compared again alone would wait for ever, so nothing is forgotten while the group lives
+_compared: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[tuple[int, ...], bytes]]] = weakref.WeakKeyDictionary()
 
 
 def is_initialized() -> bool:
@@ -156,17 +160,22 @@ class Team:
         return scatter(target.view(-1), parts, op=_reduce_op(op), group=self.group, async_op=True)
 
     def compare(self, text: str) -> None:
-        """Raise on every member unless all of them bring the same text.
+        """Raise on every member unless all of them bring the same text; only the first time that they bring it.
 
         Digests travel first; texts only if they differ, so that the error can say where.
 
         Raises:
             PlanMismatchError: names the first rank that differs and the first difference.
         """
-        digests = self._all_gather(hashlib.sha256(text.encode()).digest(), [32] * len(self.members))
-        if all(digest == digests[0] for digest in digests):
-            return
         encoded = text.encode()
+        mine = hashlib.sha256(encoded).digest()
+        known = _compared.setdefault(self.group, set())
+        if (self.members, mine) in known:
+            return
+        digests = self._all_gather(mine, [len(mine)] * len(self.members))
+        if all(digest == digests[0] for digest in digests):
+            known.add((self.members, mine))
+            return
         lengths = self._all_gather(len(encoded).to_bytes(8, "little"), [8] * len(self.members))
         texts = self._all_gather(encoded, [int.from_bytes(length, "little") for length in lengths])
         other = next(k for k, digest in enumerate(digests) if digest != digests[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from optim_redist.errors import UnsupportedError
@@ -61,3 +62,27 @@ def itemsize(name: str) -> int:
 def is_floating(name: str) -> bool:
     """Whether an average of such elements is of the same type."""
     return name.startswith(("float", "bfloat", "complex"))
+
+
+def check_started(ops: Collection[str], name: str) -> None:
+    """Refuse pending reductions that elements of this type could not start, or not finish with the same value.
+
+    A sum starts from zeros, a product from ones, an extremum from the type's own, an average from the value everywhere.
+
+    Raises:
+        UnsupportedError: naming the operation and the type.
+    """
+    for op in sorted(ops):
+        reason = None
+        if name == "bool" or name.startswith("float4"):
+            reason = f"{name} has no arithmetic; convert to a type that can be reduced, bool to uint8"
+        elif op in ("min", "max") and name.startswith("complex"):
+            reason = f"{name} has no order; min and max need real numbers"
+        elif op == "sum" and name == "float8_e8m0fnu":
+            reason = f"{name} has no zero; convert first"
+        elif op == "avg" and not is_floating(name):
+            reason = f"an average of {name} is no {name}; use sum"
+        elif op == "avg" and (name == "float64" or name.startswith("complex")):
+            reason = f"averaging equal {name} values rounds, there is no wider type to add them in; use sum"
+        if reason:
+            raise UnsupportedError(f"the target cannot start a pending {op} of {name}: {reason}")

@@ -121,8 +121,8 @@ class Cyclic(Kind):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise LayoutError(f"Cyclic needs a block of at least 1 index, got {self.block}")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise LayoutError(f"Cyclic needs a block of at least 1 index, a whole number, got {self.block!r}")
 
     def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int] | None:
         total = prod(axis_sizes)

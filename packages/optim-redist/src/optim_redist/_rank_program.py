@@ -31,13 +31,15 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers of its width, so that copies keep every bit; 16-byte elements stay what they are."""
+    """The ``resolved`` tensor as integers of its width, so that copies keep every bit; 16-byte elements stay."""
     tensor = tensor.detach()
-    if tensor.is_complex():
-        # conjugation and negation may be pending on a view
-        tensor = tensor.resolve_conj().resolve_neg()
     bits = bits_type(tensor.dtype)
     return tensor if tensor.dtype == bits else tensor.view(bits)
+
+
+def resolved(tensor: Tensor | None) -> Tensor | None:
+    """The tensor with its values in its memory: conjugation or negation may be pending on a view of a complex one."""
+    return None if tensor is None else tensor.resolve_conj().resolve_neg()
 
 
 def bits_type(dtype: torch.dtype) -> torch.dtype:

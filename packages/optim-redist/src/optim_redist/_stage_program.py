@@ -57,11 +57,8 @@ class StageProgram:
         self.dst_shape = _local_shape(dst or problem.dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
         self.identity_op = None
-        self.start_scale = 1
-        if problem.started and self.dst_shape is not None:
-            self.start_scale = prod(problem.dst.mesh.sizes[axis] for axis, op in problem.started if op == "avg")
-            if rank not in problem.dst_points:
-                self.identity_op = problem.started[0][1]
+        if problem.started and self.dst_shape is not None and rank not in problem.dst_points:
+            self.identity_op = problem.started[0][1]
 
     @property
     def keeps_all(self) -> bool:
@@ -71,7 +68,7 @@ class StageProgram:
     def only_view(self) -> tuple[slice, ...] | None:
         """The slices of the source that are the target, if one piece of it is all of the target."""
         pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
-        if self.reduction is not None or self.identity_op is not None or self.start_scale != 1 or len(pieces) != 1:
+        if self.reduction is not None or self.identity_op is not None or len(pieces) != 1:
             return None
         if any(run.repeats > 1 and run.length > 1 for run in pieces[0]):
             return None
@@ -151,11 +148,8 @@ class StageProgram:
 
     def end(self, k: int, dst: Tensor | None) -> None:
         """After the last phase, start the pending reduction that the target asks for."""
-        if k == len(self.phases) - 1 and dst is not None:
-            if self.identity_op is not None:
-                fill_identity(dst, self.identity_op)
-            elif self.start_scale != 1:
-                dst.mul_(self.start_scale)
+        if k == len(self.phases) - 1 and dst is not None and self.identity_op is not None:
+            fill_identity(dst, self.identity_op)
 
     # -- the same for buffers that several tensors share
 

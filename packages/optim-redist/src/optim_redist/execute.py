@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
+from optim_redist._rank_program import resolved
 from optim_redist._stage_program import StageProgram, slots, stage_programs
 from optim_redist.cost import CommModel, Topology
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
 from optim_redist.program import Program, compile
@@ -41,13 +42,13 @@ def redistribute_local(
     """This rank's part of the target layout, given its part of the source layout.
 
     Every rank of either layout calls. Ranks outside the source pass ``None`` and say the ``dtype``; ranks outside the
-    target get ``None``. A rank whose part stays as it is may get its own tensor back.
+    target get ``None``. A rank whose part stays as it is may get its own tensor back. Values move, gradients do not.
 
     Args:
         tensor: the local part, of any strides.
         shape: the global shape.
         group: who takes part; by default the ranks of both layouts.
-        out: where to put the result.
+        out: where to put the result; it shares no memory with the tensor, unless it is the tensor and all of it stays.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
@@ -55,10 +56,16 @@ def redistribute_local(
         copy: without it, a part of the source that becomes the target may come back as a view.
 
     Raises:
-        LayoutError: if the tensor's shape is not what the layout says.
+        LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
+        UnsupportedError: if autograd records and the tensor requires a gradient, which would be lost on the way.
     """
     if tensor is not None:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"the local tensor of shape {tuple(tensor.shape)} requires a gradient, redistribute_local has none; "
+                "redistribute a DTensor, call under torch.no_grad(), or pass tensor.detach()"
+            )
         if dtype is not None and dtype != tensor.dtype:
             raise LayoutError(f"dtype={dtype} was given for a tensor of {tensor.dtype}")
         dtype = tensor.dtype
@@ -101,6 +108,7 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
     for rank in ranks:
         Program(plan, rank, None)._check(tensors[rank], None)
+        tensors[rank] = resolved(tensors[rank])
     programs = {rank: stage_programs(plan, rank) for rank in ranks}
     for number, (_, phases) in enumerate(plan.phases):
         stages = {rank: programs[rank][number] for rank in ranks}

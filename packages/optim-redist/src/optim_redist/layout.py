@@ -163,6 +163,8 @@ class Layout:
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
             raise LayoutError(f"layout {self} is for {len(self.dims)} dimensions, the shape is {tuple(shape)}")
+        if min(shape, default=0) < 0:
+            raise LayoutError(f"sizes are not negative, got shape {tuple(shape)}")
 
     def canonical(self, shape: Sequence[int]) -> Layout:
         """The one layout that stands for all with the same ownership of a tensor of this shape."""

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import Copy, Message, copy_together
+from optim_redist._rank_program import Copy, Message, copy_together, resolved
 from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
@@ -104,6 +104,7 @@ class ManyProgram:
             self.stages.append(stage)
         width = [made.itemsize for made in plans]
         self.buckets = _fill_buckets(plans, bucket_bytes)
+        self._bucket_bytes = bucket_bytes
         self.rounds: list[list[_Round]] = []
         for numbers in self.buckets:
             bucket = [(number, self.stages[number]) for number in numbers]
@@ -117,6 +118,7 @@ class ManyProgram:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
         device = next((t.device for t in tensors if t is not None), _collectives.device_of(self.team))
         self._compare()
+        tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
         for numbers, rounds in zip(self.buckets, self.rounds):
             for number in numbers:
@@ -128,8 +130,10 @@ class ManyProgram:
                 packing: list[Copy] = []
                 for segment in exchange.sends:
                     number = segment.item
-                    slot = _slot(sent, segment, self.stages[number].bits)
-                    packing += self.stages[number].packing(segment.message, slot, tensors[number], targets[number])
+                    stage = self.stages[number]
+                    packing += stage.packing(
+                        segment.message, _slot(sent, segment, stage.bits), tensors[number], targets[number]
+                    )
                 copy_together(packing)
                 work = None
                 if communicates:
@@ -143,8 +147,8 @@ class ManyProgram:
                 yield work
                 arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
                 for segment in exchange.receives:
-                    slot = _slot(received, segment, self.stages[segment.item].bits)
-                    arrived[segment.item].append((segment.message, slot))
+                    bits = self.stages[segment.item].bits
+                    arrived[segment.item].append((segment.message, _slot(received, segment, bits)))
                 unpacking: list[Copy] = []
                 for number in taking_part:
                     stage, target = self.stages[number], targets[number]
@@ -152,6 +156,8 @@ class ManyProgram:
                 copy_together(unpacking)
                 for number in taking_part:
                     self.stages[number].end(k, targets[number])
+                # the next round's buffers take the place of these
+                del sent, received, packing, arrived, unpacking, work
             for number in numbers:
                 tensors[number] = None
         return targets
@@ -159,7 +165,8 @@ class ManyProgram:
     def _compare(self) -> None:
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
-            self.team.compare("\n".join(made.canonical_text() for made in self.plans))
+            texts = [made.canonical_text() for made in self.plans]
+            self.team.compare("\n".join([f"bucket_bytes: {self._bucket_bytes}", *texts]))
             self._compared = True
 
 
@@ -195,7 +202,7 @@ def redistribute_many(
     """This rank's part of every target: a dict for a dict (in its order), a list for a sequence.
 
     Every rank of any of the layouts calls with the same names, shapes, dtypes and layouts; tensors of a dict travel in
-    the order of their names, so its order may differ between ranks.
+    the order of their names, so its order may differ between ranks. Values move, gradients do not.
 
     Args:
         items: ``Item`` or ``(tensor, shape, src, dst[, dtype])`` each.

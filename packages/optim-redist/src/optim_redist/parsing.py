@@ -198,6 +198,8 @@ def _parse_notebook_axes(item: str) -> list[int]:
 
 
 def _parse_partition_spec(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
+    if not text.endswith(")"):
+        raise LayoutError(f"{text!r} has no closing bracket")
     inner = text[text.index("(") + 1 : -1]
     dims: list[tuple[int, ...] | None] = []
     partial: dict[Axis, str] = {}

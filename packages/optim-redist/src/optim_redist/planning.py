@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from optim_redist._candidates import partial_bytes, phases_of
-from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._candidates import phases_of
+from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates, grid_points
 from optim_redist._relabel import relabelled
@@ -252,6 +252,7 @@ def plan(
 
     Raises:
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
+        UnsupportedError: if the target has a reduction pending that elements of this dtype cannot start.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
@@ -259,6 +260,8 @@ def plan(
     key = (tuple(shape), name, src, dst, relabel, cost_model, topology, *options)
     known = _plans.find(key)
     if known is None:
+        if dst.partial:
+            check_started(Problem(shape, src, dst).started_ops, name)
         model = cost_model or CommModel.preset("flat")
         if topology is not None and topology != model.topology:
             model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
@@ -365,7 +368,5 @@ def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
         terms = {"source": src * width, "target": dst * width}
     proven = request.memory_limit < sum(terms.values())
     if not proven:
-        if problem.num_contributions > 1:
-            terms["partial results"] = partial_bytes(request)
         terms["one chunk"] = _CHUNK
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)

@@ -10,7 +10,8 @@ that bounds and planners ask is a sum of products of the one-dimensional sizes n
 Pending reductions. An axis that is partial on both sides with the same operation keeps its contributions: they are
 elements of their own, along an extra dimension as long as the axis. The other partial axes of the source are reduced:
 every element has ``num_contributions`` contributions, each with its own holders. The other partial axes of the target
-start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fill in the identity.
+start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fill in the identity. An average has no
+identity; there all get the value, which is the average of its copies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from optim_redist._inside import Groups, Part
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
-from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
 from optim_redist.layout import Block, Layout, Mesh
 from optim_redist.overlap import Division, overlap
@@ -44,7 +44,8 @@ class Problem:
         overlaps: one per tensor dimension, then one per kept partial axis.
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
         reduced, reduced_axes: the source axes that are reduced, and their operations with the number of contributions.
-        started: the partial axes of the target that start anew.
+        started: the partial axes of the target that start anew, averages excepted.
+        started_ops: the operations that start anew, averages included.
         is_even: whether all ranks hold equally much, ``held_by_all``, and need equally much, ``needed_by_all``.
         src_replicas, dst_replicas: the holders of every contribution to an element, and the needers of every element.
     """
@@ -53,14 +54,13 @@ class Problem:
         self.shape, self.src, self.dst = tuple(shape), src, dst
         src.check_shape(self.shape)
         dst.check_shape(self.shape)
-        if any(n < 0 for n in self.shape):
-            raise LayoutError(f"sizes are not negative, got shape {self.shape}")
         src_axes, src_divisions = _divisions(src)
         dst_axes, dst_divisions = _divisions(dst)
         self.overlaps = list(map(overlap, self.shape, src_divisions, dst_divisions))
         self.reduced: tuple[tuple[str, int], ...] = ()
         self.reduced_axes: tuple[int, ...] = ()
         self.started: tuple[tuple[int, str], ...] = ()
+        self.started_ops: frozenset[str] = frozenset()
         self.num_contributions = num_started = 1
         self.contribution = dict.fromkeys(src.mesh.ranks, 0)
         if src.partial or dst.partial:
@@ -95,7 +95,9 @@ class Problem:
         self.reduced_axes = tuple(axis for axis, _ in reduced)
         self.num_contributions = prod(count for _, count in self.reduced)
         self.contribution = {rank: src.linear(at, self.reduced_axes) for rank, at in src.mesh.coordinates.items()}
-        self.started = tuple((a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1)
+        started = [(a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1]
+        self.started = tuple((a, op) for a, op in started if op != "avg")
+        self.started_ops = frozenset(op for _, op in started)
         return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
 
     @lazy

@@ -1,8 +1,8 @@
 """A plan compiled for one rank: groups, splits, offsets and views decided once, then run as often as needed.
 
 A program walks the stages of its plan. Each stage allocates its target (the last one may be given), runs its phases as
-one all-to-all each, and hands the target on as the next stage's source. Groups are made at compile, and the first run
-compares the plans of all ranks.
+one all-to-all each, and hands the target on as the next stage's source. Groups are made at compile, and a plan's
+first run compares it with those of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._native import NativeReduction
-from optim_redist._rank_program import RankPhase
+from optim_redist._rank_program import RankPhase, resolved
 from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
@@ -44,16 +44,17 @@ class Handle:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
         if steps is not None:
-            work = self._work
+            work, self._work = self._work, None
             while True:
                 if work is not None:
                     work.wait()
+                # it holds the buffers of its round
+                del work
                 try:
                     work = next(steps)
                 except StopIteration as stop:
                     self._result = stop.value
                     break
-            self._work = None
         return self._result
 
     def __del__(self) -> None:
@@ -64,7 +65,7 @@ class Handle:
 
 
 class Program:
-    """One rank's compiled plan; call it with the local source to get the local target."""
+    """One rank's compiled plan; call it with the local source to get the local target, without gradients."""
 
     def __init__(self, plan: Plan, rank: int, team: Team | None) -> None:
         self.plan = plan
@@ -81,6 +82,7 @@ class Program:
         self._compared = not plan.communicates
         # a plan without communication that keeps all of a rank's tensor, or one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
+        self._keeps_all = self._kept is not None and self.stages[0].keeps_all
 
     def _native_reduction(self, problem: Problem) -> NativeReduction | None:
         if self.team is None or self.plan.deterministic or problem.num_contributions == 1:
@@ -101,11 +103,13 @@ class Program:
         """This rank's part of the target; a ``Handle`` to it with ``async_op``.
 
         Without ``out``, a tensor that stays what it is comes back itself, and with ``copy=False`` a part of it may
-        come back as a view.
+        come back as a view. ``out`` has memory of its own, or is such a tensor itself.
         """
         self._check(x, out)
+        if out is not None and out is x:
+            return Handle(_done(x)) if async_op else x
         if self._kept is not None and x is not None and out is None and not async_op:
-            if self.stages[0].keeps_all:
+            if self._keeps_all:
                 return x
             if not copy:
                 return x[self._kept]
@@ -120,6 +124,7 @@ class Program:
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
         given = x if self.plan.donate else None
+        x = resolved(x)
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
             if self.plan.stages[number].method == "packed":
@@ -138,6 +143,8 @@ class Program:
                 stage.local(k, x, target, separate=self._separate)
                 yield work
                 stage.finish(k, unpacked, x, target, separate=self._separate)
+                # the next round's buffers take the place of these
+                del sends, receives, unpacked, work
             x = target
             _give_up(given)
         return x
@@ -195,6 +202,16 @@ class Program:
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:
         first, last = self.stages[0], self.stages[-1]
+        if x is not None and out is not None and _overlap(x, out) and not (out is x and self._keeps_all):
+            raise LayoutError(
+                f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
+                "of its own memory (the source itself is taken only where all of it stays)"
+            )
+        if out is not None and (out.is_conj() or out.is_neg()):
+            raise LayoutError(
+                f"rank {self.rank}: out is a view with a pending conjugation or negation, which cannot be written "
+                "through; give the tensor it views"
+            )
         for what, tensor, expected in (("source", x, first.src_shape), ("out", out, last.dst_shape)):
             if what == "out" and tensor is None:
                 continue
@@ -210,6 +227,25 @@ class Program:
                 raise LayoutError(
                     f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}"
                 )
+
+
+def _done(result: Tensor) -> Generator[None, None, Tensor]:
+    """The steps of a redistribution that has none."""
+    yield None
+    return result
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the first to last bytes of two tensors meet."""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _owns_storage(tensor: Tensor) -> bool:

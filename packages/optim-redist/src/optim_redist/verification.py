@@ -8,6 +8,9 @@ checks that
 3. nothing arrives that is not needed, and in the end everything needed is there, with every contribution once;
 4. the stages lead from the plan's source to its target;
 5. volumes and peak are what the plan claims, and no rank receives less than what it lacks.
+
+It proves the plan, not the program: that every contribution arrives once, but not the arithmetic with which a rank
+combines them. That is compared with sums made in one process, by ``simulate``.
 """
 
 from __future__ import annotations
