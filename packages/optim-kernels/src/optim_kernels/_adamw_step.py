@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -41,9 +41,10 @@ class AdamWStep:
         places: Sequence[int],
     ) -> None:
         self.plan = AdamWPlan()
-        self._params, self._states = params, states
-        # the tables hold the addresses of these
-        self._held = list(_values(states))
+        self._params = params
+        # the tables hold the addresses of what the states hold now; views of theirs tell what they hold later
+        self._contents = [state.values() for state in states]
+        self._held = list(chain.from_iterable(self._contents))
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._addresses = self._where(params)
@@ -67,10 +68,9 @@ class AdamWStep:
 
     def is_for(self, params: list[Tensor]) -> bool:
         """Whether these parameters lie where the plan has them, and their states have the tensors that it has."""
+        held = list(chain.from_iterable(self._contents))
         return (
-            self._where(params) == self._addresses
-            and sum(map(len, self._states)) == len(self._held)
-            and all(map(is_, _values(self._states), self._held))
+            self._where(params) == self._addresses and len(held) == len(self._held) and all(map(is_, held, self._held))
         )
 
     def _where(self, params: list[Tensor]) -> list[int]:
@@ -104,11 +104,6 @@ class AdamWStep:
         self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
-
-
-def _values(states: Sequence[State]) -> Iterator[Any]:
-    """All that the states hold, one after another."""
-    return chain.from_iterable(map(dict.values, states))
 
 
 class PreparedStep:
