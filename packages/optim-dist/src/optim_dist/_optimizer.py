@@ -311,7 +311,8 @@ class DistOptimizer(LiveOptimizer):
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
-        if self._bucketed.has_gradients:
+        # ranks agree, for to drop is collective
+        if any(self._communicator.gather_json(self._bucketed.has_gradients)):
             return False
         self._bucketed.drop()
         return True

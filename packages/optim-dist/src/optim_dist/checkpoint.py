@@ -63,8 +63,9 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     """
     folder, communicator = Path(path), opt.communicator
     failed = f"checkpoint {folder} was not saved"
+    is_between_steps = opt.is_between_steps
     with raised_together(communicator, failed) as problems:
-        if not opt.is_between_steps:
+        if not is_between_steps:
             problems.append("gradients have arrived since the last step(); save after step()")
         if folder.exists():
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")

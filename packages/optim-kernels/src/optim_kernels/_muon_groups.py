@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from optim_kernels._adamw_state import MOMENT_DTYPES
+from optim_kernels._adamw_state import MOMENT_DTYPES, missing_master
 from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import check_impl
 from optim_kernels.functional.muon import muon_, new_second_moment
@@ -235,10 +235,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
         )
     if group["beta2"] is not None and "second_momentum_buffer" not in state:
         state["second_momentum_buffer"] = new_second_moment(param, view)
-    if group["master_weights"] == "fp32" and "master" not in state:
-        state["master"] = param.detach().to(torch.float32, copy=True)
-    if group["master_weights"] == "split16" and "master_low" not in state:
-        state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
+    state.update(missing_master(param, group, state))
     if group["stochastic_rounding"]:
         # on the device, for a captured step counts too
         state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).to(param.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,6 +96,6 @@ def _copied(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:
+    except (TypeError, copy.Error, pickle.PicklingError):
         # a lock, a file: no load could bring it either
         return value
