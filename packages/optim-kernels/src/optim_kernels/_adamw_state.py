@@ -14,6 +14,7 @@ States are loaded from torch's AdamW or from any of these formats into any other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -171,7 +172,7 @@ def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> T
     return quantize(as_float(moment).float(), _FORMATS[key])
 
 
-def missing_master(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
+def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The master that the group asks for and the state lacks, made from the parameter."""
     value = param.detach()
     if group["master_weights"] == "fp32" and "master" not in state:
