@@ -5,6 +5,7 @@ raised.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
+from optim_dist._collectives import Communicator
 from optim_dist._construction import check_replicas
 
 scenario = Scenarios()
@@ -425,6 +427,37 @@ def unscaling_what_was_reduced_already_is_an_error(rank, world_size):
     with pytest.raises(RuntimeError, match="overlap=False"):
         scaler.step(optimizer)
     assert_same(values(net), before)
+
+
+class LateSum:
+    """A reduction whose buffer holds nothing of use until it is waited for, as a backend may leave it."""
+
+    def __init__(self, communicator, flat):
+        self.flat, self.sums = flat, flat.clone()
+        self.work = Communicator.reduce_scatter_(communicator, self.sums)
+        flat.fill_(float("inf"))
+
+    def wait(self):
+        self.work.wait()
+        self.flat.copy_(self.sums)
+
+
+@scenario(2)
+def a_scaler_waits_for_what_backward_reduces(rank, world_size):
+    device = device_of(rank)
+    found = []
+    for options in ({}, {"accumulation_steps": 1}):
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+        net, optimizer = build(rank, reducer="rs", **options)
+        communicator = optimizer.communicator
+        communicator.reduce_scatter_ = functools.partial(LateSum, communicator)
+        for step in range(2):
+            scaler.scale(net(batch(rank, step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append(values(net))
+    assert_same(*found)
 
 
 @scenario(2, 3)

@@ -165,6 +165,12 @@ class BucketedParameters:
         if self.reduction is not None:
             self.reduction.restart()
 
+    def finish_launched(self) -> None:
+        """Let the current stream wait for every reduction in flight."""
+        for bucket in self.buckets:
+            if bucket.launched:
+                self._finish(bucket)
+
     def drop(self) -> None:
         """Give up this step's reductions."""
         if self.reduction is not None:
@@ -194,9 +200,7 @@ class BucketedParameters:
 
     def close(self) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        for bucket in self.buckets:
-            if bucket.launched:
-                self._finish(bucket)
+        self.finish_launched()
         self.wait()
         if self.reduction is not None:
             self.reduction.close()

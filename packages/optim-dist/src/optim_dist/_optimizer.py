@@ -49,9 +49,6 @@ class DistOptimizer(LiveOptimizer):
     Subclasses say how a group is routed (``_route_name``) and give a ``Route`` for each name (``_routes``).
     """
 
-    # GradScaler then leaves unscaling to step(), which reads grad_scale and found_inf on the device
-    _step_supports_amp_scaling = True
-
     _routes: ClassVar[Mapping[RouteName, Route]]
 
     grad_norm: Tensor | None
@@ -168,6 +165,16 @@ class DistOptimizer(LiveOptimizer):
             if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True: ``GradScaler`` leaves unscaling to ``step()``, which reads grad_scale and found_inf on the device.
+
+        It asks before it looks for infinities, and writes every gradient back where it was while it looks: over the
+        sums of reductions that backward has launched, unless they are done by then.
+        """
+        self._bucketed.finish_launched()
+        return True
 
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
