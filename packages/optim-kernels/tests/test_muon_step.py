@@ -335,6 +335,26 @@ def test_launches_are_as_many_as_the_plan_says() -> None:
         assert len(ours) == plan.launches, ours
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "num_xs", "num_squares"), [((768, 768), 2, 2), ((768, 3072), 1, 6), ((768, 1536), 2, 4)]
+)
+def test_a_step_needs_little_memory(shape: tuple[int, int], num_xs: int, num_squares: int) -> None:
+    """Beside the state: X, once more where it moves, and the m×m factors; first launched, then replayed."""
+    params = parameters(*[shape] * 24, dtype=torch.bfloat16)
+    give_gradients(params, seed=0)
+    optimizer = TritonMuon(params)
+    state = 2 * sum(p.numel() for p in params)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before - state
+    expected = 2 * 24 * (num_xs * shape[0] * shape[1] + num_squares * shape[0] ** 2)
+    assert expected <= peak < 1.01 * expected + 2**22
+
+
 def test_explain_says_tiles_and_launches() -> None:
     """Of a step that was taken; a parameter without one has none."""
     params = parameters((16, 40), (24, 24), (8, 8))

@@ -125,33 +125,57 @@ MODELS = {
 }
 
 
+def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: pytest.MonkeyPatch) -> MuonPlan:
+    """The plan of bf16 parameters as on that GPU, whose tables are made without memory."""
+    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain_on_a_gpu)
+    (group,) = TritonMuon([{"params": [nn.Parameter(torch.zeros(8, 8))], "variant": variant}]).param_groups
+    tensors = []
+    for shape in shapes:
+        p, grad, buffer = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(3))
+        moment = torch.empty(max(shape), device="meta") if group["beta2"] is not None else None
+        tensors.append(MuonTensors(p, grad, buffer, moment))
+    ns = replace(ns_config_of(group), dtype=torch.float16)
+    return MuonPlan.build(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
+
+
+def takes_step_chain_on_a_gpu(
+    shapes: list[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, _: Any
+) -> bool:
+    return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("variant", "around"), [("torch", 3), ("nanochat-2026-07", 4)])
 def test_a_models_step_is_a_few_launches(
     model: str, variant: str, around: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an H200, whose tables are made without memory: all matrices of one short side are one launch."""
-    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
-    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
-
-    def takes_step_chain(shapes: list[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, _: Any) -> bool:
-        return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0))
-
-    monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain)
-    assert not takes_step_chain([(1792, 48), (7168, 96)], 1792, NSConfig(), torch.float16, None)
-    # however few there are, unless they would be as they are without a chain
-    assert takes_step_chain([(3072, 1)], 768, NSConfig(), torch.float16, None)
-    assert not takes_step_chain([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)
-    tensors = []
-    for shape in MODELS[model]:
-        p, grad, buffer = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(3))
-        moment = torch.empty(max(shape), device="meta")
-        tensors.append(MuonTensors(p, grad, buffer, moment if around == 4 else None))
-    (group,) = TritonMuon([{"params": [nn.Parameter(torch.zeros(8, 8))], "variant": variant}]).param_groups
-    ns = replace(ns_config_of(group), dtype=torch.float16)
-    plan = MuonPlan.build(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
+    """All matrices of one short side are one launch."""
+    plan = plan_on_an_h200(MODELS[model], variant, monkeypatch)
     assert plan.launches == around + 1 <= 20
     assert set(plan.tiles.values()) == {"128×128 in turns, all in one launch"}
+
+
+def test_which_steps_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few matrices there are, unless they would be as they are without a chain."""
+    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
+    assert not takes_step_chain_on_a_gpu([(1792, 48), (7168, 96)], 1792, NSConfig(), torch.float16, None)
+    assert takes_step_chain_on_a_gpu([(3072, 1)], 768, NSConfig(), torch.float16, None)
+    assert not takes_step_chain_on_a_gpu([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)
+
+
+@pytest.mark.parametrize(("variant", "twice"), [("torch", 12 * 6), ("nanochat-2026-07", 12 * (6 + 18 + 24 + 24))])
+def test_what_does_not_move_is_kept_once(variant: str, twice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long matrices restart in factors, and their last product goes into the parameters; sums of O² keep O."""
+    found: list[ChainedBatches] = []
+    monkeypatch.setattr(launches_of_a_plan, "StepChain", lambda chained, *_, **__: found.append(chained))
+    plan_on_an_h200(MODELS["gpt2_124m"], variant, monkeypatch)
+    (chained,) = found
+    assert chained.x.shape == (12 * (6 + 18 + 24 + 24), 768, PANEL)
+    assert chained.other.shape == (twice, 768, PANEL)
+    assert [batch.shape for batch in chained.batches] == [(12, 768, 768), (12, 768, 2304), (24, 768, 3072)]
 
 
 @pytest.mark.parametrize("which", ["momentum_buffers", "masters"])

@@ -41,12 +41,17 @@ PANEL = 8
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step computes, and the dtypes of its tensors."""
+    """What a step computes, and the dtypes of its tensors.
+
+    Args:
+        state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_muon_tiles`).
+    """
 
     rule: MuonRule
     ns: NSConfig
     variance: bool
     stochastic_rounding: bool
+    state_is_aligned: bool
     x_dtype: torch.dtype
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -77,6 +82,11 @@ class StepOptions:
         return self.stochastic_rounding and self.param_dtype == torch.bfloat16 and self.master_dtype is None
 
     @property
+    def updates_in_last_product(self) -> bool:
+        """Whether O goes from the last product straight into the parameters."""
+        return not self.has_factors and not self.draws_bits and self.state_is_aligned
+
+    @property
     def of_update(self) -> dict[str, Any]:
         """Compile-time arguments of every kernel that updates parameters."""
         kinds = {None: fields.NO_MASTER, torch.float32: fields.MASTER_FP32, torch.int16: fields.MASTER_LOW}
@@ -104,14 +114,11 @@ class Launches:
         hyper: Tensor,
         control: Tensor,
         options: StepOptions,
-        *,
-        state_is_aligned: bool,
     ) -> None:
         self._tables, self._options = tables, options
         self._hyper, self._control = hyper, control
-        self._state_is_aligned = state_is_aligned
         self._x_dtype = TRITON_DTYPES[options.x_dtype]
-        ns, leave_last = options.ns, self._updates_in_last_product or options.has_factors
+        ns, leave_last = options.ns, options.updates_in_last_product or options.has_factors
         self._families = families
         self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
@@ -135,7 +142,7 @@ class Launches:
             self._variance()
         if self._options.draws_bits:
             back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._control)
-        if not self._updates_in_last_product:
+        if not self._options.updates_in_last_product:
             self._update()
 
     @property
@@ -143,7 +150,7 @@ class Launches:
         """How many launches that is."""
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
-        around += options.has_factors + options.draws_bits + (not self._updates_in_last_product)
+        around += options.has_factors + options.draws_bits + (not options.updates_in_last_product)
         return around + len(self._chains) + sum(_iteration_launches(family, options.ns) for family in self._families)
 
     @property
@@ -153,11 +160,6 @@ class Launches:
         return len(self._families) > 1 and not all(takes_ping_pong(batch.x) for batch in batches)
 
     @property
-    def _updates_in_last_product(self) -> bool:
-        options = self._options
-        return not options.has_factors and not options.draws_bits and self._state_is_aligned
-
-    @property
     def _of_gradient(self) -> dict[str, Any]:
         options = self._options
         return {
@@ -165,7 +167,7 @@ class Launches:
             "B_DTYPE": TRITON_DTYPES[options.buffer_dtype],
             "NESTEROV": options.rule.nesterov,
             "MAXIMIZE": options.rule.maximize,
-            "ALIGNED": self._state_is_aligned and self.gradients_are_aligned,
+            "ALIGNED": options.state_is_aligned and self.gradients_are_aligned,
         }
 
     @property
@@ -235,7 +237,7 @@ class Launches:
         """The last product of a batch, with the update of its parameters or what that has to know of O."""
         t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
-        if self._updates_in_last_product and takes_ping_pong(last.x):
+        if self._options.updates_in_last_product and takes_ping_pong(last.x):
             self._ping_pong_update(last)
             return
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
@@ -261,7 +263,7 @@ class Launches:
             HAS_SCALE=last.scale is not None,
             SQUARES=self._options.has_factors,
             **self._options.of_update,
-            ALIGNED=self._state_is_aligned,
+            ALIGNED=self._options.state_is_aligned,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
@@ -333,7 +335,7 @@ class Launches:
             **options.of_update,
             HAS_FACTORS=options.has_factors,
             STOCHASTIC=options.draws_bits,
-            ALIGNED=self._state_is_aligned,
+            ALIGNED=options.state_is_aligned,
         )
 
 

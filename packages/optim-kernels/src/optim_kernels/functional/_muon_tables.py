@@ -39,7 +39,7 @@ class Batch:
     Args:
         shape: (count, m, n).
         x, other: two buffers that X goes back and forth between: ``[count, m, n]``, or those panels of the chain's that
-            are the batch's.
+            are the batch's. One buffer, if X stays where it is.
         last_tile: of the last product.
     """
 
@@ -60,7 +60,10 @@ Family = list[Batch]
 
 @dataclass(frozen=True)
 class ChainedBatches:
-    """All batches of one short side, with their two buffers ``[panels, m, PANEL]``."""
+    """All batches of one short side, with their two buffers ``[panels, m, PANEL]``.
+
+    A panel has the same place in both, so ``other`` ends with the last batch that needs it.
+    """
 
     batches: list[Batch]
     x: Tensor
@@ -68,14 +71,17 @@ class ChainedBatches:
 
 
 def in_order(matrices: Sequence[Matrix], ns: NSConfig) -> list[Matrix]:
-    """The matrices by short side, then by family, then by shape."""
+    """The matrices by short side, then by family, then by length: last those whose X need not move."""
     return sorted(matrices, key=lambda matrix: _family_key(matrix, ns))
 
 
 def families_of(
-    matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device
+    matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device, *, stores_last: bool
 ) -> tuple[list[Family], list[ChainedBatches]]:
-    """The families of ordered matrices, and those batches that make chains, with their buffers."""
+    """The families of ordered matrices, and those batches that make chains, with their buffers.
+
+    ``stores_last``: the last product is stored as any other, so that X moves once more.
+    """
     families: list[Family] = []
     chains: list[ChainedBatches] = []
     first = 0
@@ -86,7 +92,8 @@ def families_of(
         ]
         shapes = [shape for family in of_families for shape in family]
         if takes_step_chain(shapes, m, ns, dtype, device):
-            chains.append(_chained(shapes, first, m, dtype, device))
+            moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in shapes]
+            chains.append(_chained(shapes, moves, first, m, dtype, device))
         else:
             number = first
             for family in of_families:
@@ -102,15 +109,23 @@ def families_of(
 
 
 def _chained(
-    shapes: Sequence[tuple[int, int]], first: int, m: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[tuple[int, int]],
+    moves: Sequence[bool],
+    first: int,
+    m: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ChainedBatches:
-    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels."""
+    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; whether their X moves."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
-    x, other = (torch.zeros(sum(panels), m, PANEL, dtype=dtype, device=device) for _ in range(2))
-    batches = []
-    for (n, count), its_x, its_other in zip(shapes, x.split(panels), other.split(panels), strict=True):
+    x = torch.zeros(sum(panels), m, PANEL, dtype=dtype, device=device)
+    num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])
+    other = torch.zeros_like(x[:num_moved]) if num_moved else x
+    batches, start = [], 0
+    for (n, count), does_move, size in zip(shapes, moves, panels, strict=True):
+        its_x, its_other = (each[start : start + size] for each in (x, other if does_move else x))
         batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, in_panels=True))
-        first += count
+        first, start = first + count, start + size
     return ChainedBatches(batches, x, other)
 
 
@@ -145,9 +160,10 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, str, int]:
+def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
+    """(short side, whether it takes the Gram iteration, which moves X less often, length)"""
     m, n = matrix.shape
-    return m, ns.method_for(m, n), n
+    return m, ns.method_for(m, n) == "gram", n
 
 
 class MuonTables:

@@ -78,7 +78,21 @@ class MuonPlan:
         if variance:
             check_moments(tensors, unordered)
         self._matrices = in_order(unordered, ns)
-        families, chains = families_of(self._matrices, ns, ns.compute_dtype(first.param), self._device)
+        options = StepOptions.of(
+            first,
+            ns,
+            rule=rule,
+            variance=variance,
+            stochastic_rounding=stochastic_rounding,
+            state_is_aligned=all(
+                is_aligned(matrix, t.param, t.momentum_buffer, t.master)
+                for matrix in self._matrices
+                for t in (tensors[matrix.parameter],)
+            ),
+        )
+        families, chains = families_of(
+            self._matrices, ns, options.x_dtype, self._device, stores_last=not options.updates_in_last_product
+        )
         self._tile_words = [""] * len(self._matrices)
         words = [(batch, tiles_of(family, batch, ns)) for family in families for batch in family]
         for batch, its in words + [(batch, tiles_in_chain()) for chain in chains for batch in chain.batches]:
@@ -89,15 +103,7 @@ class MuonPlan:
         # what gradients are multiplied with, and found_inf
         self._control = torch.tensor([1.0, 0.0], device=self._device)
         self._control_is_default = True
-        options = StepOptions.of(first, ns, rule=rule, variance=variance, stochastic_rounding=stochastic_rounding)
-        aligned = all(
-            is_aligned(matrix, t.param, t.momentum_buffer, t.master)
-            for matrix in self._matrices
-            for t in (tensors[matrix.parameter],)
-        )
-        self._launches = Launches(
-            self._tables, families, chains, self._hyper, self._control, options, state_is_aligned=aligned
-        )
+        self._launches = Launches(self._tables, families, chains, self._hyper, self._control, options)
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
         # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
