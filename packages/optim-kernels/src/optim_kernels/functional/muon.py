@@ -133,6 +133,9 @@ def muon_update(
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
+        if u.stride() != buffer.stride():
+            # views take the strides that parameter and state have, whatever the gradient's are
+            u = torch.empty_like(buffer, dtype=u.dtype).copy_(u)
         o = torch.empty_like(u)
         view = _view(views, i, u)
         parts = _second_moment_parts(second_moments, i, view)
@@ -188,5 +191,9 @@ def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixV
     if moments is None:
         return [None] * len(view.shapes)
     shapes = [second_moment_shape(shape) for shape in view.shapes]
-    parts = moments[i].reshape(-1).split([prod(shape) for shape in shapes])
+    moment = moments[i]
+    if len(shapes) == 1 and moment.shape == shapes[0]:
+        return [moment]
+    # views, for they are written to
+    parts = (moment if moment.ndim == 1 else moment.view(-1)).split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
