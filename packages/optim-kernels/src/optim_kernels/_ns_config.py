@@ -66,7 +66,8 @@ class NSConfig:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 0 <= self.steps < 100:
             raise ValueError(f"steps must be an int from 0 to 99, got {self.steps!r}")
         if not isinstance(self.coefficients, str):
-            object.__setattr__(self, "coefficients", resolve(self.coefficients, self.steps))
+            # one at least, for none would be no coefficients
+            object.__setattr__(self, "coefficients", resolve(self.coefficients, max(self.steps, 1)))
         if self.method not in get_args(Method):
             raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
         if self.dtype is not None and self.dtype not in COMPUTE_DTYPES:
