@@ -3,7 +3,8 @@
     momentum_buffer          (K, r, c)      for the K parameters r×c of a group
     second_momentum_buffer   (K, r, 1) if r ≥ c else (K, 1, c)
 
-Its groups hold parameters of one shape, which is what makes the stack possible.
+Its groups hold parameters of one shape, which is what makes the stack possible. What nanochat does not have, masters
+and the step counts of stochastic rounding, is stacked in the same way.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-STACKED = ("momentum_buffer", "second_momentum_buffer")
 
 
 def stack_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -36,12 +35,14 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
     if not entries:
         return
     shapes = {tuple(entry["momentum_buffer"].shape) for entry in entries}
-    if len(entries) != len(ids) or len(shapes) != 1 or len(next(iter(shapes))) != 2:
+    kinds = {tuple((key, value.shape, value.dtype) for key, value in sorted(entry.items())) for entry in entries}
+    if len(entries) != len(ids) or len(kinds) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(
-            f"layout='nanochat' stacks matrices of one shape a group, but param_groups[{index}] has state for "
-            f"{len(entries)} of {len(ids)} parameters, in shapes {sorted(shapes)}"
+            f"layout='nanochat' stacks matrices of one shape a group, with states of one kind, but "
+            f"param_groups[{index}] has state for {len(entries)} of {len(ids)} parameters, in shapes {sorted(shapes)} "
+            f"and {len(kinds)} kinds"
         )
-    state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in STACKED if key in entries[0]}
+    state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in entries[0]}
 
 
 def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) 
             first = state.get(ids[0]) if ids else None
             if first is not None and len(ids) == len(params) and _is_stacked(first, params):
                 for place, i in enumerate(ids):
-                    state[i] = {key: value[place].clone() for key, value in first.items() if key in STACKED}
+                    state[i] = {key: value[place].clone() for key, value in first.items()}
         else:
             for i in ids:
                 if i in state and isinstance(state[i].get("step"), int):
