@@ -210,3 +210,59 @@ def test_an_exchanged_parameter_of_adamw_is_stepped() -> None:
     optimizer.step()
     assert torch.equal(old, before[0])
     assert not torch.equal(new, before[1])
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_adamw_refuses_it_refuses_before_muon_has_moved(impl: Any) -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest, impl=impl)
+    for seed in range(2):
+        give_gradients(matrices + rest, seed)
+        optimizer.step()
+    before = [p.detach().clone() for p in matrices]
+    rest[0].grad = None
+    rest[0].grad = torch.ones(5).to_sparse()
+    with pytest.raises(RuntimeError, match="AdamW takes dense gradients"):
+        optimizer.step()
+    for p, q in zip(matrices, before, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_clipping_is_what_the_groups_say() -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest)
+    with pytest.raises(ValueError, match="max_norm is None in the first group, but 0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "kind": "adamw", "max_norm": 0.5})
+    assert len(optimizer.param_groups) == 2
+    saved = mixed(matrices, rest, max_norm=0.5).state_dict()
+    optimizer.load_state_dict(saved)
+    give_gradients(matrices + rest, 0)
+    norm = nn.utils.get_total_norm([p.grad for p in matrices + rest if p.grad is not None])
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    torch.testing.assert_close(optimizer.grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["max_norm"] = None
+    give_gradients(matrices + rest, 1)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, norm)
+    with pytest.raises(ValueError, match="max_norm must be None or above 0, got -1"):
+        mixed(matrices, rest, max_norm=-1.0)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_nanochats_layout_keeps_masters_and_counts(masters: str) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(6, 8).bfloat16()) for _ in range(2)]
+    twins = copy.deepcopy(params)
+    options = {"kind": "muon", "master_weights": masters, "stochastic_rounding": True}
+    first, second = (TritonMuonAdamW([{"params": own, **options}]) for own in (params, twins))
+    for seed in range(2):
+        give_gradients(params, seed)
+        first.step()
+    for p, q in zip(twins, params, strict=True):
+        p.data.copy_(q)
+    second.load_state_dict(copy.deepcopy(first.state_dict(layout="nanochat")))
+    for p, q in zip(params, twins, strict=True):
+        assert first.state[p].keys() == second.state[q].keys()
+        assert all(torch.equal(value, second.state[q][key]) for key, value in first.state[p].items())

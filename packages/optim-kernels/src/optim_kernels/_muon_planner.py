@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from optim_kernels._impl import has_triton
-from optim_kernels._muon_groups import MuonEntry, ns_config_of, rule_of, step_entries
+from optim_kernels._muon_entries import MuonEntry, step_entries
+from optim_kernels._muon_groups import ns_config_of, rule_of
 from optim_kernels._muon_steady import Groups, State, SteadyStep
 from optim_kernels.reference.adamw import gradient_scale
 
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
+
+# Options, dtypes and device.
+_Key = tuple[Hashable, ...]
 
 
 @dataclass
@@ -35,7 +39,9 @@ class MuonPlanner:
     """Steps Muon groups; holds the plans."""
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, MuonPlan] = {}
+        self._plans: dict[_Key, MuonPlan] = {}
+        self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
+        self._latest: list[MuonPlan] = []
         self._steady: SteadyStep | None = None
 
     def step(
@@ -51,7 +57,7 @@ class MuonPlanner:
 
         With ``state``, the optimizer's, the step is remembered for `repeat`.
         """
-        batches: dict[Hashable, _Batch] = {}
+        batches: dict[_Key, _Batch] = {}
         others = False
         for group, members in entries:
             rest = []
@@ -62,11 +68,13 @@ class MuonPlanner:
                     rest.append(entry)
             others |= bool(rest)
             step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+        self._drop_outdated()
         factor = gradient_scale(clip_factor, grad_scale)
+        self._steady, self._latest = None, []
         for key, batch in batches.items():
             plan = self._plan_for(key, batch)
+            self._latest.append(plan)
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
-        self._steady = None
         as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)
         if state is not None and as_given and not others:
             done = [(self._plans[key], batch.groups, batch.entries) for key, batch in batches.items()]
@@ -93,10 +101,17 @@ class MuonPlanner:
 
     @property
     def plans(self) -> list[MuonPlan]:
-        """The plans of the latest steps."""
-        return list(self._plans.values())
+        """The plans of the latest step."""
+        return self._latest
 
-    def _plan_for(self, key: Hashable, batch: _Batch) -> MuonPlan:
+    def _drop_outdated(self) -> None:
+        """Give back the memory of plans whose groups have other options by now; what was captured is still needed."""
+        for key, groups in list(self._groups.items()):
+            options, *_ = key
+            if all(_options_of(group) != options for group in groups) and not self._plans[key].was_captured:
+                del self._plans[key], self._groups[key]
+
+    def _plan_for(self, key: _Key, batch: _Batch) -> MuonPlan:
         from optim_kernels.functional.muon_plan import MuonPlan
 
         plan = self._plans.get(key)
@@ -111,6 +126,7 @@ class MuonPlanner:
                 num_groups=len(batch.groups),
             )
             self._plans[key] = plan
+        self._groups[key] = batch.groups
         plan.refresh([t.grad for t in batch.tensors])
         return plan
 
@@ -128,18 +144,22 @@ def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
     return why_not_plan(_tensors_of(entry, group, 0), ns_config_of(group))
 
 
-def _add(batches: dict[Hashable, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
+def _add(batches: dict[_Key, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
     """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
     tensors = _tensors_of(entry, group, 0)
     master = None if tensors.master is None else tensors.master.dtype
     dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
-    options = (rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"])
-    key = (options, dtypes, entry.param.device)
+    key = (_options_of(group), dtypes, entry.param.device)
     batch = batches.setdefault(key, _Batch([], [], []))
     if not batch.groups or batch.groups[-1] is not group:
         batch.groups.append(group)
     batch.entries.append(entry)
     batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What all groups of a plan have in common."""
+    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
 
 
 def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> MuonTensors:

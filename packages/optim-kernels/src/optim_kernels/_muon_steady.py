@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from optim_kernels._muon_groups import DEFAULTS, MuonEntry
+from optim_kernels._muon_entries import MuonEntry
+from optim_kernels._muon_groups import DEFAULTS
 
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan
@@ -44,7 +45,7 @@ class SteadyStep:
         batches: Sequence[tuple[MuonPlan, Groups, Sequence[MuonEntry]]],
     ) -> None:
         self._groups = list(groups)
-        self._options = [_options_of(group) for group in groups]
+        self._options = [list(map(_kept, _options_of(group))) for group in groups]
         self._states = list(state.values())
         self.plans = [(plan, its_groups) for plan, its_groups, _ in batches]
         self._updated = [_Updated(entries) for _, _, entries in batches]
@@ -87,6 +88,7 @@ class _Updated:
         held = [(entry.state, key) for entry in entries for key in entry.state if isinstance(entry.state[key], Tensor)]
         self._states, self._keys = [values for values, _ in held], [key for _, key in held]
         self._tensors = [values[key] for values, key in held]
+        self._places = list(map(_data_ptr, self._tensors))
 
     def gradients(self) -> list[Tensor] | None:
         """Their gradients, if those have the known layouts and all else is as it was."""
@@ -99,6 +101,9 @@ class _Updated:
             return None
         if not all(map(is_, map(dict.get, self._states, self._keys), self._tensors)):
             return None
+        # their ``.data`` may have been replaced
+        if list(map(_data_ptr, self._tensors)) != self._places:
+            return None
         return given
 
 
@@ -107,3 +112,8 @@ _data_ptr, _is_contiguous, _stride = Tensor.data_ptr, Tensor.is_contiguous, Tens
 
 def _options_of(group: Mapping[str, Any]) -> list[Any]:
     return [group["beta2"] is None, *(group[key] for key in OPTIONS)]
+
+
+def _kept(value: Any) -> Any:
+    """The option as it is now: the user may write to a list."""
+    return list(map(_kept, value)) if isinstance(value, list) else value

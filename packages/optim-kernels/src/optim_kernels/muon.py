@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_kernels._adamw_state import placed_master
-from optim_kernels._impl import Impl, why_not_triton
+from optim_kernels._impl import Impl
+from optim_kernels._muon_entries import entries_of, explained_entry, placed_state
 from optim_kernels._muon_groups import (
     DEFAULTS,
     KELLER,
@@ -23,12 +23,11 @@ from optim_kernels._muon_groups import (
     MissingGrad,
     check_group,
     check_param,
-    entries_of,
     ns_config_of,
     variant_options,
     view_of,
 )
-from optim_kernels._muon_planner import MuonPlanner
+from optim_kernels._muon_planner import MuonPlanner, why_not_grouped
 from optim_kernels._optimizer import StatefulOptimizer, check_capture, hooked_step, run_closure, text_table
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
@@ -44,18 +43,16 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class MuonGroups(StatefulOptimizer, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
-    # Derived from groups and state, and never saved: how each Muon parameter is read as matrices, and grouped launches.
-    _views: dict[Tensor, MatrixView]
+    # Derived from groups and state, and never saved: grouped launches.
     _planner: MuonPlanner
 
-    def _add_views(self, group: dict[str, Any]) -> None:
-        """Check a Muon group and its parameters; remember their views."""
+    def _check_muon_group(self, group: dict[str, Any]) -> None:
+        """Raise where Muon cannot take the group's options or one of its parameters."""
         check_group(group)
         names = self._parameter_names()
-        views = {p: view_of(p, group, i, names[p]) for i, p in enumerate(group["params"])}
-        for p in group["params"]:
+        for i, p in enumerate(group["params"]):
             check_param(p, group, names[p])
-        self._views = {**self.__dict__.get("_views", {}), **views}
+            view_of(p, group, i, names[p])
         self._planner = MuonPlanner()
 
     def _withdraw_last_group(self) -> None:
@@ -64,15 +61,15 @@ class MuonGroups(StatefulOptimizer, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._views, self._planner = {}, MuonPlanner()
+        self._planner = MuonPlanner()
         for group in self.param_groups:
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():
                     group.setdefault(key, value)
-                self._add_views(group)
+                self._check_muon_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_views", "_planner")}
+        return {key: value for key, value in super().__getstate__().items() if key != "_planner"}
 
     def plans(self) -> list[MuonPlan]:
         """The grouped launches that the latest steps used; empty where plain torch does all."""
@@ -84,24 +81,14 @@ class MuonGroups(StatefulOptimizer, Optimizer):
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
         if not self._planner.repeat(groups, self.state, **scaling):
-            for group in groups:
-                # parameters are the user's to exchange between steps, as with torch's optimizers
-                if not all(p in self._views for p in group["params"]):
-                    self._add_views(group)
             names = self._parameter_names()
-            entries = [(group, entries_of(group, self.state, self._views, names)) for group in groups]
+            entries = [(group, entries_of(group, self.state, names)) for group in groups]
             self._planner.step(entries, state=self.state, **scaling)
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """In the group's formats; a master that is missing is made by the next step."""
         state = super()._place_state(param, group, saved)
-        if not self._is_muon(group):
-            return state
-        masters = placed_master(param, group["master_weights"], state)
-        state = {key: value for key, value in state.items() if key not in ("master", "master_low")} | masters
-        if group["momentum_dtype"] is not None and "momentum_buffer" in state:
-            state["momentum_buffer"] = state["momentum_buffer"].to(group["momentum_dtype"])
-        return state
+        return placed_state(param, group, state) if self._is_muon(group) else state
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; views are in their plain form, so that it loads with ``weights_only=True``."""
@@ -240,8 +227,8 @@ class TritonMuon(MuonGroups):
             param_group = {**variant_options(param_group["variant"]), **param_group}
         super().add_param_group(param_group)
         try:
-            self._add_views(self.param_groups[-1])
-        except (ValueError, RuntimeError):
+            self._check_muon_group(self.param_groups[-1])
+        except Exception:
             self._withdraw_last_group()
             raise
 
@@ -270,7 +257,7 @@ class TritonMuon(MuonGroups):
 
     def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
         names, tiles = self._parameter_names(), tiles_of(self.plans())
-        return [explain_row(names[p], p, self._views[p], group, tiles) for p in group["params"]]
+        return [explain_row(names[p], place, group, self.state, tiles) for place, p in enumerate(group["params"])]
 
 
 MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "tiles", "Gflop")
@@ -287,26 +274,22 @@ def launches_line(plans: Sequence[MuonPlan]) -> list[str]:
 
 
 def explain_row(
-    name: str, param: Tensor, view: MatrixView, group: dict[str, Any], tiles: Mapping[int, str]
+    name: str, place: int, group: dict[str, Any], state: Mapping[Tensor, dict[str, Any]], tiles: Mapping[int, str]
 ) -> list[object]:
-    """One row of ``explain()`` for a Muon parameter."""
+    """The row of ``explain()`` for the Muon parameter at ``place`` in its group."""
+    param = group["params"][place]
+    view = view_of(param, group, place, name)
     config = ns_config_of(group)
     methods = sorted({config.method_for(min(shape[-2:]), max(shape[-2:])) for shape in view.shapes})
-    reason, path = _path_of(param, group)
+    reason = why_not_grouped(explained_entry(param, view, place, state.get(param) or {}), group)
     flops = sum(config.flops(*shape[-2:]) * shape[:-2].numel() for shape in map(torch.Size, view.shapes))
     return [
         name,
         tuple(param.shape),
         view.describe(),
         "+".join(methods),
-        path,
+        "triton" if reason is None else "torch",
         reason or "",
-        tiles.get(id(param), ""),
+        tiles.get(id(param), "") if reason is None else "",
         f"{flops / 1e9:.3g}",
     ]
-
-
-def _path_of(param: Tensor, group: dict[str, Any]) -> tuple[str | None, str]:
-    """Why plain torch does a parameter's step, and who does it."""
-    reason = "impl='torch'" if group["impl"] == "torch" else why_not_triton(param)
-    return reason, "triton" if reason is None else "torch"

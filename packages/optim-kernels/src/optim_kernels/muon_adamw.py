@@ -15,15 +15,16 @@ from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
 from optim_kernels._adamw_step import PreparedStep, TorchPart
-from optim_kernels._dtensors import local
+from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
+from optim_kernels._muon_entries import check_state_in_capture
 from optim_kernels._muon_groups import variant_options
 from optim_kernels._muon_planner import MuonPlanner
 from optim_kernels._optimizer import check_capture, hooked_step, run_closure, text_table
 from optim_kernels.clip import clip_factor as factor_of
 from optim_kernels.functional import adamw_
-from optim_kernels.multi_tensor import is_dense
+from optim_kernels.multi_tensor import TensorList, is_dense
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
@@ -66,9 +67,7 @@ class TritonMuonAdamW(MuonGroups):
     ) -> None:
         check_impl(impl)
         self._norms = GradientNorms(impl)
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
-        self._views, self._planner = {}, MuonPlanner()
+        self._planner = MuonPlanner()
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
 
     def _is_muon(self, group: dict[str, Any]) -> bool:
@@ -77,7 +76,7 @@ class TritonMuonAdamW(MuonGroups):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``kind`` decides which options it is completed with."""
         group = {**_kind_of(param_group), **param_group}
-        mine = {key: self.defaults[key] for key in ("seed", "capturable", "impl")}
+        mine = {key: self.defaults[key] for key in ("max_norm", "seed", "capturable", "impl")}
         if group["kind"] == "muon":
             published = "keller" if "use_muon" in group else "nanochat-2026-07"
             options = variant_options(group.get("variant", published))
@@ -87,13 +86,30 @@ class TritonMuonAdamW(MuonGroups):
         super().add_param_group(group)
         self._adamw = None
         try:
+            self._check_clipping(self.param_groups[-1])
             if self._is_muon(group):
-                self._add_views(self.param_groups[-1])
+                self._check_muon_group(self.param_groups[-1])
             else:
                 _check_adamw_group(self.param_groups[-1], self._parameter_names())
-        except (ValueError, RuntimeError):
+        except Exception:
             self._withdraw_last_group()
             raise
+
+    def _check_clipping(self, group: dict[str, Any]) -> None:
+        max_norm, of_first = group["max_norm"], self.param_groups[0]["max_norm"]
+        if max_norm != of_first:
+            raise ValueError(
+                f"all groups are clipped together: max_norm is {of_first} in the first group, but {max_norm} in another"
+            )
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
+        names = self._parameter_names()
+        for p in group["params"] if max_norm is not None else ():
+            if is_dtensor(p):
+                raise ValueError(
+                    f"max_norm needs the gradients of all ranks, and {names[p]} is a DTensor; clip with optim_dist, "
+                    "whose optimizers reduce the norm"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -114,13 +130,16 @@ class TritonMuonAdamW(MuonGroups):
         if clip_factor is None:
             clip_factor = self._clip(grad_scale)
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
+        adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
+        # what it refuses it refuses before Muon has moved anything
+        adamw, seen = self._prepared_adamw(adamw_groups)
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
-        self._step_adamw([group for group in self.param_groups if not self._is_muon(group)], scaling)
+        self._step_adamw(adamw_groups, adamw, seen, scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
         """The factor that ``max_norm`` asks for; the norm is that of the unscaled gradients."""
-        max_norm = self.defaults["max_norm"]
+        max_norm = self.param_groups[0]["max_norm"]
         if max_norm is None:
             return None
         grads = [p.grad for group in self.param_groups for p in group["params"]]
@@ -131,8 +150,8 @@ class TritonMuonAdamW(MuonGroups):
         self.grad_norm = norm
         return factor
 
-    def _step_adamw(self, groups: list[dict[str, Any]], scaling: dict[str, Tensor | None]) -> None:
-        """AdamW of all its groups: one launch where the kernels run, the reference elsewhere."""
+    def _prepared_adamw(self, groups: list[dict[str, Any]]) -> tuple[PreparedStep, TensorList]:
+        """What the step of AdamW's groups needs, and the gradients that kernels will read."""
         params = [p for group in groups for p in group["params"]]
         grads = [p.grad for p in params]
         prepared = self._adamw
@@ -142,8 +161,23 @@ class TritonMuonAdamW(MuonGroups):
             or not prepared.has_dense_gradients()
         ):
             prepared = self._adamw = self._prepare_adamw(groups, params, grads)
+        try:
+            return prepared, prepared.look_at(grads)
+        except RuntimeError:
+            # no address: a gradient has become sparse, which the next line says better
+            self._prepare_adamw(groups, params, grads)
+            raise
+
+    def _step_adamw(
+        self,
+        groups: list[dict[str, Any]],
+        prepared: PreparedStep,
+        seen: TensorList,
+        scaling: dict[str, Tensor | None],
+    ) -> None:
+        """AdamW of all its groups: one launch where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
-            prepared.kernels.run(groups, prepared.look_at(grads), **scaling)
+            prepared.kernels.run(groups, seen, **scaling)
         for group, _, own in prepared.with_torch:
             states = [self.state[p] for p in own]
             adamw_(
@@ -175,6 +209,7 @@ class TritonMuonAdamW(MuonGroups):
             if grad.layout != torch.strided:
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
             group = groups[members[place]]
+            check_state_in_capture(p, self.state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
             if reason is None:
@@ -212,9 +247,9 @@ class TritonMuonAdamW(MuonGroups):
         names, tiles = self._parameter_names(), tiles_of(self.plans())
         rows = []
         for group in self.param_groups:
-            for p in group["params"]:
+            for place, p in enumerate(group["params"]):
                 if self._is_muon(group):
-                    rows.append(["muon", *explain_row(names[p], p, self._views[p], group, tiles)])
+                    rows.append(["muon", *explain_row(names[p], place, group, self.state, tiles)])
                 else:
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"

@@ -4,12 +4,11 @@ A group is torch's dict of hyperparameters. A `MuonPlanner` steps groups with `M
 the kernels run.
 """
 
+from optim_kernels._muon_entries import MuonEntry, init_state
 from optim_kernels._muon_groups import (
     DEFAULTS,
-    MuonEntry,
     check_group,
     check_param,
-    init_state,
     ns_config_of,
     rule_of,
     variant_options,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,11 @@ class MuonTensors:
     place: int = 0
     seed: int = 0
 
-    def address_key(self) -> tuple[int, ...]:
-        """What the tables hold of the tensors that stay, to tell when they have been replaced."""
+    def address_key(self) -> tuple[Any, ...]:
+        """What the tables hold of the tensors that stay, to tell when they have been replaced or are read otherwise."""
         optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master, self.step))
-        return (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional, self.group, self.place, self.seed)
+        addresses = (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional)
+        return (*addresses, self.param.stride(), self.view, self.group, self.place, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,14 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
     for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):
         if tensor.dtype not in KERNEL_DTYPES:
             return f"{name} dtype is {tensor.dtype}"
+    for name, state in (
+        ("momentum", b),
+        ("second moment", tensors.second_moment),
+        ("master", tensors.master),
+        ("step count", tensors.step),
+    ):
+        if state is not None and state.device != p.device:
+            return f"its {name} is on {state.device}"
     if ns.dtype == torch.float64:
         return "it is orthogonalised in fp64"
     if ns.steps == 0:

@@ -134,6 +134,8 @@ class MuonPlan:
         capturing = self._is_capturing()
         self._write_hyper(hyper, capturing)
         self._write_control(factor, found_inf)
+        # for autograd, which then refuses to differentiate through values that are gone
+        torch.autograd.graph.increment_version(self._params)
         if capturing or self._device.type != "cuda" or not self._has_run:
             self._launches.launch()
             self._has_run = True
@@ -187,7 +189,12 @@ class MuonPlan:
         return {param: "; ".join(its) for param, its in words.items()}
 
     @property
-    def address_key(self) -> tuple[tuple[int, ...], ...]:
+    def was_captured(self) -> bool:
+        """Whether a graph of the caller's holds launches of the plan, and so needs its tables."""
+        return self._was_captured
+
+    @property
+    def address_key(self) -> tuple[tuple[Any, ...], ...]:
         """`MuonTensors.address_key` of every parameter, when the plan was built."""
         return self._address_key
 

@@ -1,0 +1,272 @@
+"""What users change between steps of Muon (options, layouts, tensors of states) is what the next step works with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim_kernels import TritonMuon, TritonMuonAdamW
+from optim_kernels.functional import muon_
+from optim_utils.param_groups import MatrixView
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(DEVICE, dtype))
+
+
+def muon(params: list[Any], impl: str, **options: Any) -> TritonMuon:
+    return TritonMuon(params, lr=0.1, impl=impl, ns_dtype=torch.float32, **options)
+
+
+def steps(*optimizers: TritonMuon, count: int = 1) -> None:
+    """The same gradients for all."""
+    for _ in range(count):
+        first, *others = [[p for group in opt.param_groups for p in group["params"]] for opt in optimizers]
+        for p, *same in zip(first, *others, strict=True):
+            p.grad = torch.randn_like(p)
+            for q in same:
+                q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def twins(impl: str, *shape: int, **options: Any) -> tuple[TritonMuon, TritonMuon]:
+    p = parameter(*shape)
+    return muon([p], impl), muon([{"params": [nn.Parameter(p.detach().clone())], **options}], impl)
+
+
+def assert_alike(one: TritonMuon, other: TritonMuon) -> None:
+    for p, q in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((8, 12), {"split_rows": 4}),
+        ((8, 12), {"views": [MatrixView(shape=(8, 12), split=(3, 5))]}),
+        ((6, 2, 4), {"nd": "flatten"}),
+        ((8, 12), {"ns_coefficients": "polar_express", "nesterov": False}),
+    ],
+    ids=["split_rows", "views", "nd", "coefficients"],
+)
+def test_options_may_change_between_steps(impl: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    changed, given = twins(impl, *shape, **options)
+    for optimizer in (changed, given):
+        optimizer.param_groups[0]["lr"] = 0.0
+    steps(changed, given, count=3)
+    changed.param_groups[0].update(options)
+    for optimizer in (changed, given):
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.param_groups[0]["momentum"] = 0.0
+    steps(changed, given)
+    assert_alike(changed, given)
+
+
+@IMPLS
+def test_a_list_among_the_options_may_be_written_to(impl: str) -> None:
+    changed, given = twins(impl, 8, 12, ns_coefficients=(2.0, -1.5, 0.5))
+    changed.param_groups[0].update(ns_coefficients=[3.4445, -4.775, 2.0315], lr=0.0)
+    given.param_groups[0]["lr"] = 0.0
+    steps(changed, given, count=3)
+    changed.param_groups[0]["ns_coefficients"][:] = [2.0, -1.5, 0.5]
+    changed.param_groups[0]["lr"] = given.param_groups[0]["lr"] = 0.1
+    steps(changed, given)
+    assert_alike(changed, given)
+
+
+@IMPLS
+def test_options_that_are_wrong_by_now_are_refused(impl: str) -> None:
+    optimizer, _ = twins(impl, 8, 12)
+    steps(optimizer)
+    optimizer.param_groups[0]["nd"] = "conv"
+    with pytest.raises(ValueError, match="nd must be"):
+        steps(optimizer)
+
+
+@IMPLS
+def test_a_parameter_follows_the_options_of_the_group_it_moves_to(impl: str) -> None:
+    p, q = parameter(8, 12), parameter(4, 6)
+    optimizer = muon([{"params": [p]}, {"params": [q], "split_rows": 2}], impl)
+    expected = muon([{"params": [nn.Parameter(p.detach().clone())], "split_rows": 2}], impl)
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+    steps(expected)
+    p.grad = expected.param_groups[0]["params"][0].grad
+    optimizer.step()
+    torch.testing.assert_close(p, expected.param_groups[0]["params"][0], atol=1e-6, rtol=0)
+
+
+@IMPLS
+@pytest.mark.parametrize("key", ["momentum_buffer", "second_momentum_buffer"])
+def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
+    """As code does that moves states to the host between steps and back."""
+    changed, left = twins(impl, 8, 12)
+    for optimizer in (changed, left):
+        optimizer.param_groups[0]["beta2"] = 0.9
+    steps(changed, left, count=3)
+    (state,) = changed.state.values()
+    before, state[key].data = state[key].data, state[key].data.clone()
+    old = before.clone()
+    steps(changed, left)
+    assert torch.equal(before, old)
+    assert_alike(changed, left)
+
+
+@IMPLS
+def test_storage_formats_may_change_between_steps(impl: str) -> None:
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    optimizer = muon([p], impl, master_weights="fp32")
+    (group,) = optimizer.param_groups
+    kept = []
+    for masters, dtype in (("fp32", None), ("split16", torch.float32), (None, torch.bfloat16), ("fp32", None)):
+        group["master_weights"], group["momentum_dtype"] = masters, dtype
+        steps(optimizer, count=2)
+        kept.append({key: value.dtype for key, value in optimizer.state[p].items()})
+    assert kept == [
+        {"momentum_buffer": torch.bfloat16, "master": torch.float32},
+        {"momentum_buffer": torch.float32, "master_low": torch.int16},
+        {"momentum_buffer": torch.bfloat16},
+        {"momentum_buffer": torch.bfloat16, "master": torch.float32},
+    ]
+
+
+@IMPLS
+def test_gradients_in_another_layout_than_their_parameter(impl: str) -> None:
+    p = parameter(8, 3, 3, 3)
+    q = nn.Parameter(p.detach().clone())
+    ours, theirs = (muon([x], how, nd="flatten") for x, how in ((p, impl), (q, "torch")))
+    for _ in range(3):
+        q.grad = torch.randn_like(q)
+        p.grad = q.grad.to(memory_format=torch.channels_last)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+    assert ours.state[p]["momentum_buffer"].stride() == p.stride()
+    assert impl in ours.explain().split("\n")[2]
+    assert len(ours.plans()) == (1 if impl == "triton" else 0)
+    saved = ours.state_dict()
+    saved["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"].to(memory_format=torch.channels_last)
+    ours.load_state_dict(saved)
+    assert ours.state[p]["momentum_buffer"].stride() == p.stride()
+
+
+def test_parameters_whose_layout_allows_no_view_are_named() -> None:
+    conv = nn.Conv2d(3, 8, 3)
+    optimizer = TritonMuon.keller([("conv", conv.weight)])
+    conv.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"conv cannot be read as matrices: .*route_parameters"):
+        TritonMuon.keller([("conv", conv.weight)])
+    conv.weight.grad = torch.randn_like(conv.weight)
+    with pytest.raises(ValueError, match="conv cannot be read as matrices"):
+        optimizer.step()
+
+
+@IMPLS
+def test_a_second_moment_of_other_matrices_is_refused(impl: str) -> None:
+    optimizer = muon([parameter(8, 16)], impl, beta2=0.9)
+    steps(optimizer)
+    optimizer.param_groups[0]["split_rows"] = 4
+    with pytest.raises(ValueError, match=r"second_momentum_buffer of param_groups\[0\].* has 16 .* need 32"):
+        steps(optimizer)
+
+
+@IMPLS
+def test_second_moments_are_loaded_in_the_dtype_of_the_arithmetic(impl: str) -> None:
+    """nanochat keeps them in the parameter's."""
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    optimizer = muon([p], impl, beta2=0.9)
+    steps(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["second_momentum_buffer"] = saved["state"][0]["second_momentum_buffer"].bfloat16()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[p]["second_momentum_buffer"].dtype == torch.float32
+    steps(optimizer)
+
+
+@pytest.mark.parametrize("view", [None, MatrixView(shape=(8, 4), split=(4, 4))], ids=["matrix", "parts"])
+def test_second_moments_with_gaps_move(view: MatrixView | None) -> None:
+    """A copy had moved instead."""
+    room = torch.zeros(8, 3)
+    moment = room[:, :1] if view is None else room[:, 0]
+    expected = torch.zeros(moment.shape)
+    p, grad = torch.randn(8, 4), torch.randn(8, 4)
+    for v in (moment, expected):
+        muon_([p.clone()], [grad], [torch.zeros(8, 4)], lr=0.1, second_moments=[v], beta2=0.9, views=[view])
+    assert moment.abs().sum() > 0
+    assert torch.equal(moment, expected)
+
+
+@IMPLS
+def test_a_step_is_seen_by_autograd(impl: str) -> None:
+    p = parameter(8, 12)
+    optimizer = muon([p], impl)
+    for _ in range(3):
+        before = p._version
+        steps(optimizer)
+        assert p._version > before
+
+
+def test_plans_of_former_options_go() -> None:
+    p = parameter(8, 12)
+    optimizer = muon([p], "triton")
+    for count in (5, 4, 3):
+        optimizer.param_groups[0]["ns_steps"] = count
+        steps(optimizer)
+    (plan,) = optimizer.plans()
+    assert len(optimizer._planner._plans) == 1
+    assert f"\n{plan.launches} launches a step" in optimizer.explain()
+
+
+def test_explain_says_why_it_is_plain_torch() -> None:
+    p, q = parameter(8, 12), parameter(8, 12)
+    optimizer = muon([p], "triton")
+    optimizer.param_groups[0]["params"][0] = q
+    assert "triton" in optimizer.explain()
+    steps(optimizer)
+    optimizer.state[q]["momentum_buffer"] = optimizer.state[q]["momentum_buffer"].double()
+    row = optimizer.explain().split("\n")[2]
+    assert "torch" in row
+    assert "its momentum's dtype is torch.float64" in row
+    on_cpu = TritonMuon([nn.Parameter(torch.ones(4, 4))])
+    assert "it is on cpu" in on_cpu.explain()
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    optimizer = TritonMuon([parameter(4, 6)])
+    with pytest.raises(TypeError):
+        optimizer.add_param_group({"params": [parameter(4, 6)], "momentum": "0.9"})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=r"floating-point parameters, got .* torch\.int64"):
+        TritonMuon([torch.ones(4, 4, dtype=torch.int64)])
+
+
+@IMPLS
+def test_no_newton_schulz_step(impl: str) -> None:
+    """Normalised momentum; torch.optim.Muon allows it too."""
+    p = parameter(8, 12)
+    before = p.detach().clone()
+    optimizer = muon([p], impl, ns_steps=0, weight_decay=0.0)
+    steps(optimizer)
+    assert p.grad is not None
+    torch.testing.assert_close(p.detach(), before - 0.1 * p.grad / p.grad.norm(), atol=1e-6, rtol=0)
+
+
+def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, vector = parameter(8, 12), parameter(4)
+    monkeypatch.setattr("optim_kernels._muon_entries.is_capturing", lambda device: True)
+    optimizer = muon([matrix], "torch", capturable=True)
+    both = TritonMuonAdamW([{"kind": "adamw", "params": [vector]}], capturable=True)
+    for each, p in ((optimizer, matrix), (both, vector)):
+        p.grad = torch.randn_like(p)
+        with pytest.raises(RuntimeError, match=r"param_groups\[0\].* has no state yet"):
+            each.step()
