@@ -46,7 +46,9 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         ),
         1.05,
     ),
-    # CANS (Chebyshev-accelerated), arXiv 2506.10935.
+    # CANS (Chebyshev-accelerated), arXiv 2506.10935. Its first polynomials map 1 to the edge of what the next ones can
+    # bring back: a matrix of rank one whose norm 16-bit rounding puts above 1 grows without bound, unless norm_scale
+    # is 1.01 or more.
     "cans": (
         (8.4703, -25.1081, 18.6293),
         (4.1828, -3.1087, 0.5806),
@@ -84,7 +86,8 @@ def resolve(coefficients: str | Sequence[float] | Sequence[Sequence[float]], ste
             raise ValueError(f"coefficients {coefficients!r} take {EXACT_STEPS[coefficients]} steps, got {steps}")
         triples = COEFFICIENTS[coefficients]
     else:
-        rows = list(coefficients)
+        # not of a tensor, which may change after this was looked up
+        rows = list(coefficients) if isinstance(coefficients, Sequence) else []
         if rows and not isinstance(rows[0], Sequence):
             rows = [rows]
         if not rows or any(not isinstance(row, Sequence) or len(row) != 3 for row in rows):

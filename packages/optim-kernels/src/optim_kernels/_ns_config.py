@@ -78,10 +78,12 @@ class NSConfig:
             raise ValueError(f"eps must be at least 0, got {self.eps}")
         if not self.norm_scale > 0:
             raise ValueError(f"norm_scale must be above 0, got {self.norm_scale}")
-        restarts = RESTARTS[self.restarts] if self.restarts in RESTARTS else tuple(int(s) for s in self.restarts or ())
+        restarts = RESTARTS[self.restarts] if self.restarts in tuple(RESTARTS) else self.restarts
+        if not isinstance(restarts, list | tuple) or not all(isinstance(step, int) for step in restarts):
+            raise ValueError(f"restarts must be None, 'accurate' or step numbers, got {self.restarts!r}")
         if any(later <= earlier for earlier, later in zip((0, *restarts), restarts)):
             raise ValueError(f"restarts must be increasing step numbers from 1, got {self.restarts!r}")
-        object.__setattr__(self, "restarts", restarts)
+        object.__setattr__(self, "restarts", tuple(restarts))
         self.triples  # noqa: B018  (an unknown name, or a wrong number of steps for it, is found here)
 
     @cached_property

@@ -217,8 +217,14 @@ def _plan_for(x: Tensor, config: NSConfig, impl: Impl) -> Callable[[Tensor], Ten
 
 
 def _takes_triton(x: Tensor, config: NSConfig, impl: Impl) -> bool:
-    is_double = config.compute_dtype(x) == torch.float64
-    return not is_double and use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")
+    if config.compute_dtype(x) == torch.float64:
+        if impl == "triton":
+            raise RuntimeError(
+                f"impl='triton' multiplies no fp64, which a {x.dtype} matrix of shape {tuple(x.shape)} asks for; use "
+                "impl='auto' or 'torch', or compute_dtype=torch.float32"
+            )
+        return False
+    return use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")
 
 
 def _by_torch(x: Tensor, config: NSConfig) -> Tensor:
