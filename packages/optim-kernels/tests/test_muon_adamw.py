@@ -266,3 +266,14 @@ def test_nanochats_layout_keeps_masters_and_counts(masters: str) -> None:
     for p, q in zip(params, twins, strict=True):
         assert first.state[p].keys() == second.state[q].keys()
         assert all(torch.equal(value, second.state[q][key]) for key, value in first.state[p].items())
+
+
+def test_a_checkpoint_with_options_of_adamw_that_it_lacks_is_refused() -> None:
+    _, rest = matrices_and_rest()
+    theirs = torch.optim.AdamW(rest, amsgrad=True, lr=0.5)
+    optimizer = TritonMuonAdamW([{"params": rest, "kind": "adamw"}])
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 3e-4
+    optimizer.load_state_dict(torch.optim.AdamW(rest, lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -24,8 +24,10 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     convert_state(param, group, state)
     if "momentum_buffer" not in state:
         like = param if param.grad is None else param.grad
+        # other classes may store parameters in ways that cannot hold a momentum
+        laid_out_as = param if type(param) in PLAIN_TYPES else like
         state["momentum_buffer"] = torch.zeros_like(
-            param, dtype=group["momentum_dtype"] or like.dtype, memory_format=torch.preserve_format
+            laid_out_as, dtype=group["momentum_dtype"] or like.dtype, memory_format=torch.preserve_format
         )
     if group["beta2"] is not None and "second_momentum_buffer" not in state:
         state["second_momentum_buffer"] = new_second_moment(param, view)

@@ -204,6 +204,8 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
     """How parameter ``index`` of the group is read as matrices."""
     view = group["views"][index] if group["views"] is not None else None
     if view is not None:
+        if not isinstance(view, MatrixView):
+            raise TypeError(f"the view of {name} must be a MatrixView or None, got {view!r}")
         if group["split_rows"] is not None:
             raise ValueError(f"{name} has both a view and split_rows={group['split_rows']}; the view can say it all")
         if tuple(view.shape) != tuple(param.shape):

@@ -114,6 +114,12 @@ class TritonMuonAdamW(MuonGroups):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._adamw, self._norms = None, GradientNorms(self.defaults["impl"])
+        names = self._parameter_names()
+        for group in self.param_groups:
+            group.setdefault("max_norm", self.defaults["max_norm"])
+            self._check_clipping(group)
+            if not self._is_muon(group):
+                _check_adamw_group(group, names)
 
     @hooked_step
     @torch.no_grad()
