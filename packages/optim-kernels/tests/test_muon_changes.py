@@ -193,15 +193,12 @@ def test_second_moments_are_loaded_in_the_dtype_of_the_arithmetic(impl: str) -> 
     steps(optimizer)
 
 
-@pytest.mark.parametrize("view", [None, MatrixView(shape=(8, 4), split=(4, 4))], ids=["matrix", "parts"])
-def test_second_moments_with_gaps_move(view: MatrixView | None) -> None:
+def test_second_moments_with_gaps_move() -> None:
     """A copy had moved instead."""
-    room = torch.zeros(8, 3)
-    moment = room[:, :1] if view is None else room[:, 0]
-    expected = torch.zeros(moment.shape)
-    p, grad = torch.randn(8, 4), torch.randn(8, 4)
+    p, grad = torch.randn(3, 8, 4), torch.randn(3, 8, 4)
+    moment, expected = torch.zeros(3, 9, 2)[:, :8, :1], torch.zeros(3, 8, 1)
     for v in (moment, expected):
-        muon_([p.clone()], [grad], [torch.zeros(8, 4)], lr=0.1, second_moments=[v], beta2=0.9, views=[view])
+        muon_([p.clone()], [grad], [torch.zeros_like(p)], lr=0.1, second_moments=[v], beta2=0.9)
     assert moment.abs().sum() > 0
     assert torch.equal(moment, expected)
 
