@@ -180,3 +180,14 @@ def test_clipping_never_enlarges_and_is_idempotent(seed: int, max_norm: float) -
     kept = [p.grad.clone() for p in params if p.grad is not None]
     clip_grad_norm_(params, max_norm * (1 + 1e-4) + 2e-6)  # 1e-6 is in the formula
     assert all(torch.equal(p.grad, old) for p, old in zip(params, kept))
+
+
+def test_gradients_that_are_not_dense_are_copied_for_as_long_as_they_are_read() -> None:
+    row, strided = torch.randn(3, device=DEVICE), torch.randn(300, 200, device=DEVICE)
+    spread = [row.expand(4000, 3), strided[::2, ::2], strided[1]]
+    norms = GradientNorms("triton")
+    expected = reference.total_norm(spread)
+    for _ in range(3):
+        torch.testing.assert_close(norms.norm(spread, 2.0), expected, rtol=1e-6, atol=0)
+        (total,) = norms.totals(spread, 2.0)
+        torch.testing.assert_close(total, expected.double().square(), rtol=1e-6, atol=0)

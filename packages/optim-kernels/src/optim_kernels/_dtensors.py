@@ -1,4 +1,4 @@
-"""What is here of a DTensor. A tensor is recognised by what it can do: torch's class takes long to import."""
+"""DTensors, and what is here of one. They are recognised by what they can do: torch's class takes long to import."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensor is made of others, as DTensors and torchao's are, and has no memory of its own."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def local(tensor: Any) -> Any:
     """The part of a DTensor that is here; any other tensor (or ``None``) itself."""
     return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """All of a DTensor, on every rank; any other tensor (or ``None``) itself."""
+    return tensor.full_tensor() if tensor is not None and is_dtensor(tensor) else tensor

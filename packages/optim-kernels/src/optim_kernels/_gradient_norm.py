@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
+from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import Impl, use_triton
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
@@ -185,7 +186,8 @@ class GradientNorms:
 
         The factor is overwritten by the next call.
         """
-        parts = self._refreshed(grads, norm_type)
+        seen = self.look_at(grads)
+        parts = self._refreshed(seen, norm_type)
         if parts is not None and len(parts) == 1:
             return parts[0].norm(norm_type, max_norm), parts[0].factor
         norm = self._combined(parts, grads.tensors if isinstance(grads, TensorList) else grads, norm_type)
@@ -194,7 +196,7 @@ class GradientNorms:
     def clip_(self, grads: Sequence[Tensor], norm_type: float, max_norm: float) -> Tensor | None:
         """The norm of the gradients, scaled down to ``max_norm``; ``None`` if the kernels cannot scale them."""
         seen = self.look_at(grads)
-        parts = None if seen is None else self._refreshed(seen, norm_type, in_place=True)
+        parts = self._refreshed(seen, norm_type, in_place=True)
         if seen is None or parts is None:
             return None
         if len(parts) == 1:
@@ -211,23 +213,27 @@ class GradientNorms:
 
     def norm_in_one_launch(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """The norm alone, by kernels alone; ``None`` where more is needed."""
-        parts = self._refreshed(grads, norm_type)
+        seen = self.look_at(grads)
+        parts = self._refreshed(seen, norm_type)
         return parts[0].norm(norm_type, 1.0) if parts is not None and len(parts) == 1 else None
 
     def totals(self, grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
         """Σ|g|^p, or the maximum, of the gradients of each device and dtype: 0-d fp64."""
-        parts = self._refreshed(grads, norm_type)
+        seen = self.look_at(grads)
+        parts = self._refreshed(seen, norm_type)
         return [] if parts is None else [self._total(part, norm_type) for part in parts]
 
     def scale_(self, grads: Sequence[Tensor] | TensorList, factor: Tensor) -> bool:
         """Multiply by the factor; ``False``, and nothing done, if the kernels cannot."""
-        parts = self._refreshed(grads, 2.0, in_place=True)
+        parts = self._refreshed(self.look_at(grads), 2.0, in_place=True)
         for part in parts or []:
             part.scale_(factor.to(device=part.device, dtype=torch.float32))
         return parts is not None
 
-    def look_at(self, grads: Sequence[Tensor]) -> TensorList | None:
+    def look_at(self, grads: Sequence[Tensor] | TensorList) -> TensorList | None:
         """The gradients as the kernels take them, to be looked at once for several calls; ``None`` if they cannot."""
+        if isinstance(grads, TensorList):
+            return grads
         if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
             return None
         try:
@@ -236,10 +242,12 @@ class GradientNorms:
             return None
 
     def _refreshed(
-        self, grads: Sequence[Tensor] | TensorList, norm_type: float, *, in_place: bool = False
+        self, seen: TensorList | None, norm_type: float, *, in_place: bool = False
     ) -> list[GradientNorm] | None:
-        """The parts that know these gradients; ``None`` if the kernels cannot read one of them."""
-        seen = grads if isinstance(grads, TensorList) else self.look_at(grads)
+        """The parts that know these gradients; ``None`` if the kernels cannot read one of them.
+
+        The caller keeps ``seen`` until it has launched: with it go the copies of gradients that are not dense.
+        """
         if seen is None or not seen.tensors or not reference.is_kernel_norm(norm_type):
             return None
         split = self._split_of(seen)
@@ -249,8 +257,9 @@ class GradientNorms:
         if not split.is_dense:
             if in_place:
                 return None
-            seen = TensorList([grad if is_dense(grad) else grad.contiguous() for grad in seen.tensors])
-            addresses = seen.addresses
+            readable = [grad if is_dense(grad) else grad.detach().contiguous() for grad in seen.tensors]
+            seen.copies = [copy for copy, grad in zip(readable, seen.tensors) if copy is not grad]
+            addresses = list(map(Tensor.data_ptr, readable))
         parts = []
         for device, dtype, places in split.parts:
             own_addresses, own_numels = addresses, numels
@@ -287,6 +296,9 @@ class GradientNorms:
         devices = [grad.device for grad in grads.tensors]
         if split is None or grads.kinds != split.kinds or devices != split.devices:
             if not all(use_triton(self._impl, grad, f"gradient {i}") for i, grad in enumerate(grads.tensors)):
+                return None
+            # those of DTensors, say: torch adds up over ranks
+            if any(map(is_wrapper, grads.tensors)):
                 return None
             by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
             for place, grad in enumerate(grads.tensors):

@@ -92,7 +92,8 @@ class ChunkMap(NamedTuple):
 
 def _words(tensor: int, start: int, stop: int, size: int) -> Tensor:
     """The words of the chunks between two elements of a tensor; the last may be smaller."""
-    starts = torch.arange(start, stop, size, dtype=torch.int64)
+    # on the host whatever torch.set_default_device says
+    starts = torch.arange(start, stop, size, dtype=torch.int64, device="cpu")
     sizes = (stop - starts).clamp_(max=size)
     return (tensor << TENSOR_SHIFT) + ((sizes + UNIT - 1) // UNIT << SIZE_SHIFT) + starts // UNIT
 
@@ -103,7 +104,8 @@ def _upload(content: bytes, on_device: Tensor) -> None:
         ctypes.memmove(on_device.data_ptr(), content, len(content))
         return
     # torch keeps pinned memory in a pool and hands out what no copy still reads, so this allocates nothing for long
-    pinned = torch.empty(len(content) // on_device.element_size(), dtype=on_device.dtype, pin_memory=True)
+    numel = len(content) // on_device.element_size()
+    pinned = torch.empty(numel, dtype=on_device.dtype, device="cpu", pin_memory=True)
     ctypes.memmove(pinned.data_ptr(), content, len(content))
     on_device.copy_(pinned, non_blocking=True)
     if is_capturing(on_device.device):
@@ -176,6 +178,8 @@ class TensorList:
 
     def __init__(self, tensors: Sequence[Tensor], known: KnownKinds | None = None) -> None:
         self.tensors = tensors
+        # what the kernels read in place of tensors that are not dense; needed as long as the list is
+        self.copies: list[Tensor] = []
         self.addresses = list(map(Tensor.data_ptr, tensors))
         self.kinds = _kinds(tensors) if known is None else known.of(tensors)
 
