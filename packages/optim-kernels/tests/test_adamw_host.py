@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from optim_kernels import TritonAdamW, multi_tensor, reference
 
@@ -424,7 +425,49 @@ def denser(optimizer: torch.optim.Optimizer) -> None:
     group["params"][0] = new
 
 
-EDITS = [exchanged_parameter, exchanged_groups, another_group, no_state, another_count, another_moment, denser]
+def moved_states(optimizer: torch.optim.Optimizer) -> None:
+    """As states are taken to another device and back: the tensors stay, their memory does not."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+
+
+def refilled_states(optimizer: torch.optim.Optimizer) -> None:
+    """As where storages are freed while nobody needs them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            saved, storage = value.clone(), value.untyped_storage()
+            size = storage.size()
+            storage.resize_(0)
+            storage.resize_(size)
+            value.copy_(saved)
+
+
+def another_layout(optimizer: torch.optim.Optimizer) -> None:
+    """As ``model.to(memory_format=torch.channels_last)`` does; the states stay as they were."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data = p.data.t().contiguous().t()
+
+
+def notes(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["times"], state["note"] = 3, "the user's own"
+
+
+EDITS = [
+    exchanged_parameter,
+    exchanged_groups,
+    another_group,
+    no_state,
+    another_count,
+    another_moment,
+    denser,
+    moved_states,
+    refilled_states,
+    another_layout,
+    notes,
+]
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -453,3 +496,119 @@ def test_a_gradient_that_becomes_sparse_is_refused_without_kernels_too() -> None
     p.grad = torch.randn(6, 5, device=DEVICE).to_sparse()
     with pytest.raises(RuntimeError, match=r"takes dense gradients.*param_groups\[0\]"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_states_may_change_their_keys(impl: Any) -> None:
+    """The same states in the same order, the parameters in another."""
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params(((6, 5), (6, 5)))
+        optimizer: Any = make(params, lr=0.1) if make is torch.optim.AdamW else TritonAdamW(params, lr=0.1, impl=impl)
+        optimizer.step()
+        states = list(optimizer.state.values())
+        optimizer.state.clear()
+        optimizer.state.update(zip(reversed(params), states))
+        optimizer.step()
+        runs.append(params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_amsgrad_may_be_turned_off(impl: Any) -> None:
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params()
+        own = {} if make is torch.optim.AdamW else {"impl": impl}
+        optimizer: Any = make(params, lr=0.1, amsgrad=True, **own)
+        for step in range(4):
+            optimizer.param_groups[0]["amsgrad"] = step < 2
+            optimizer.step()
+            for p in params:
+                assert p.grad is not None
+                p.grad.mul_(0.1)
+        runs.append(params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_parameters_without_a_name_join_those_with_one(impl: Any) -> None:
+    params = make_params()
+    optimizer = TritonAdamW([("first", params[0])], impl=impl)
+    optimizer.param_groups[0]["params"].append(params[1])
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    assert "param_groups[0]['params'][1]" in optimizer.explain()
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have the parameter's dtype")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_may_change_their_dtype(impl: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(40, device=DEVICE))
+    q = p.detach().clone().requires_grad_()
+    p.grad_dtype = None
+    optimizer, expected = TritonAdamW([p], lr=0.1, impl=impl), torch.optim.AdamW([q], lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
+        p.grad = torch.randn(40, device=DEVICE).to(dtype)
+        q.grad = p.grad.float()
+        optimizer.step()
+        expected.step()
+    torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+def test_a_demand_for_kernels_is_heard_after_the_first_step_too() -> None:
+    params = make_params()
+    optimizer = TritonAdamW([("weight", params[0])], impl="triton")
+    optimizer.step()
+    params[0].data = params[0].data.double()
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"impl='triton' cannot update weight: its dtype is torch.float64"):
+        optimizer.step()
+
+
+def test_tensors_that_are_made_of_others_are_left_to_torch() -> None:
+    two = torch.nn.Parameter(TwoTensor(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)))
+    with pytest.raises(RuntimeError, match="it is a TwoTensor, which is made of other tensors"):
+        TritonAdamW([two], impl="triton")
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
+def test_a_parameter_that_is_there_twice_is_refused_by_the_kernels() -> None:
+    (p,) = make_params(((6, 5),))
+    with pytest.raises(ValueError, match=r"params\[0\] and params\[1\] are one tensor"):
+        TritonAdamW([p, p], impl="triton").step()
+
+
+def test_the_norm_of_groups_with_and_without_kernels() -> None:
+    params = make_params(((6, 5),))
+    double = torch.nn.Parameter(torch.ones(3, device=DEVICE, dtype=torch.float64))
+    double.grad = torch.ones_like(double)
+    groups = [{"params": params}, {"params": [double], "impl": "torch"}]
+    optimizer = TritonAdamW(groups, max_norm=1.0, impl="triton")
+    optimizer.step()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in (*params, double) if p.grad is not None])
+    assert optimizer.grad_norm is not None
+    torch.testing.assert_close(optimizer.grad_norm, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_default_device_is_not_where_tables_are_made(impl: Any) -> None:
+    """The host's work is done on the host whatever ``torch.set_default_device`` says."""
+    params, others = make_params(), make_params()
+    for p, q in zip(params, others):
+        q.data = p.data.clone()
+        assert p.grad is not None
+        q.grad = p.grad.clone()
+    ours, expected = (TritonAdamW(each, impl=impl, max_norm=1.0) for each in (params, others))
+    expected.step()
+    expected.load_state_dict(expected.state_dict())
+    expected.step()
+    with torch.device("meta"):
+        ours.step()
+        ours.load_state_dict(ours.state_dict())
+        ours.step()
+    assert all(map(torch.equal, params, others))

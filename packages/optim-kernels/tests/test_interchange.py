@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_kernels import TritonAdamW
+from optim_kernels import TritonAdamW, TritonMuonAdamW, clip_factor, get_total_norm
+from optim_kernels._gradient_norm import GradientNorms
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
 
@@ -263,3 +264,29 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert torch.equal(sharded.full_tensor(), whole)
     with pytest.raises(ValueError, match=r"state_dtype='int8' .* is a DTensor"):
         TritonAdamW([sharded], state_dtype="int8")
+    with pytest.raises(ValueError, match="is a DTensor; clip with optim_dist"):
+        TritonMuonAdamW([{"kind": "adamw", "params": [sharded]}], max_norm=1.0)
+    assert sharded.grad is not None
+    # torch adds up over ranks: kernels see no memory of a DTensor
+    norm = GradientNorms("triton").norm([sharded.grad], 2.0)
+    expected = torch.nn.utils.get_total_norm([whole.grad.float()])
+    torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
+    for p, optimizer in zip((whole, sharded), optimizers):
+        optimizer.step(clip_factor=clip_factor(get_total_norm([p.grad]), 0.1))
+    torch.testing.assert_close(sharded.full_tensor(), whole)
+
+
+def test_hooks_of_the_users_have_the_last_word_on_a_state_dict() -> None:
+    params = make()
+    optimizer = TritonAdamW(params, impl="triton", state_dtype="int8")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    expected, expected_of_torch = optimizer.state_dict(), optimizer.to_torch_state_dict()
+    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"optimizer"}
+    assert str(saved["optimizer"]) == str(expected)
+    assert str(optimizer.to_torch_state_dict()["optimizer"]) == str(expected_of_torch)
+    optimizer.load_state_dict(saved)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._adamw_state import bytes_per_element, moment_dtypes, stored_dtypes
-from optim_kernels._dtensors import local
+from optim_kernels._dtensors import is_wrapper, local
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
 from optim_kernels.multi_tensor import is_dense
 
@@ -31,6 +31,8 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
     reason = why_not_triton(own)
     if reason is not None:
         return reason
+    if is_wrapper(own):
+        return f"it is a {type(own).__name__}, which is made of other tensors"
     if not {*KERNEL_DTYPES, torch.uint8}.issuperset(moment_dtypes(param, group["state_dtype"])):
         return "the kernels take moments in fp32, fp16, bf16 and 8-bit codes"
     return None if is_dense(own) else "its elements are not dense in memory"

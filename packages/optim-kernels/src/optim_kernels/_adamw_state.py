@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
+from optim_kernels.functional._adamw_tensor import same_layout
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
 StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | Literal["int8"] | None
 MasterWeights = Literal["fp32", "split16"] | None
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _FORMATS: dict[str, LowBitFormat] = {"exp_avg": CUBIC8, "exp_avg_sq": QUINTIC8_UNSIGNED}
 _LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
@@ -124,10 +125,10 @@ def placed_state(
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":
-            state[key] = torch.as_tensor(value, dtype=torch.float32).reshape(()).to(step_device, copy=True)
+            state[key] = torch.as_tensor(value, dtype=torch.float32, device=step_device).reshape(()).clone()
         elif key in dtypes:
             state[key] = _placed_moment(param, key, value, dtypes[key])
-        elif key not in ("master", "master_low", *_MOMENTS):
+        elif key not in ("master", "master_low", *MOMENTS):
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
@@ -137,7 +138,7 @@ def placed_state(
 def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
     return {"step": state["step"].to("cpu", copy=True)} | {
-        key: as_float(state[key]).to(param.dtype) for key in _MOMENTS if key in state
+        key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state
     }
 
 
@@ -180,6 +181,19 @@ def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, 
     if group["master_weights"] == "split16" and "master_low" not in state:
         return {"master_low": torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)}
     return {}
+
+
+def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies, in the parameter's order in memory, of what the state has in another (``channels_last``, say)."""
+    return {
+        key: torch.empty_like(param, dtype=value.dtype).copy_(value)
+        for key, value in state.items()
+        if key in (*MOMENTS, "master", "master_low")
+        and not (isinstance(value, LowBitTensor) or is_dtensor(value))
+        and value.shape == param.shape
+        and value.device == param.device
+        and not same_layout(value, param)
+    }
 
 
 def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:

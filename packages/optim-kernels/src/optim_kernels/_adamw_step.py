@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -14,6 +14,7 @@ from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
+from optim_utils.low_bit import LowBitTensor
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -45,8 +46,11 @@ class AdamWStep:
         # the tables hold the addresses of what the states hold now; views of theirs tell what they hold later
         self._contents = [state.values() for state in states]
         self._held = list(chain.from_iterable(self._contents))
+        self._stored = list(chain.from_iterable(map(_with_memory, self._held)))
+        self._stored_addresses = list(map(Tensor.data_ptr, self._stored))
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
+        self._grad_dtypes = [grad.dtype for grad in grads if grad is not None]
         self._addresses = self._where(params)
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
@@ -67,10 +71,17 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where the plan has them, and their states have the tensors that it has."""
+        """Whether these parameters lie where the plan has them, and so do the tensors of their states, the same ones.
+
+        A tensor that stays may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a storage that is
+        freed for a while.
+        """
         held = list(chain.from_iterable(self._contents))
         return (
-            self._where(params) == self._addresses and len(held) == len(self._held) and all(map(is_, held, self._held))
+            self._where(params) == self._addresses
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and list(map(Tensor.data_ptr, self._stored)) == self._stored_addresses
         )
 
     def _where(self, params: list[Tensor]) -> list[int]:
@@ -79,6 +90,10 @@ class AdamWStep:
     def look_at(self, grads: list[Tensor]) -> TensorList:
         """This step's gradients, as norm and update take them."""
         return TensorList(list(map(local, grads)) if self._has_dtensors else grads, self._kinds)
+
+    def fits(self, grads: TensorList) -> bool:
+        """Whether these gradients are of the dtypes that the plan is for."""
+        return bool(grads.kinds[0] == self._grad_dtypes)
 
     def run(
         self,
@@ -106,8 +121,19 @@ class AdamWStep:
         torch.autograd.graph.increment_version(self._params)
 
 
+def _with_memory(value: Any) -> list[Tensor]:
+    """The tensors that hold a value of a state; a user may keep there what is none."""
+    if isinstance(value, LowBitTensor):
+        return [value.codes, value.scale]
+    return [value] if isinstance(value, Tensor) else []
+
+
 class PreparedStep:
-    """What a step needs that depends on which parameters have gradients, and on where they and their states are."""
+    """What a step needs that depends on which parameters have gradients, and on where they and their states are.
+
+    Args:
+        options: the options of a group that it depends on too.
+    """
 
     def __init__(
         self,
@@ -118,11 +144,13 @@ class PreparedStep:
         places: list[int],
         kernels: AdamWStep | None,
         with_torch: list[TorchPart],
+        options: Callable[[Group], Any],
     ) -> None:
         self.kernels = kernels
         self.with_torch = with_torch
         self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
-        self._params, self._states = params, list(states.values())
+        self._of_group, self._options = options, list(map(options, groups))
+        self._params, self._keys, self._states = params, list(states), list(states.values())
         self._types = list(map(type, grads))
         self._places = None if len(places) == len(grads) else places
 
@@ -136,6 +164,8 @@ class PreparedStep:
         places: list[int],
         members: Sequence[int],
         with_torch: list[TorchPart],
+        *,
+        options: Callable[[Group], Any],
     ) -> PreparedStep:
         """Plan the kernels' part: ``places`` says which parameters that is, ``members`` the group of every one."""
         kernels = None
@@ -149,7 +179,7 @@ class PreparedStep:
                 members=[members[place] for place in places],
                 places=places,
             )
-        return cls(groups, params, grads, states, places, kernels, with_torch)
+        return cls(groups, params, grads, states, places, kernels, with_torch, options)
 
     def is_for(
         self,
@@ -160,14 +190,17 @@ class PreparedStep:
     ) -> bool:
         """Whether the same parameters of the same groups have gradients, at their old places and with their old states.
 
-        Groups, parameters and states are the user's to exchange between steps, as with torch's optimizers.
+        Groups, their options, parameters and states are the user's to exchange between steps, as with torch's
+        optimizers.
         """
         return (
             list(map(type, grads)) == self._types
             and [len(group["params"]) for group in groups] == self._sizes
             and len(states) == len(self._states)
             and all(map(is_, groups, self._groups))
+            and list(map(self._of_group, groups)) == self._options
             and all(map(is_, params, self._params))
+            and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
             and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
         )
@@ -180,6 +213,10 @@ class PreparedStep:
     def look_at(self, grads: list[Tensor | None]) -> TensorList:
         """The gradients of the parameters that the kernels update."""
         return TensorList([]) if self.kernels is None else self.kernels.look_at(self._of_kernels(grads))
+
+    def fits(self, seen: TensorList) -> bool:
+        """Whether the kernels are those for gradients of these dtypes."""
+        return self.kernels is None or self.kernels.fits(seen)
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
         return tensors if self._places is None else [tensors[place] for place in self._places]

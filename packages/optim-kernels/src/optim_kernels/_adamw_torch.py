@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
+from optim_kernels._adamw_state import MOMENTS
 from optim_kernels._dtensors import local
 from optim_utils.low_bit import LowBitTensor
 
@@ -35,11 +36,14 @@ def step_with_torch(
 
 
 def _is_plain(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> bool:
-    """Whether torch's code can work on these states: every tensor in its parameter's dtype, nothing but torch's."""
-    return not group["stochastic_rounding"] and all(
-        key == "step" or (value.dtype == param.dtype and not isinstance(value, LowBitTensor))
+    """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
+    return not group["stochastic_rounding"] and not any(
+        {"master", "master_low"} & state.keys()
+        or (param.grad is not None and param.grad.dtype != param.dtype)
+        or any(
+            state[key].dtype != param.dtype or isinstance(state[key], LowBitTensor) for key in MOMENTS if key in state
+        )
         for param, state in zip(params, states)
-        for key, value in state.items()
     )
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from optim_kernels._dtensors import is_dtensor
+
 _logger = logging.getLogger(__name__)
 
 # What the state of a parameter may have with a number for each of its elements.
@@ -95,11 +97,14 @@ class StatefulOptimizer(Optimizer):
 
     def _parameter_names(self) -> dict[Tensor, str]:
         """A name for every parameter: the one it was given, or its place, ``param_groups[i]['params'][j]``."""
-        return {
-            param: group["param_names"][j] if "param_names" in group else f"param_groups[{i}]['params'][{j}]"
-            for i, group in enumerate(self.param_groups)
-            for j, param in enumerate(group["params"])
-        }
+        names = {}
+        for i, group in enumerate(self.param_groups):
+            # a user who exchanges parameters may not think of their names
+            given = group.get("param_names", ())
+            known = len(given) == len(group["params"])
+            for j, param in enumerate(group["params"]):
+                names[param] = given[j] if known else f"param_groups[{i}]['params'][{j}]"
+        return names
 
     def _loss_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_scale, found_inf)`` that a ``GradScaler`` put on this optimizer for the step."""
@@ -149,6 +154,15 @@ def check_capture(optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
             "least one group; construct the optimizer with capturable=True"
+        )
+
+
+def check_max_norm(max_norm: float | None, param: Tensor, name: str) -> None:
+    """Raise ``ValueError`` where gradients of other ranks belong to the norm that ``max_norm`` is about."""
+    if max_norm is not None and is_dtensor(param):
+        raise ValueError(
+            f"max_norm needs the gradients of all ranks, and {name} is a DTensor; clip with optim_dist, whose "
+            "optimizers reduce the norm"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from optim_kernels import reference
@@ -17,6 +18,7 @@ from optim_kernels._adamw_state import (
     MasterWeights,
     StateDtype,
     check_storage,
+    laid_out,
     missing_master,
     new_state,
     placed_state,
@@ -25,12 +27,13 @@ from optim_kernels._adamw_state import (
 )
 from optim_kernels._adamw_step import PreparedStep, TorchPart
 from optim_kernels._adamw_torch import step_with_torch
-from optim_kernels._dtensors import is_dtensor
+from optim_kernels._dtensors import whole
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizer import (
     StatefulOptimizer,
     check_capture,
+    check_max_norm,
     hooked_step,
     log_fallback,
     run_closure,
@@ -45,6 +48,18 @@ __all__ = ["TritonAdamW"]
 _OWN_OPTIONS = ("state_dtype", "master_weights", "impl")
 
 _group_params = itemgetter("params")
+# What a prepared step depends on; the other options are read anew by every step, or when a state is made.
+_planned_options = itemgetter(
+    "amsgrad",
+    "capturable",
+    "differentiable",
+    "foreach",
+    "fused",
+    "impl",
+    "master_weights",
+    "seed",
+    "stochastic_rounding",
+)
 
 
 class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
@@ -142,11 +157,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             if reason is not None and (group["fused"] or group["impl"] == "triton"):
                 asked = "fused=True" if group["fused"] else "impl='triton'"
                 raise RuntimeError(f"{asked} asks for the kernels, but {names[param]} cannot have them: {reason}")
-            if group["max_norm"] is not None and is_dtensor(param):
-                raise ValueError(
-                    f"max_norm needs the gradients of all ranks, and {names[param]} is a DTensor; clip with "
-                    "optim_dist, whose optimizers reduce the norm"
-                )
+            check_max_norm(group["max_norm"], param, names[param])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -160,7 +171,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
 
     def _forget(self) -> None:
         """Drop what was prepared: the parameters, states or options are not what they were."""
-        self._norms = GradientNorms(self.param_groups[0]["impl"] if self.__dict__.get("param_groups") else "auto")
+        impls = {group["impl"] for group in self.__dict__.get("param_groups", [])}
+        self._norms = GradientNorms(impls.pop() if len(impls) == 1 else "auto")
         self._prepared: PreparedStep | None = None
         self._logged_fallback = False
         self.grad_norm: Tensor | None = None
@@ -187,7 +199,10 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             raise
         if not prepared.has_dense_gradients():
             self._prepare(params, grads)
+        if not prepared.fits(seen):
+            prepared = self._prepared = self._prepare(params, grads)
         grad_scale, found_inf = self._loss_scaling()
+        clip_factor = whole(clip_factor)
         max_norm = self.param_groups[0]["max_norm"]
         if max_norm is not None:
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
@@ -217,8 +232,13 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
                     "(sparse=False in nn.Embedding) or give the parameter to torch.optim.SparseAdam"
                 )
             group = self.param_groups[members[place]]
-            self._ensure_state(param, group)
             reason = why_not_kernels(param, group)
+            if reason is not None and group["impl"] == "triton":
+                raise RuntimeError(
+                    f"impl='triton' cannot update {names[param]}: {reason}; construct the optimizer with impl='auto' "
+                    "or 'torch'"
+                )
+            self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 places.append(place)
             else:
@@ -229,22 +249,29 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        return PreparedStep.of(self.param_groups, params, grads, self.state, places, members, list(with_torch.values()))
+        torch_parts = list(with_torch.values())
+        return PreparedStep.of(
+            self.param_groups, params, grads, self.state, places, members, torch_parts, options=_planned_options
+        )
 
-    def _ensure_state(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter that gets its first gradient; put its step count where it is advanced."""
-        device = step_device(param, group)
-        if not self.state[param]:
-            if is_capturing(param.device):
-                raise RuntimeError(
-                    f"TritonAdamW.step() is being captured into a CUDA graph, but {self._parameter_names()[param]} has "
-                    "no state yet, and every replay would make it anew; run a step before the capture"
-                )
-            self.state[param] = new_state(param, group, step_device=device)
-        self.state[param].update(missing_master(param, group, self.state[param]))
-        step = self.state[param]["step"]
-        if step.device != device:
-            self.state[param]["step"] = step.to(device)
+    def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
+        """Make the state of a parameter that gets its first gradient; put what there is where it is advanced.
+
+        The kernels go through parameter and moments in one order, that of the parameter in memory.
+        """
+        state, device = self.state[param], step_device(param, group)
+        made = {} if state else new_state(param, group, step_device=device)
+        made |= missing_master(param, group, state)
+        if for_kernels:
+            made |= laid_out(param, state)
+        if made and is_capturing(param.device):
+            raise RuntimeError(
+                f"TritonAdamW.step() is being captured into a CUDA graph, but {self._parameter_names()[param]} has "
+                f"no state yet ({', '.join(made)}), and every replay would make it anew; run a step before the capture"
+            )
+        state.update(made)
+        if state["step"].device != device:
+            state["step"] = state["step"].to(device)
 
     def _clip(
         self, grads: TensorList, max_norm: float, grad_scale: Tensor | None, clip_factor: Tensor | None
@@ -279,25 +306,20 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: step counts on the CPU, unless the group is ``capturable`` or ``fused``."""
-        content = super().state_dict()
-        content["state"] = {key: plain_state(state) for key, state in content["state"].items()}
-        for group in content["param_groups"]:
-            if group["capturable"] or group["fused"]:
-                continue
-            for key in group["params"]:
-                state = content["state"].get(key, {})
-                if "step" in state:
-                    content["state"][key] = {**state, "step": state["step"].cpu()}
-        return content
+        # before hooks of the user's, who may make anything of it
+        handle = self.register_state_dict_post_hook(_as_saved, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW`` loads whatever this instance's formats: floats, and torch's keys."""
-        content = super().state_dict()
-        params = [param for _, param in self._parameters()]
-        state = {key: torch_state(params[key], value) for key, value in content["state"].items() if value}
-        own = self.defaults.keys() - torch.optim.AdamW([torch.zeros(1)]).defaults.keys()
-        groups = [{name: value for name, value in g.items() if name not in own} for g in content["param_groups"]]
-        return {**content, "state": state, "param_groups": groups}
+        handle = self.register_state_dict_post_hook(_as_torchs, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches."""
@@ -314,3 +336,25 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
+
+
+def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
+    """Codes in their plain form, and step counts where torch's state dict has them."""
+    content["state"] = {key: plain_state(state) for key, state in content["state"].items()}
+    for group in content["param_groups"]:
+        if group["capturable"] or group["fused"]:
+            continue
+        for key in group["params"]:
+            state = content["state"].get(key, {})
+            if "step" in state:
+                content["state"][key] = {**state, "step": state["step"].cpu()}
+
+
+def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
+    """Floats of the parameters' dtypes, and torch's options alone."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    content["state"] = {key: torch_state(params[key], value) for key, value in content["state"].items() if value}
+    own = optimizer.defaults.keys() - torch.optim.AdamW([torch.zeros(1)]).defaults.keys()
+    content["param_groups"] = [
+        {name: value for name, value in group.items() if name not in own} for group in content["param_groups"]
+    ]

@@ -8,6 +8,7 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
 from optim_kernels._adamw_step import PreparedStep, TorchPart
-from optim_kernels._dtensors import is_dtensor, local
+from optim_kernels._dtensors import local, whole
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._muon_entries import check_state_in_capture
 from optim_kernels._muon_groups import variant_options
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._optimizer import check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizer import check_capture, check_max_norm, hooked_step, run_closure, text_table
 from optim_kernels.clip import clip_factor as factor_of
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import TensorList, is_dense
@@ -36,6 +37,8 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,
 }
+# What a prepared step depends on.
+_options = itemgetter("impl")
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
 
@@ -104,12 +107,8 @@ class TritonMuonAdamW(MuonGroups):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
         names = self._parameter_names()
-        for p in group["params"] if max_norm is not None else ():
-            if is_dtensor(p):
-                raise ValueError(
-                    f"max_norm needs the gradients of all ranks, and {names[p]} is a DTensor; clip with optim_dist, "
-                    "whose optimizers reduce the norm"
-                )
+        for p in group["params"]:
+            check_max_norm(max_norm, p, names[p])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -133,8 +132,7 @@ class TritonMuonAdamW(MuonGroups):
         loss = run_closure(closure)
         check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
-        if clip_factor is None:
-            clip_factor = self._clip(grad_scale)
+        clip_factor = self._clip(grad_scale) if clip_factor is None else whole(clip_factor)
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
         # what it refuses it refuses before Muon has moved anything
@@ -168,11 +166,14 @@ class TritonMuonAdamW(MuonGroups):
         ):
             prepared = self._adamw = self._prepare_adamw(groups, params, grads)
         try:
-            return prepared, prepared.look_at(grads)
+            seen = prepared.look_at(grads)
         except RuntimeError:
             # no address: a gradient has become sparse, which the next line says better
             self._prepare_adamw(groups, params, grads)
             raise
+        if not prepared.fits(seen):
+            prepared = self._adamw = self._prepare_adamw(groups, params, grads)
+        return prepared, seen
 
     def _step_adamw(
         self,
@@ -226,12 +227,13 @@ class TritonMuonAdamW(MuonGroups):
                 _, own_places, own = with_torch.setdefault(members[place], (group, [], []))
                 own_places.append(place)
                 own.append(p)
-        return PreparedStep.of(groups, params, grads, self.state, places, members, list(with_torch.values()))
+        torch_parts = list(with_torch.values())
+        return PreparedStep.of(groups, params, grads, self.state, places, members, torch_parts, options=_options)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         # a loaded count is on the CPU, or nanochat's int

@@ -88,7 +88,7 @@ class PlannedTensor:
             if state is None:
                 continue
             _check_memory(f"{kind}[{self.place}]", state)
-            if state.shape != p.shape or state.device != p.device or not _same_layout(state, p):
+            if state.shape != p.shape or state.device != p.device or not same_layout(state, p):
                 raise ValueError(
                     f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
                 )
@@ -148,7 +148,7 @@ class PlannedTensor:
 
     def has_layout_of(self, grad: Tensor) -> bool:
         """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
-        return _same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
+        return same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
 
     def in_own_layout(self, grad: Tensor) -> Tensor:
         """A copy of ``grad`` that lies in memory as the parameter does."""
@@ -190,9 +190,19 @@ def _stored_as(moment: Tensor) -> str:
 
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none."""
+    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none.
+
+    A tensor that is there twice, with its state, is none of those: two programs would update it at once.
+    """
     first: dict[int, tuple[int, Any]] = {}
+    places: dict[tuple[int, int], int] = {}
     for tensor, grad in zip(tensors, grads):
+        same = places.setdefault((tensor.param.data_ptr(), tensor.step.data_ptr()), tensor.place)
+        if same != tensor.place and tensor.param.numel():
+            raise ValueError(
+                f"params[{same}] and params[{tensor.place}] are one tensor, {description(tensor.param)}, which the "
+                "kernels would update twice at once; give every parameter once"
+            )
         flag = None if tensor.present is None else tensor.present.data_ptr()
         kind = tensor.signature(grad), flag
         place, other = first.setdefault(tensor.step.data_ptr(), (tensor.place, kind))
@@ -209,7 +219,7 @@ def _check_memory(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}, {description(tensor)}, has no memory: its storage was freed")
 
 
-def _same_layout(a: Tensor, b: Tensor) -> bool:
+def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape visit memory in the same order; strides of single elements do not matter."""
     return a.stride() == b.stride() or all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape) if n != 1)
 
