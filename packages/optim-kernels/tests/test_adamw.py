@@ -144,6 +144,19 @@ def test_both_paths_round_at_random_alike() -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("shape", [(), (50,)], ids=str)
+def test_scaled_gradients_of_16_bits_are_rounded_once(shape: Any, impl: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(shape, device=DEVICE, dtype=torch.bfloat16))
+    p.grad = torch.full_like(p, 3.0)
+    # between two numbers of 16 bits
+    factor = torch.tensor(0.1234, device=DEVICE)
+    optimizer = TritonAdamW([p], betas=(0.0, 0.9), impl=impl)
+    optimizer.step(clip_factor=factor)
+    expected = torch.full_like(p, 3.0 * float(factor))
+    assert torch.equal(optimizer.state[p]["exp_avg"], expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_found_inf_writes_nothing_and_counts_nothing(impl: Any) -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl=impl)

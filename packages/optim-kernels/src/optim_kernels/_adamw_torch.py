@@ -62,7 +62,7 @@ def _torch_step(
     with torch.set_grad_enabled(group["differentiable"]):
         torch_adamw(
             params,
-            grads if scale is None else [grad * scale.to(grad.device) for grad in grads],
+            grads if scale is None else [_scaled(grad, scale) for grad in grads],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
@@ -80,6 +80,15 @@ def _torch_step(
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """The gradient times the factor, rounded once.
+
+    torch would round the factor too, to a gradient's 16 bits, or widen a gradient of no dimensions.
+    """
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return (wide * scale.to(wide.device)).to(grad.dtype)
 
 
 @torch.no_grad()
