@@ -232,6 +232,14 @@ def test_a_partition_by_hand():
     assert isinstance(partition([1], 1), Partition)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16"])
+def test_sums_of_numpy_numbers_do_not_wrap_around(dtype):
+    numpy = pytest.importorskip("numpy")
+    largest = int(numpy.finfo(dtype).max if dtype == "float16" else numpy.iinfo(dtype).max)
+    split = partition(numpy.full(4, largest, dtype), 2, memory=numpy.full(4, largest, dtype), memory_cap=2 * largest)
+    assert split.loads == split.memory_loads == (2 * largest, 2 * largest)
+
+
 def test_cost_models():
     assert BytesCost()((3, 5), torch.bfloat16) == 64
     assert BytesCost(alignment=1)((3, 5), torch.float32) == 60
@@ -250,6 +258,7 @@ def test_cost_models():
         ({"costs": [1], "num_ranks": 2.0}, r"num_ranks must be an integer of at least 1, got 2\.0"),
         ({"costs": [1, -2], "num_ranks": 1}, r"costs\[1\] must be finite and not negative, got -2"),
         ({"costs": [math.nan], "num_ranks": 1}, r"costs\[0\] must be finite"),
+        ({"costs": [1e308, 1e308], "num_ranks": 2}, "costs must add up to a finite number, got inf"),
         ({"costs": [1], "num_ranks": 1, "memory": [1, 2]}, "memory must have 1 entries, got 2"),
         ({"costs": [1], "num_ranks": 2, "initial_load": [1]}, "initial_load must have 2 entries, got 1"),
         ({"costs": [1], "num_ranks": 2, "memory_cap": 1.5}, "memory_cap needs memory"),

@@ -186,9 +186,27 @@ def test_plain_forms_that_changed_are_refused_with_what_was_found() -> None:
         from_plain({key: value for key, value in plain.items() if key != "scale"})
     with pytest.raises(ValueError, match="lacks its shape"):
         from_plain({**plain, "format": plain["format"] | {"dims": 5}})
+    with pytest.raises(ValueError, match="codes of a plain form must be a tensor, found a NoneType"):
+        from_plain({**plain, "codes": None})
+    with pytest.raises(ValueError, match="offset of a plain form must be a tensor, found a str"):
+        from_plain({**plain, "offset": "0"})
     for wrong in ({"dtype": -1}, {"dtype": 9}, {"dims": -1}, {"size_0": -6}):
         with pytest.raises(ValueError, match="lacks its shape or dtype"):
             from_plain({**plain, "format": plain["format"] | wrong})
+
+
+@pytest.mark.parametrize("fmt", [INT8, UINT8_AFFINE], ids=["symmetric", "affine"])
+def test_sharing_memory_with_other_processes_shares_the_parts(fmt: LowBitFormat) -> None:
+    q = example(fmt)
+    assert not q.is_shared()
+    assert q.share_memory_() is q
+    assert q.is_shared()
+    assert all(part is None or part.is_shared() for part in q.parts)
+
+
+def test_a_split_into_parts_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="split takes a size of at least 1 for the 6 elements of dimension 0, got 0"):
+        example(INT8).split(0)
 
 
 def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_forms() -> None:

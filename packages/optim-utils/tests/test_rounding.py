@@ -211,6 +211,11 @@ def test_generator_reproduces_and_in_place_and_out_agree() -> None:
     assert stochastic_round(torch.tensor(1.0, dtype=torch.float64), torch.bfloat16).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_result_has_no_gradient_instead_of_a_zero_one(dtype: torch.dtype) -> None:
+    assert not stochastic_round(torch.randn(4, requires_grad=True), dtype, seed=0).requires_grad
+
+
 def test_wrong_arguments_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(TypeError, match="float32"):

@@ -104,6 +104,24 @@ def test_gradients_of_each_sample_and_under_autocast():
     torch.testing.assert_close(layer.combined_weight.grad, join_weight_bias(linear.weight.grad, linear.bias.grad))
 
 
+@LAYOUT
+def test_gradients_of_complex_numbers(layout):
+    linear, layer = pair(dtype=torch.complex64, **layout)
+    x = torch.randn(4, 10, dtype=torch.complex64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, value in zip((linear, layer), inputs):
+        module(value).abs().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    torch.testing.assert_close(layer.combined_weight.grad, join_weight_bias(linear.weight.grad, linear.bias.grad))
+
+
+@BIAS
+def test_a_symbolic_trace_sees_through_it(bias):
+    model = nn.Sequential(pair(bias)[1], nn.ReLU())
+    x = torch.randn(4, 10)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
 def test_extra_repr_is_exact():
     text = CombinedLinear(10, 20).extra_repr()
     assert text == "self.in_features=10, self.out_features=20, self.in_features_with_bias=11"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from optim_utils._dtensors import is_dtensor
 
@@ -55,10 +56,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         input, combined = ctx.saved_tensors
         grad = grad.contiguous()  # an expanded one would be copied by each product
-        of_input = grad @ combined[:, :-1] if ctx.needs_input_grad[0] else None
+        of_input = grad @ combined[:, :-1].conj() if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_input, None
-        rows, inputs = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad, input))
+        rows, inputs = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad, input.conj()))
         if _is_column_major(combined):
             return of_input, torch.cat((inputs.mT @ rows, rows.sum(0)[None])).mT
         return of_input, join_weight_bias(rows.mT @ inputs, rows.sum(0))
@@ -152,9 +153,14 @@ class CombinedLinear(nn.Module):
             return F.linear(input, self.combined_weight)
         combined = self.combined_weight
         if not torch.jit.is_scripting():
-            # compilers see through slices; autocast decides the dtypes of products, not of a function around one
-            seen_through = torch.compiler.is_compiling() or _is_autocast(combined.device.type)
-            if combined.requires_grad and not seen_through:
+            # compilers and tensors with functions of their own see through slices; autocast decides the dtypes of
+            # products, not of a function around one
+            seen_through = (
+                torch.compiler.is_compiling()
+                or has_torch_function((input, combined))
+                or _is_autocast(combined.device.type)
+            )
+            if not seen_through and combined.requires_grad:
                 return _Product.apply(input, combined)
         return F.linear(input, combined[:, :-1], combined[:, -1])
 

@@ -101,6 +101,15 @@ class LowBitTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
 
+    def share_memory_(self) -> LowBitTensor:
+        for part in self.parts:
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part is None or part.is_shared() for part in self.parts)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
@@ -280,6 +289,8 @@ def _slice(
 
 def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
     total = x.shape[dim]
+    if total and not size:
+        raise ValueError(f"split takes a size of at least 1 for the {total} elements of dimension {dim}, got 0")
     starts = range(0, max(total, 1), max(size, 1))
     return [cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
 

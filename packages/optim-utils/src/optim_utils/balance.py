@@ -166,6 +166,10 @@ def _checked(name: str, values: Sequence[float], length: int | None = None) -> l
             raise TypeError(f"{name}[{i}] must be a number, got a {type(value).__name__}")
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
+        # sums of numpy's numbers would wrap around
+        values[i] = int(value) if isinstance(value, Integral) else float(value)
+    if not math.isfinite(total := sum(values)):
+        raise ValueError(f"{name} must add up to a finite number, got {total}")
     return values
 
 

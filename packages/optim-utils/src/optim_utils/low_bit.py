@@ -177,6 +177,10 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
         raise ValueError(
             f"a plain form has codes, scale and format; found {sorted(map(str, plain))}, without {missing}"
         )
+    for name in ("codes", "scale", "offset"):
+        part = plain.get(name)
+        if not (isinstance(part, Tensor) or (part is None and name == "offset")):
+            raise ValueError(f"{name} of a plain form must be a tensor, found a {type(part).__name__}")
     ints = plain["format"]
     found = LowBitFormat.from_ints(ints)
     if fmt is not None and found != fmt:

@@ -207,7 +207,7 @@ def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
     The rule of the module docstring without a generator of its own, for kernels and their tests to compare with.
     """
-    x = x.to(torch.float32)
+    x = x.detach().to(torch.float32)
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
         largest = _BF16_MAX
@@ -237,7 +237,8 @@ def stochastic_round(
 
     With ``seed`` the bits are the plain stream from element ``offset`` on: the same for every device, chunking and
     shard, and compiled without a graph break. Without it they come from ``generator`` or torch's default one.
-    Float64 input is rounded to fp32 first, which moves the probability by at most 2**-17 (bf16) or 2**-14 (fp16).
+    Float64 input is rounded to fp32 first, which moves the probability by at most 2**-17 (bf16) or 2**-14 (fp16). The
+    result has no gradient.
     """
     if not x.is_floating_point():
         raise TypeError(f"stochastic_round takes a floating tensor, got {x.dtype}")
