@@ -324,6 +324,19 @@ def test_a_refused_load_leaves_no_objects_that_it_made():
     assert not any(state_of(fresh))
 
 
+@pytest.mark.parametrize("wrong", ["groups", "sizes"])
+def test_a_load_that_torch_refuses_leaves_no_objects_that_it_made(wrong):
+    saved = trained(2)[1].state_dict()
+    group = saved["param_groups"][0]
+    saved["param_groups"] = [group, group] if wrong == "groups" else [{**group, "params": group["params"][:1]}]
+    _, fresh = trained(0)
+    before = vars(fresh).keys() | set()
+    with pytest.raises(ValueError, match="parameter group"):
+        fresh.load_state_dict(saved)
+    assert not fresh.state
+    assert vars(fresh).keys() == before
+
+
 def test_other_hooks_see_the_loaded_state():
     optimizer, saved, objects = with_factors(Factor())
     attached_before = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)

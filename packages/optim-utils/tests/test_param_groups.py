@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from optim_utils import CombinedLinear
 from optim_utils.param_groups import MatrixView, Rule, UnroutedParameterError, route_parameters
 from optim_utils.testing import run_ranks
 
@@ -199,6 +200,11 @@ def test_mixture_of_experts():
         ({"x": Weights(pos_embed=(1, 5, 2))}, {"x.pos_embed": "embedding"}),
         ({"x.lm_head.dense": nn.Linear(3, 2, bias=False)}, {"x.lm_head.dense.weight": "head"}),
         ({"classifier": nn.Linear(3, 2, bias=False)}, {"classifier.weight": "head"}),
+        ({"classifier": CombinedLinear(3, 2)}, {"classifier.combined_weight": "head"}),
+        (
+            {"mlp.experts": Weights(up=(4, 3, 2), up_bias=(4, 3), bias=(4, 2))},
+            {"mlp.experts.up": "matrix", "mlp.experts.up_bias": "vector", "mlp.experts.bias": "vector"},
+        ),
         ({"module": nested({"score": nn.Linear(3, 2, bias=False)})}, {"module.score.weight": "head"}),
         (
             {"module": nested({"_orig_mod.fc": nn.Linear(3, 2, bias=False)})},

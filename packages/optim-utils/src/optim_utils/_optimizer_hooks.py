@@ -46,7 +46,8 @@ def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> Sta
     Args:
         optimizer: any optimizer.
         strict: refuse a checkpoint in which entries of an object are missing, too many or of another type, with a
-            `StateLoadError` before anything is changed; otherwise these entries keep their present values.
+            `StateLoadError` before anything is changed; otherwise these entries keep their present values. A tensor
+            too many is taken over, as objects may make some of theirs later.
     """
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         if isinstance(getattr(hook, "__self__", None), StateDictHooks):
@@ -98,6 +99,9 @@ class StateDictHooks:
         return {**state_dict, "state": state}
 
     def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
+        if _group_sizes(state_dict["param_groups"]) != _group_sizes(optimizer.param_groups):
+            # torch refuses it after this hook: nothing may be made or held for it
+            return state_dict
         params = dict(_saved_params(optimizer, state_dict))
         saved = {
             key: _without_gaps(entry, optimizer.state.get(params[key], {})) if key in params else entry
@@ -187,6 +191,10 @@ def _with_dtype(by_torch: Any, saved: Any, name: Any) -> Any:
     if isinstance(by_torch, Tensor) and isinstance(saved, Tensor) and name != "step":
         return saved.to(by_torch.device)
     return by_torch
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _saved_params(optimizer: Optimizer, state_dict: State) -> Iterator[tuple[Any, Tensor]]:

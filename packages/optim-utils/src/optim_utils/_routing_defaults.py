@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from optim_utils._combined_linear import CombinedLinear
 from optim_utils._fused_weights import matrix_view
 from optim_utils._leaf import CONVOLUTIONS, Leaf, Refusal, matcher
 from optim_utils._matrix_view import MatrixView
@@ -22,6 +23,7 @@ __all__ = ["Decision", "decide"]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
+_is_bias_name = matcher("bias", "*_bias")
 _is_embedding_name = matcher("wte", "wpe", "*embed*")
 _is_head_name = matcher("output", "head", "classifier", "score", "fc")
 # A convolution of a few colours or channels: its (out, in k k) matrix is no map between hidden features.
@@ -78,7 +80,7 @@ def _first_answer(leaf: Leaf) -> Decision:
 
 def _elementwise_role(leaf: Leaf) -> Role:
     """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in (_vector, _norm, _embedding, _head):
+    for question in (_vector, _bias, _norm, _embedding, _head):
         if (decision := question(leaf)) is not None:
             return decision.role
     return "matrix"
@@ -101,6 +103,12 @@ def _vector(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "vector", f"{len(leaf.shape)}-D") if len(leaf.shape) <= 1 else None
 
 
+def _bias(leaf: Leaf) -> Decision | None:
+    """Biases of more dimensions: one vector an expert."""
+    is_bias = any(_is_bias_name(path[-1]) for path in leaf.paths)
+    return Decision("adamw", "vector", "bias by name") if is_bias else None
+
+
 def _norm(leaf: Leaf) -> Decision | None:
     is_norm = any(_is_norm_class(base.__name__) for module in leaf.modules for base in type(module).__mro__)
     if not leaf.modules:
@@ -119,7 +127,7 @@ def _head(leaf: Leaf) -> Decision | None:
     for path in leaf.paths:
         if "lm_head" in path:
             return Decision("adamw", "head", "lm_head")
-        is_linear = leaf.is_in(nn.Linear) or (not leaf.modules and len(leaf.shape) == 2)
+        is_linear = leaf.is_in(nn.Linear, CombinedLinear) or (not leaf.modules and len(leaf.shape) == 2)
         if len(path) == 2 and _is_head_name(path[0]) and is_linear:
             return Decision("adamw", "head", "top-level output layer")
     return None
@@ -147,6 +155,7 @@ _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _frozen,
     _unsupported,
     _vector,
+    _bias,
     _norm,
     _embedding,
     _head,
