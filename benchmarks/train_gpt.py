@@ -151,11 +151,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the activations")
     options = parser.parse_args(arguments)
-    for name in ("steps", "batch_size", "context", "save_every", "eval_batches"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.lr is not None and not options.lr > 0:
-        parser.error(f"--lr must be positive, got {options.lr}")
+    for name in ("steps", "batch_size", "context", "save_every", "eval_batches", "stop_at"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("lr", "max_norm"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"--seed must be between 0 and {2**32 - 1}, got {options.seed}")
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 

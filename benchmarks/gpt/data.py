@@ -29,6 +29,10 @@ class Corpus:
     validation: Tensor  # uint8 [num_validation_bytes]
     source: str
 
+    def fingerprint(self) -> str:
+        """A hash of both texts, the same wherever they lie."""
+        return hashlib.sha256(self.train.numpy().tobytes() + self.validation.numpy().tobytes()).hexdigest()[:16]
+
     def batch(self, step: int, *, batch_size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
         """The global batch of ``step``: inputs and next-byte targets, int64 ``[batch_size, context]`` each."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

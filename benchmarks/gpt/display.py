@@ -22,7 +22,7 @@ class Display:
         self._console = Console(quiet=not enabled, width=None if self._live else 140)
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
         table = Table(*header)

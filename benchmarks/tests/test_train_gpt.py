@@ -66,6 +66,18 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "--resume", "--arms", "adamw", "--seed", "1")
 
 
+def test_resuming_with_another_text_is_refused(tmp_path: Path) -> None:
+    arguments = [*TINY, "--device", "cpu", "--out", str(tmp_path / "run"), "--arms", "adamw"]
+    texts = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    for text, byte in zip(texts, b"ab", strict=True):
+        text.write_bytes(bytes([byte, 10]) * 1000)
+    train_gpt.main([*arguments, "--data", str(texts[0]), "--stop-at", "2"])
+    with pytest.raises(ValueError, match="text was .*, now .*give the same settings"):
+        train_gpt.main([*arguments, "--data", str(texts[1]), "--resume"])
+    moved = texts[0].rename(tmp_path / "moved.txt")
+    train_gpt.main([*arguments, "--data", str(moved), "--resume"])
+
+
 def test_finished_run_resumes_to_itself(tmp_path: Path, one_rank: dict) -> None:
     run(tmp_path)
     assert losses(run(tmp_path, "--resume")) == losses(one_rank)
@@ -109,9 +121,12 @@ def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
     [
         (["--data", "no-such-file"], "no-such-file does not exist"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--stop-at", "0"], "--stop-at must be at least 1, got 0"),
         (["--lr", "nan"], "--lr must be positive, got nan"),
+        (["--max-norm", "-1"], "--max-norm must be positive, got -1"),
+        (["--seed", "-1"], "--seed must be between 0 and 4294967295, got -1"),
     ],
-    ids=["data", "steps", "lr"],
+    ids=["data", "steps", "stop-at", "lr", "max-norm", "seed"],
 )
 def test_bad_arguments_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
