@@ -72,7 +72,7 @@ def test_resuming_with_another_text_is_refused(tmp_path: Path) -> None:
     for text, byte in zip(texts, b"ab", strict=True):
         text.write_bytes(bytes([byte, 10]) * 1000)
     train_gpt.main([*arguments, "--data", str(texts[0]), "--stop-at", "2"])
-    with pytest.raises(ValueError, match="text was .*, now .*give the same settings"):
+    with pytest.raises(ValueError, match=r"text was .*, now .*give the same settings"):
         train_gpt.main([*arguments, "--data", str(texts[1]), "--resume"])
     moved = texts[0].rename(tmp_path / "moved.txt")
     train_gpt.main([*arguments, "--data", str(moved), "--resume"])

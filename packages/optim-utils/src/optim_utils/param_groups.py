@@ -188,7 +188,8 @@ def route_parameters(
 
     In this order decide: ``rules``; requires_grad; at most one dimension; biases; norm modules; embeddings; the output
     head; convolutions of at most 4 channels and depthwise ones; other convolutions, flattened; hidden matrices, fused
-    ones split by their names; stacked experts. Parameters are told apart by identity: tied ones have one row and all names.
+    ones split by their names; stacked experts. Parameters are told apart by identity: tied ones have one row and all
+    names.
 
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.
