@@ -235,8 +235,10 @@ def bench(session: nox.Session) -> None:
     groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "bench")]
     _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
     session.run(*PYTEST, "-x")
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     for script in sorted((ROOT / "benchmarks").glob("*_benchmark.py")):
-        session.run("python", "-m", f"benchmarks.{script.stem}", *session.posargs)
+        launch = ranks if script.stem == "dist_benchmark" else ()
+        session.run("python", *launch, "-m", f"benchmarks.{script.stem}", *session.posargs)
 
 
 @nox.session(venv_backend="none")

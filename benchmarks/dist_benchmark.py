@@ -333,9 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + options.budget
-    device = _start()
-    if dist.get_world_size() < 2:
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size < 2:
         raise SystemExit("a distributed step needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.dist_benchmark")
+    device = _start()
     limits = ceilings(device)
     report = Report(
         f"One optimizer step on {dist.get_world_size()} ranks; measured ceilings: "

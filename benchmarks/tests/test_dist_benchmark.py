@@ -20,3 +20,9 @@ def test_every_row_is_right_before_it_is_timed():
         # 2 f P of the 2-layer model in fp32, padding included
         assert sent == pytest.approx([sent[0]] * 3)
         assert 1.0e-4 < sent[0] < 1.25e-4
+
+
+def test_one_process_is_told_to_start_ranks(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="needs two ranks: torchrun --nproc-per-node 2"):
+        main([])
