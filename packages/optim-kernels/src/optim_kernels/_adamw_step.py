@@ -45,7 +45,9 @@ class AdamWStep:
         self._params = params
         # the tables hold the addresses of what the states hold now; views of theirs tell what they hold later
         self._contents = [state.values() for state in states]
+        # kept, for what is freed might come again at its address
         self._held = list(chain.from_iterable(self._contents))
+        self._is_plain = all(type(value) is Tensor for value in self._held)
         self._stored = list(chain.from_iterable(map(_with_memory, self._held)))
         self._stored_addresses = list(map(Tensor.data_ptr, self._stored))
         self._has_dtensors = any(map(is_dtensor, params))
@@ -71,18 +73,23 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where the plan has them, and so do the tensors of their states, the same ones.
+        """Whether these parameters lie where the plan has them, and so do the tensors of their states.
 
         A tensor that stays may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a storage that is
         freed for a while.
         """
-        held = list(chain.from_iterable(self._contents))
-        return (
-            self._where(params) == self._addresses
-            and len(held) == len(self._held)
-            and all(map(is_, held, self._held))
-            and list(map(Tensor.data_ptr, self._stored)) == self._stored_addresses
-        )
+        return self._where(params) == self._addresses and self._states_are_there(list(chain(*self._contents)))
+
+    def _states_are_there(self, held: list[Any]) -> bool:
+        if len(held) != len(self._held):
+            return False
+        if self._is_plain:
+            try:
+                return list(map(Tensor.data_ptr, held)) == self._stored_addresses
+            except TypeError:
+                # one of them is no tensor now
+                return False
+        return all(map(is_, held, self._held)) and list(map(Tensor.data_ptr, self._stored)) == self._stored_addresses
 
     def _where(self, params: list[Tensor]) -> list[int]:
         return list(map(Tensor.data_ptr, map(local, params) if self._has_dtensors else params))

@@ -242,7 +242,7 @@ def tile_list(groups: Sequence[Members], m: int) -> Tensor:
         tiles = [job.tiles(m, group.n) for job in group.jobs]
         work = [len(its) * (job.length(m, group.n) + TILE_END) for job, its in zip(group.jobs, tiles, strict=True)]
         for number, (its, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
-            rows, columns = torch.tensor(its, dtype=torch.int32).unbind(1)
+            rows, columns = torch.tensor(its, dtype=torch.int32, device="cpu").unbind(1)
             entries = torch.stack([torch.full_like(rows, first_job + number), rows, rows, columns], 1)
             for index, matrix in enumerate(group.numbers):
                 # the matrices of a job one after another
@@ -251,8 +251,9 @@ def tile_list(groups: Sequence[Members], m: int) -> Tensor:
         first_job += len(group.jobs)
     units.sort(key=lambda unit: unit[:2])
     result = torch.cat([entries for _, _, entries in units])
-    matrices = torch.tensor([matrix for _, matrix, _ in units], dtype=torch.int32)
-    result[:, 1] = matrices.repeat_interleave(torch.tensor([len(entries) for _, _, entries in units]))
+    matrices = torch.tensor([matrix for _, matrix, _ in units], dtype=torch.int32, device="cpu")
+    counts = torch.tensor([len(entries) for _, _, entries in units], device="cpu")
+    result[:, 1] = matrices.repeat_interleave(counts)
     return result
 
 
@@ -270,7 +271,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
             is_last = job is group.jobs[-1]
             row = (job.c, job.d, job.q, job.scale, job.alpha, job.beta, job.omega, is_last, job.kind, tiles)
             rows.append([*row, job.a, job.b, job.length(m, group.n), job.low, job.apart, job.whole])
-    return torch.tensor(rows, dtype=torch.float32)
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
@@ -278,7 +279,7 @@ def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
 
     Places of X are numbered from each group to the next, and so are square ones.
     """
-    result = torch.zeros(num_matrices, 2, dtype=torch.int32)
+    result = torch.zeros(num_matrices, 2, dtype=torch.int32, device="cpu")
     x, square = 0, 0
     for group in groups:
         squares = num_squares(group.jobs)

@@ -70,7 +70,7 @@ class Code:
         codes = codes.to(torch.int32)
         if torch.compiler.is_compiling() or codes.device.type != "cpu":
             return self.decode(codes)
-        table = torch.tensor(self.numbers, dtype=torch.float32)
+        table = torch.tensor(self.numbers, dtype=torch.float32, device="cpu")
         return table.index_select(0, codes.flatten()).view(codes.shape)
 
     def rank_of_code(self, code: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class MuonPlan:
         if aligned != self._launches.gradients_are_aligned:
             self._launches.gradients_are_aligned = aligned
             self._graph = None
-        host = torch.tensor(column, dtype=torch.int64)
+        host = torch.tensor(column, dtype=torch.int64, device="cpu")
         host = host.pin_memory() if self._device.type == "cuda" else host
         if capturing:
             # every replay reads it again
@@ -208,7 +208,7 @@ class MuonPlan:
                 self._hyper[i, j].fill_(floats[i][j])
             self._hyper_values = None
         elif floats != self._hyper_values or self._was_captured:
-            host = torch.tensor(floats, dtype=torch.float32)
+            host = torch.tensor(floats, dtype=torch.float32, device="cpu")
             self._hyper.copy_(host.pin_memory() if self._device.type == "cuda" else host, non_blocking=True)
             self._hyper_values = floats
         for i, row in enumerate(values):
