@@ -16,6 +16,7 @@ from optim_redist import (
     Layout,
     LayoutError,
     Mesh,
+    Plan,
     PlanMismatchError,
     Ragged,
     UnsupportedError,
@@ -294,31 +295,57 @@ def test_gradients_are_refused_and_not_lost() -> None:
     assert torch.equal(redistribute_local(mine.detach(), (4, 4), layout, layout), mine)
 
 
+def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int, Any]:
+    """Every rank's target, with a buffer for every message as over NCCL."""
+    ranks = sorted({*made.src.mesh.ranks, *made.dst.mesh.ranks})
+    programs = {rank: stage_programs(made, rank) for rank in ranks}
+    cpu = torch.device("cpu")
+    for number, (_, phases) in enumerate(made.phases):
+        stages = {rank: programs[rank][number] for rank in ranks}
+        targets = {rank: stage.allocate(cpu) for rank, stage in stages.items()}
+        for k in range(len(phases)):
+            buffers = {
+                rank: stage.begin(k, sources.get(rank), targets[rank], cpu, separate=True)
+                for rank, stage in stages.items()
+            }
+            wire = {
+                (rank, message.peer): sent.clone()
+                for rank, stage in stages.items()
+                for message, sent in zip(stage.phases[k].sends, buffers[rank][0], strict=True)
+            }
+            for rank, stage in stages.items():
+                for message, received in zip(stage.phases[k].receives, buffers[rank][1], strict=True):
+                    received.copy_(wire[message.peer, rank])
+                stage.local(k, sources.get(rank), targets[rank], separate=True)
+                stage.finish(k, buffers[rank][2], sources.get(rank), targets[rank], separate=True)
+        sources = targets
+    return sources
+
+
 def test_messages_with_buffers_of_their_own() -> None:
     # as over NCCL: what lies in one piece travels from where it is to where it belongs
     for seed in range(60):
         case = random_case(seed, "COBURIEK")
         full = _numbered(case.shape, [torch.uint8, torch.int16, torch.int32, torch.complex128][seed % 4])
         made = plan(case.shape, full.dtype, case.src, case.dst)
-        ranks = case.src.mesh.ranks
-        stages = {rank: stage_programs(made, rank)[0] for rank in ranks}
-        sources = {rank: part_of(full, case.src, rank) for rank in ranks}
-        targets = {rank: stage.allocate(full.device) for rank, stage in stages.items()}
-        buffers = {
-            rank: stage.begin(0, sources[rank], targets[rank], full.device, separate=True)
-            for rank, stage in stages.items()
-        }
-        wire = {
-            (rank, message.peer): sent.clone()
-            for rank, stage in stages.items()
-            for message, sent in zip(stage.phases[0].sends, buffers[rank][0])
-        }
-        for rank, stage in stages.items():
-            for message, received in zip(stage.phases[0].receives, buffers[rank][1]):
-                received.copy_(wire[message.peer, rank])
-            stage.local(0, sources[rank], targets[rank], separate=True)
-            stage.finish(0, buffers[rank][2], sources[rank], targets[rank], separate=True)
-            assert torch.equal(targets[rank], part_of(full, case.dst, rank)), seed
+        sources = {rank: part_of(full, case.src, rank) for rank in case.src.mesh.ranks}
+        for rank, target in _with_buffers_of_their_own(made, sources).items():
+            assert torch.equal(target, part_of(full, case.dst, rank)), seed
+
+
+def test_contributions_with_buffers_of_their_own() -> None:
+    several = 0
+    for seed in range(120):
+        shape, src, dst = random_case(seed, "P", [(4,), (2, 2), (3, 2)])
+        made = plan(shape, torch.float32, src, dst)
+        generator = torch.Generator().manual_seed(seed)
+        count = prod(src.mesh.sizes[axis] for axis, _ in src.partial)
+        full = [torch.randint(-99, 99, shape, generator=generator).float() for _ in range(count)]
+        sources = {rank: part_of(full[contributions_of(src, rank)], src, rank) for rank in src.mesh.ranks}
+        found, expected = _with_buffers_of_their_own(made, dict(sources)), simulate(made, sources)
+        assert all(torch.equal(found[rank], expected[rank]) for rank in found), seed
+        several += made.communicates and made.phases[0][0].num_contributions > 2
+    assert several > 5
 
 
 def _dropped_handle(rank: int, world: int) -> None:

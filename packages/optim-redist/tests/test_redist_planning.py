@@ -31,7 +31,7 @@ from optim_redist import (
 from optim_redist._borders import border_volumes
 from optim_redist._hierarchical import hierarchical_phases
 from optim_redist._relabel import _assign
-from optim_redist._relay import busiest
+from optim_redist._relay import busiest, relay_phases
 from optim_redist.moves import Phase, Transfer
 from optim_redist.planners import best_relay
 from optim_redist.problem import Problem
@@ -305,6 +305,17 @@ def test_the_verifier_finds_faults() -> None:
     assert "as contribution 1" in _broken(replaced(contribution=1))
 
 
+def test_contributions_that_come_in_different_steps_are_not_combined() -> None:
+    mesh = Mesh(2)
+    problem = Problem((2,), Layout(mesh, [None], {0: "sum"}), Layout(mesh, [None]))
+    reduce, share = relay_phases(problem)
+    _verify_stage(problem, [reduce, share])
+    late = next(t for t in reduce.transfers if t.contribution == 1)
+    others = [t for t in reduce.transfers if t is not late]
+    with pytest.raises(RedistError, match="combines different elements of contributions 0 and 1"):
+        _verify_stage(problem, [Phase.of("reduce", others), Phase.of("share", [*share.transfers, late])])
+
+
 def test_the_verifier_checks_claims() -> None:
     made = plan((8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0]))
     for changes, message in (
@@ -315,6 +326,12 @@ def test_the_verifier_checks_claims() -> None:
             verify(replace(made, steps=(made.steps[0]._replace(**changes),)))
     with pytest.raises(RedistError, match="claims a peak of 3"):
         verify(replace(made, peak_bytes=3))
+    with pytest.raises(RedistError, match=f"peak of {made.peak_bytes} bytes, its limit is 100"):
+        verify(replace(made, memory_limit=100))
+    with pytest.raises(RedistError, match="the plan claims .*lb=11"):
+        verify(replace(made, bounds=made.bounds._replace(lb=11)))
+    with pytest.raises(RedistError, match=r"moves 12 elements, the plan claims 0\.5 ×"):
+        verify(replace(made, volume_ratio=0.5))
     with pytest.raises(RedistError, match="ends at another layout"):
         verify(replace(made, dst=made.src))
     with pytest.raises(RedistError, match="1 more steps"):

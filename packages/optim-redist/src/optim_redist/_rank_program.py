@@ -213,7 +213,7 @@ class RankPhase:
             [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
         ]
         incoming: list[list[tuple[Which, View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
-        sends, packed, num_packed = buffers_of(outgoing, separate=separate, in_place=True)
+        sends, packed, num_packed = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
         receives, unpacked, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
         return Bound(
             sends=sends,
@@ -232,12 +232,13 @@ class RankPhase:
 
 
 def buffers_of(
-    messages: Sequence[Sequence[tuple[Which, View]]], *, separate: bool, in_place: bool
+    messages: Sequence[Sequence[tuple[Which, View]]], *, separate: bool, in_place: bool, shared: bool = False
 ) -> tuple[list[tuple[Which | None, View]], list[tuple[Which, View, View]], int]:
     """The exchange's buffers for these messages; copies (tensor, view there, slot) into or out of our own; its size.
 
     Groups of messages that already are one piece of memory stay where they are. ``separate`` makes every message a
-    group, else all of them are one. Groups of the same views share a buffer: what several replicas get is packed once.
+    group, else all of them are one. With ``shared``, groups of the same views share a buffer: what several replicas get
+    is packed once. Contributions to one place arrive in the same views, each in a buffer of its own.
     """
     groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
     buffers: list[tuple[Which | None, View]] = []
@@ -245,7 +246,7 @@ def buffers_of(
     known: dict[tuple[tuple[Which, View], ...], tuple[Which | None, View]] = {}
     place = 0
     for parts in groups:
-        if tuple(parts) in known:
+        if shared and tuple(parts) in known:
             buffers.append(known[tuple(parts)])
             continue
         span = (

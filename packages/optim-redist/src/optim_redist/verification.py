@@ -4,10 +4,11 @@ After every phase the verifier knows which boxes each rank has in its target and
 checks that
 
 1. a sender holds what it sends: in its source, or finished in its target by an earlier phase;
-2. nothing arrives twice: no element, and no contribution to one;
+2. nothing arrives twice: no element, and no contribution to one; contributions to one element arrive together;
 3. nothing arrives that is not needed, and in the end everything needed is there, with every contribution once;
 4. the stages lead from the plan's source to its target;
-5. volumes and peak are what the plan claims, and no rank receives less than what it lacks.
+5. volumes and bounds are what the plan claims, no rank holds more than it claims or its memory limit allows, and none
+   receives less than what it lacks.
 
 It proves the plan, not the program: that every contribution arrives once, but not the arithmetic with which a rank
 combines them. That is compared with sums made in one process, by ``simulate``.
@@ -23,7 +24,7 @@ from optim_redist._packed import packed_peak
 from optim_redist.boxes import Box, intersect_boxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size
-from optim_redist.lower_bounds import crossing
+from optim_redist.lower_bounds import bounds_of, crossing
 from optim_redist.moves import Phase, Step, Transfer
 from optim_redist.ownership import same_ownership
 from optim_redist.problem import Problem
@@ -91,6 +92,8 @@ def verify(plan: Plan) -> Verification:
         raise RedistError(f"the plan lists {len(steps)} more steps than its stages have")
     if peak * plan.itemsize > plan.peak_bytes:
         raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its steps reach {peak * plan.itemsize}")
+    if plan.memory_limit is not None and plan.peak_bytes > plan.memory_limit:
+        raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its limit is {plan.memory_limit}")
     _verify_bounds(plan, received, sent)
     return Verification(received, sent, peak)
 
@@ -120,6 +123,8 @@ def _verify_stage(problem: Problem, phases: Sequence[Phase]) -> None:
         # all reads come before all writes
         for transfer in phase.transfers:
             _receive(problem, targets, transfer, phase.name)
+        if problem.num_contributions > 1:
+            _check_combined(problem, phase)
     for rank, target in targets.items():
         _check_complete(problem, rank, target)
 
@@ -160,16 +165,26 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
     same.append(transfer.box)
 
 
-def _check_complete(problem: Problem, rank: int, target: _Target) -> None:
-    needed = problem.num_needed(problem.dst_points[rank])
-    if problem.num_contributions > 1:
-        reduced = target.arrived.get(0, [])
+def _check_combined(problem: Problem, phase: Phase) -> None:
+    """Every phase combines what it brings, so all contributions to an element have to come in one."""
+    came: dict[int, dict[int, list[Box]]] = {}
+    for t in phase.transfers:
+        if t.contribution >= 0:
+            came.setdefault(t.receiver, {}).setdefault(t.contribution, []).append(t.box)
+    for rank, boxes in came.items():
+        reduced = boxes.get(0, [])
         total = sum(map(volume, reduced))
         for c in range(1, problem.num_contributions):
-            other = target.arrived.get(c, [])
+            other = boxes.get(c, [])
             common = sum(_covered(box, reduced) for box in other)
             if common != total or sum(map(volume, other)) != total:
-                raise RedistError(f"rank {rank} combines different elements of contributions 0 and {c}")
+                raise RedistError(
+                    f"step {phase.name!r}: rank {rank} combines different elements of contributions 0 and {c}"
+                )
+
+
+def _check_complete(problem: Problem, rank: int, target: _Target) -> None:
+    needed = problem.num_needed(problem.dst_points[rank])
     found = sum(map(volume, target.finished(problem.num_contributions)))
     if found != needed:
         raise RedistError(f"rank {rank} ends with {found} of the {needed} elements it needs")
@@ -193,8 +208,13 @@ def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -
         if received.get(rank, 0) < inbound or sent.get(rank, 0) < outbound:
             raise RedistError(f"rank {rank} cannot receive less than {inbound} and send less than {outbound} elements")
     busiest = max((*received.values(), *sent.values()), default=0)
-    if busiest < plan.bounds.lb:
-        raise RedistError(f"the busiest rank moves {busiest} elements, the bound is {plan.bounds.lb}")
+    limits = bounds_of(problem, plan.topology, itemsize=plan.itemsize)
+    if plan.bounds != limits:
+        raise RedistError(f"the plan claims {plan.bounds}, its source and target give {limits}")
+    if busiest < limits.lb:
+        raise RedistError(f"the busiest rank moves {busiest} elements, the bound is {limits.lb}")
+    if limits.lb and busiest > round(plan.volume_ratio * limits.lb):
+        raise RedistError(f"the busiest rank moves {busiest} elements, the plan claims {plan.volume_ratio} × the bound")
 
 
 def _inside(part: Box, whole: Box) -> bool:
