@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from redist_cases import Case, combined, contributions_of, example_cases, part_o
 
 from optim_redist import (
     Block,
+    Handle,
     Intervals,
     Layout,
     LayoutError,
@@ -26,8 +27,11 @@ from optim_redist import (
     simulate,
     verify,
 )
+from optim_redist._collectives import Team
+from optim_redist._native import NativeReduction
 from optim_redist._stage_program import stage_programs
 from optim_redist.planning import clear_cache
+from optim_redist.problem import Problem
 from optim_utils.testing import run_ranks
 
 FOUR_RANKS = [(4,), (2, 2), (3,), (2,), (1, 4)]
@@ -293,6 +297,63 @@ def test_gradients_are_refused_and_not_lost() -> None:
     with torch.no_grad():
         assert redistribute_local(mine, (4, 4), layout, layout) is mine
     assert torch.equal(redistribute_local(mine.detach(), (4, 4), layout, layout), mine)
+    with pytest.raises(UnsupportedError, match=r"out of shape \(4, 4\) requires a gradient"):
+        redistribute_local(torch.zeros(4, 4), (4, 4), layout, Layout(Mesh(1), [None, 0]), out=mine)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_integers_that_torch_does_not_add_are_refused(op: str, dtype: torch.dtype) -> None:
+    pending, whole = Layout(Mesh(2), [None], {0: op}), Layout(Mesh(2), [None])
+    part = torch.tensor([2, 3]).to(dtype)
+    if op == "product":
+        found = simulate(plan((2,), dtype, pending, whole), [part, part])
+        assert found[1].tolist() == [4, 9]
+        return
+    with pytest.raises(UnsupportedError, match=f"cannot start a pending {op} of uint"):
+        plan((2,), dtype, whole, pending)
+    with pytest.raises(UnsupportedError, match=r"torch neither adds nor compares|an average of"):
+        simulate(plan((2,), dtype, pending, whole), [part, part])
+
+
+class _Nccl:
+    """A team on NCCL, as far as the choice of collectives asks."""
+
+    members, is_nccl, is_whole, takes_lists = (0, 1), True, True, True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nccl_reduces_the_types_it_has(dtype: torch.dtype) -> None:
+    pending = Layout(Mesh(2), [None], {0: "sum"})
+    for dst in (Layout(Mesh(2), [None]), Layout(Mesh(2), [0])):
+        native = NativeReduction.of(Problem((4,), pending, dst), cast(Team, _Nccl()), dtype, 0)
+        refused = dtype.is_complex or dtype in (torch.bool, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
+        assert (native is None) == refused
+
+
+def test_a_backend_that_was_left_to_torch_is_known_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
+    assert Team(cast(Any, object()), (0, 1)).is_nccl
+
+
+def test_ranks_may_be_a_tensor() -> None:
+    assert Mesh((2, 2), ranks=torch.tensor([[3, 1], [0, 2]])) == Mesh((2, 2), ranks=[[3, 1], [0, 2]])
+
+
+def test_a_handle_raises_again_what_went_wrong() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("the wire is cut")
+
+    def steps() -> Any:
+        yield Broken()
+        return 1
+
+    handle = Handle(steps())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the wire is cut"):
+            handle.wait()
 
 
 def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int, Any]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import FAMILIES, random_case
 
-from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged
+from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged, Strided
 from optim_redist.index_sets import elements, intersect, interval, num_below, positions, size, take
 
 MESH = Mesh((4, 2), names=("x", "y"))
@@ -59,6 +59,9 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Ragged([1, 2]), "start at 0"),
         (lambda: Ragged([0, 3, 2]), "never decrease"),
         (lambda: Intervals([[(3, 2)]]), "sorted"),
+        (lambda: Intervals([[(0, 1.7)], [(1.7, 3)]]), r"whole numbers, got \(\(\(0, 1.7\)"),
+        (lambda: Strided((1.5,)), "split factors must be integers, got 1.5"),
+        (lambda: Mesh(2, ranks=[0.0, 1]), "ranks are integers, in lists of any depth, got 0.0 of float"),
         (lambda: Layout(MESH, [("y", Ragged([0, 1, 2, 3]))]).index_sets((3,)), "3 cut points"),
         (lambda: Layout(MESH, [("y", Intervals([[(0, 1)], [(2, 3)]]))]).index_sets((3,)), "cover"),
         (lambda: Layout(MESH, [None]).index_sets((3, 3)), "1 dimensions"),

@@ -89,6 +89,8 @@ def test_errors_name_the_tensor() -> None:
         redistribute_many({"b": (None, (3,), one, one)})
     with pytest.raises(LayoutError, match=r"'b' has local shape \(2,\)"):
         redistribute_many({"b": (torch.zeros(2), (3,), one, one)})
+    with pytest.raises(LayoutError, match=r"'b' is a tensor of torch\.float32, and dtype=torch\.int8 was given"):
+        redistribute_many({"b": (torch.zeros(3), (3,), one, one, torch.int8)})
     assert redistribute_many({}) == {}
     assert redistribute_many([]) == []
     with pytest.raises(ValueError, match="bucket_bytes"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -264,6 +266,13 @@ def test_the_cache_returns_the_same_plan() -> None:
     assert plan(*args) is not plan(*args, memory_limit=2**30)
 
 
+def test_the_certificate_travels() -> None:
+    error = PlanInfeasibleError(1, {"source": 8, "target": 4}, 6, proven=True)
+    error.add_note("rank 3 raised it")
+    for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
 def test_unknown_choices_are_refused() -> None:
     args = (8,), "bf16", Layout(Mesh(4), [0]), Layout(Mesh(4), [None])
     with pytest.raises(RedistError, match="planners are"):
@@ -326,9 +335,9 @@ def test_the_verifier_checks_claims() -> None:
             verify(replace(made, steps=(made.steps[0]._replace(**changes),)))
     with pytest.raises(RedistError, match="claims a peak of 3"):
         verify(replace(made, peak_bytes=3))
-    with pytest.raises(RedistError, match=f"peak of {made.peak_bytes} bytes, its limit is 100"):
+    with pytest.raises(RedistError, match="its limit is 100"):
         verify(replace(made, memory_limit=100))
-    with pytest.raises(RedistError, match="the plan claims .*lb=11"):
+    with pytest.raises(RedistError, match=r"the plan claims .*lb=11"):
         verify(replace(made, bounds=made.bounds._replace(lb=11)))
     with pytest.raises(RedistError, match=r"moves 12 elements, the plan claims 0\.5 ×"):
         verify(replace(made, volume_ratio=0.5))

@@ -86,7 +86,7 @@ class Team:
     @lazy
     def is_nccl(self) -> bool:
         """Whether exchanges run on CUDA streams."""
-        return "nccl" in dist.get_backend(self.group)
+        return _has_nccl(self.group)
 
     @property
     def takes_lists(self) -> bool:
@@ -243,9 +243,14 @@ def members(group: ProcessGroup) -> list[int]:
 def device_of(where: Team | ProcessGroup | None) -> torch.device:
     """Where the tensors of a team or group live: the current CUDA device for NCCL, else the CPU."""
     group = where.group if isinstance(where, Team) else where
-    if group is not None and "nccl" in dist.get_backend(group):
+    if group is not None and _has_nccl(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _has_nccl(group: ProcessGroup) -> bool:
+    # a backend that init_process_group was left to choose has the name "undefined", only its configuration tells
+    return "nccl" in dist.get_backend_config(group)
 
 
 def _first_difference(a: str, b: str) -> str:

@@ -45,6 +45,10 @@ _ALIAS = {
 }
 
 
+# integers that torch stores and multiplies, and no more
+UNORDERED = ("uint16", "uint32", "uint64")
+
+
 def dtype_name(dtype: Any) -> str:
     """torch's name of an element type given as ``torch.dtype`` or as text, e.g. "bfloat16"."""
     name = str(dtype).removeprefix("torch.")
@@ -76,6 +80,8 @@ def check_started(ops: Collection[str], name: str) -> None:
         reason = None
         if name == "bool" or name.startswith("float4"):
             reason = f"{name} has no arithmetic; convert to a type that can be reduced, bool to uint8"
+        elif op != "product" and name in UNORDERED:
+            reason = f"torch neither adds nor compares {name}; convert to a signed type, or view sums as one"
         elif op in ("min", "max") and name.startswith("complex"):
             reason = f"{name} has no order; min and max need real numbers"
         elif op == "sum" and name == "float8_e8m0fnu":

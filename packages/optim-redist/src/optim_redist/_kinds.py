@@ -76,6 +76,7 @@ class Strided(Kind):
     flat: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "split_factors", int_tuple(self.split_factors, "split factors"))
         if any(factor < 1 for factor in self.split_factors):
             raise LayoutError(f"split factors are 1 or more, got {self.split_factors}")
 
@@ -175,7 +176,10 @@ class Intervals(Kind):
     table: tuple[tuple[tuple[int, int], ...], ...]
 
     def __init__(self, table: Iterable[Iterable[Sequence[int]]]) -> None:
-        rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in table)
+        given = tuple(tuple((start, stop) for start, stop in row) for row in table)
+        rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in given)
+        if rows != given:
+            raise LayoutError(f"the ends of intervals are whole numbers, got {given}")
         for row in rows:
             ends = [end for piece in row for end in piece]
             if ends != sorted(ends):

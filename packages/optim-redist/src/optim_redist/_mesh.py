@@ -49,8 +49,10 @@ def _flat(values: Iterable[Any]) -> list[int]:
     for value in values:
         if isinstance(value, int):
             found.append(value)
-        else:
+        elif isinstance(value, Iterable) and not isinstance(value, str):
             found += _flat(value)
+        else:
+            raise LayoutError(f"ranks are integers, in lists of any depth, got {value!r} of {type(value).__name__}")
     return found
 
 
@@ -82,7 +84,9 @@ class Mesh:
             names = tuple(names)
             if len(names) != len(shape) or len(set(names)) != len(names):
                 raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
-        order = tuple(range(total)) if ranks is None else tuple(_flat(ranks))
+        # arrays and tensors say their ranks as lists
+        listed: Any = getattr(ranks, "tolist", lambda: ranks)()
+        order = tuple(range(total)) if listed is None else tuple(_flat(listed))
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
         # meshes are part of the keys of every cache, so they know their hash

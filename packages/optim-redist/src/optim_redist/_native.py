@@ -20,6 +20,18 @@ from optim_redist._rank_program import FLAT, Copies, Message, View, Which, as_bi
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
 
+# what NCCL adds and compares; it has no integers of 16 bits, and torch lends it no 8-bit floats to reduce
+_REDUCED = {
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+
 
 @dataclass(frozen=True)
 class NativeReduction:
@@ -42,7 +54,7 @@ class NativeReduction:
         """The collective that does the whole redistribution on this team, if there is one."""
         everyone = set(team.members)
         whole = problem.num_contributions == len(everyone) == len(problem.holders)
-        if not team.is_nccl or not team.is_whole or not whole or problem.started or dtype.is_complex:
+        if not team.is_nccl or not team.is_whole or not whole or problem.started or dtype not in _REDUCED:
             return None
         if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
             return None

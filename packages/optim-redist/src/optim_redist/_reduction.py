@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from optim_redist._dtypes import UNORDERED
 from optim_redist._rank_program import view_of
 from optim_redist.errors import UnsupportedError
 
@@ -51,7 +52,8 @@ class Reduction:
         """The reduction over axes with these operations and sizes.
 
         Raises:
-            UnsupportedError: for averages of integers, sums and products of bool, and orders of complex numbers.
+            UnsupportedError: for averages of integers, sums and products of bool, orders of complex numbers, and types
+                without arithmetic in torch.
         """
         ops = {op for op, _ in reduced}
         exact = not (dtype.is_floating_point or dtype.is_complex)
@@ -59,6 +61,13 @@ class Reduction:
             raise UnsupportedError(f"an average of {dtype} is no {dtype}; reduce with sum and divide yourself")
         if dtype == torch.bool:
             raise UnsupportedError("bool has no arithmetic; convert to uint8 and reduce with max (any) or min (all)")
+        name = str(dtype).removeprefix("torch.")
+        if name.startswith("float4"):
+            raise UnsupportedError(f"{dtype} has no arithmetic; convert to a type that can be reduced")
+        if ops != {"product"} and name in UNORDERED:
+            raise UnsupportedError(
+                f"torch neither adds nor compares {dtype}; convert to a signed type, or view sums as one"
+            )
         if dtype.is_complex and ops & {"min", "max"}:
             raise UnsupportedError(f"{dtype} has no order; min and max need real numbers")
         narrow = dtype.is_floating_point and dtype.itemsize < 4

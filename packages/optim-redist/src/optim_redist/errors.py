@@ -10,6 +10,9 @@ RedistError
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class RedistError(ValueError):
     """Anything this package refuses."""
@@ -41,6 +44,10 @@ class PlanInfeasibleError(RedistError):
             f"memory_limit={limit} bytes is too small: rank {rank} needs {parts} = {sum(terms.values())} bytes; "
             f"{verdict}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the message is made of what travels
+        return partial(PlanInfeasibleError, proven=self.proven), (self.rank, self.terms, self.limit), vars(self)
 
 
 class PlanMismatchError(RedistError):

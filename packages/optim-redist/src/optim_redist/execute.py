@@ -49,6 +49,7 @@ def redistribute_local(
         shape: the global shape.
         group: who takes part; by default the ranks of both layouts.
         out: where to put the result; it shares no memory with the tensor, unless it is the tensor and all of it stays.
+            It requires no gradient, and earlier steps of a plan of several hold it besides what the plan says.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
@@ -58,8 +59,13 @@ def redistribute_local(
     Raises:
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
-        UnsupportedError: if autograd records and the tensor requires a gradient, which would be lost on the way.
+        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost.
     """
+    if out is not None and out.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"out of shape {tuple(out.shape)} requires a gradient, and redistribute_local would write to it unseen by "
+            "autograd; call under torch.no_grad(), or pass out.detach()"
+        )
     if tensor is not None:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(

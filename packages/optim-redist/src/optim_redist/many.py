@@ -36,7 +36,7 @@ class Item(NamedTuple):
         tensor: the local part of the source, None outside the source's ranks.
         shape: the global shape.
         src, dst: the layouts.
-        dtype: needed where ``tensor`` is None.
+        dtype: needed where ``tensor`` is None, else the tensor's own.
     """
 
     tensor: Tensor | None
@@ -246,6 +246,8 @@ def redistribute_many(
 
 
 def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None) -> Plan:
+    if item.tensor is not None and item.dtype is not None and item.dtype != item.tensor.dtype:
+        raise LayoutError(f"{name!r} is a tensor of {item.tensor.dtype}, and dtype={item.dtype} was given with it")
     dtype = item.dtype if item.tensor is None else item.tensor.dtype
     if dtype is None:
         raise LayoutError(f"{name!r} has no tensor on this rank, so its dtype has to be given")

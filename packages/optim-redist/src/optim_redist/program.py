@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 class Handle:
     """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
 
-    Waiting twice is harmless. A handle that is dropped without waiting waits then, and warns.
+    Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
+    waiting waits then, and warns.
     """
 
     def __init__(self, steps: Generator[Waitable | None, None, Any]) -> None:
         self._result: Any = None
+        self._error: BaseException | None = None
         self._work = next(steps, None)
         # the generator owns the source, the buffers and the target
         self._steps: Generator[Waitable | None, None, Any] | None = steps
@@ -46,15 +48,20 @@ class Handle:
         if steps is not None:
             work, self._work = self._work, None
             while True:
-                if work is not None:
-                    work.wait()
-                # it holds the buffers of its round
-                del work
                 try:
+                    if work is not None:
+                        work.wait()
+                    # it holds the buffers of its round
+                    del work
                     work = next(steps)
                 except StopIteration as stop:
                     self._result = stop.value
                     break
+                except BaseException as error:
+                    self._error = error
+                    raise
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def __del__(self) -> None:
