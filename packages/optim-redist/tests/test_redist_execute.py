@@ -24,6 +24,7 @@ from optim_redist import (
     execute,
     plan,
     redistribute_local,
+    redistribute_many,
     simulate,
     verify,
 )
@@ -339,6 +340,25 @@ def test_a_backend_that_was_left_to_torch_is_known_by_its_configuration(monkeypa
 
 def test_ranks_may_be_a_tensor() -> None:
     assert Mesh((2, 2), ranks=torch.tensor([[3, 1], [0, 2]])) == Mesh((2, 2), ranks=[[3, 1], [0, 2]])
+
+
+def _overlapping_teams(rank: int, world: int) -> None:
+    full = _numbered((8, 6))
+    for ranks in ([0, 2], [0, 1], [2, 1], [0, 3], [1, 2, 3], [0, 2]):
+        mesh = Mesh(len(ranks), ranks=ranks)
+        case = Case((8, 6), Layout(mesh, [0, None]), Layout(mesh, [None, 0]))
+        _assert_moved(case, full, rank)
+        pending = Layout(mesh, [None, None], {0: "sum"})
+        if rank in ranks:
+            total = redistribute_local(full * (rank + 1), (8, 6), pending, case.dst)
+            assert torch.equal(total, part_of(full * sum(r + 1 for r in ranks), case.dst, rank))
+            many = redistribute_many([(part_of(full, case.src, rank), *case), (full, (8, 6), pending, case.dst)])
+            assert torch.equal(many[0], part_of(full, case.dst, rank))
+            assert torch.equal(many[1], part_of(full * len(ranks), case.dst, rank))
+
+
+def test_teams_of_ranks_that_overlap() -> None:
+    run_ranks(_overlapping_teams, 4, timeout=60)
 
 
 def test_a_handle_raises_again_what_went_wrong() -> None:

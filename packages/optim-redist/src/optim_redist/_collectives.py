@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup, Work
 from optim_redist._lazy import lazy
 from optim_redist.errors import PlanMismatchError, UnsupportedError
 
+# keeps our messages on the world's group apart from those of others
+_TAG = 0x0ED15
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
 # members and digests of what was compared, by group; ranks evict programs and plans at different times, and a rank that
 # compared again alone would wait for ever, so nothing is forgotten while the group lives
@@ -56,9 +58,9 @@ class Team:
     def of(cls, ranks: Iterable[int], group: ProcessGroup | None = None) -> Team:
         """The team of all members of a given group, else of exactly these ranks.
 
-        A team smaller than the world gets a group of its own, which its members alone make. NCCL cannot do that once
-        the world is bound to devices (splitting its communicator takes every rank); the team then sends and receives
-        pair by pair on the world's communicator.
+        A team smaller than the world sends and receives pair by pair on the world. NCCL has to make a communicator of
+        all ranks for that, unless the world is bound to devices and has one; there the team gets a group of its own,
+        which its members alone make. torch names such a group by the number of groups that a member is in.
         """
         needed = tuple(sorted(ranks))
         if not is_initialized():
@@ -75,7 +77,8 @@ class Team:
         assert everyone is not None, "the default group is initialised"
         if needed and needed[-1] >= dist.get_world_size():
             raise UnsupportedError(f"the layouts name rank {needed[-1]}, the world has {dist.get_world_size()} ranks")
-        if len(needed) == dist.get_world_size() or getattr(everyone, "bound_device_id", None) is not None:
+        bound = getattr(everyone, "bound_device_id", None) is not None
+        if len(needed) == dist.get_world_size() or bound or not _has_nccl(everyone):
             return cls(everyone, needed)
         known = _groups.get(needed)
         if known is None or known[0] is not everyone:
@@ -139,7 +142,7 @@ class Team:
                 async_op=async_op,
             )
         ends = [
-            dist.P2POp(call, buffer.view(torch.uint8), peer, self.group)
+            dist.P2POp(call, buffer.view(torch.uint8), peer, self.group, _TAG)
             for call, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
             for peer, buffer in sorted(buffers.items())
         ]
@@ -232,7 +235,7 @@ class _Works:
 
 
 def _in_order(sizes: Mapping[int, int], team: Team) -> dict[int, int]:
-    return {rank: sizes[rank] for rank in team.members if rank in sizes}
+    return {rank: sizes[rank] for rank in team.members if sizes.get(rank)}
 
 
 def members(group: ProcessGroup) -> list[int]:

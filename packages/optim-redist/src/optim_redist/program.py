@@ -270,7 +270,7 @@ def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
 
     Args:
         plan: the same on every rank; the first run makes sure.
-        group: who takes part; by default the world, or a group of exactly the layouts' ranks if that is smaller.
+        group: who takes part, all of its ranks; by default the layouts' ranks, on the world's group.
     """
     rank = _collectives.my_rank()
     if not plan.communicates:
