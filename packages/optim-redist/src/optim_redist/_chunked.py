@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from optim_redist.boxes import Box, cut
-from optim_redist.index_sets import IndexSet, intersect, size, take
+from optim_redist.index_sets import IndexSet, intersect, num_below, size, take
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
@@ -41,15 +41,18 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
     """For every rank, the most elements that it sends and receives in one of the rounds; their boxes are not listed."""
-    if num_rounds == 1 or problem.num_contributions > 1:
-        rounds = [(part.sent(), part.received()) for part in in_rounds(problem, phase, num_rounds)]
-        ranks = {rank for counts in rounds for side in counts for rank in side}
-        return {rank: max(sent.get(rank, 0) + received.get(rank, 0) for sent, received in rounds) for rank in ranks}
+    if num_rounds == 1:
+        sent, received = phase.sent(), phase.received()
+        return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
+    by_target = _sizes_by_target(problem, num_rounds) if problem.num_contributions > 1 else None
     totals: dict[int, list[int]] = {}
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender != transfer.receiver:
-            points = _points(transfer.box, num_rounds, number % num_rounds)
-            parts = [stop - start for start, stop in pairwise(points)]
+            if by_target is not None:
+                parts = by_target(transfer)
+            else:
+                points = _points(transfer.box, num_rounds, number % num_rounds)
+                parts = [stop - start for start, stop in pairwise(points)]
             for rank in (transfer.sender, transfer.receiver):
                 total = totals.get(rank)
                 totals[rank] = parts if total is None else list(map(int.__add__, total, parts))
@@ -95,6 +98,31 @@ def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
                 box = (*t.box[:longest], part, *t.box[longest + 1 :])
                 taking.append(Transfer(t.sender, t.receiver, box, t.read, t.contribution))
     return [Phase.of(phase.name, transfers) for transfers in rounds]
+
+
+def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
+    """For a transfer its elements in every round, as ``_by_target`` cuts it."""
+    longest = _longest(problem)
+    known: dict[tuple[int, IndexSet], list[int]] = {}
+
+    def sizes(t: Transfer) -> list[int]:
+        if longest is None:
+            return [t.num_elements] + [0] * (num_rounds - 1)
+        place, part = problem.dst_points[t.receiver][longest], t.box[longest]
+        found = known.get((place, part))
+        if found is None:
+            held = problem.overlaps[longest].dst.sets[place]
+            if len(held) == 1 and held[0].repeats == 1:
+                start, length = held[0].start, held[0].length
+                points = [start + length * c // num_rounds for c in range(num_rounds + 1)]
+                found = [b - a for a, b in pairwise([num_below(part, point) for point in points])]
+            else:
+                found = [size(intersect(part, slab)) for slab in _equal_parts(held, num_rounds)]
+            known[place, part] = found
+        others = t.num_elements // size(part)
+        return found if others == 1 else [count * others for count in found]
+
+    return sizes
 
 
 def _equal_parts(indices: IndexSet, count: int) -> list[IndexSet]:
