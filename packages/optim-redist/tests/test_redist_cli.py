@@ -329,6 +329,30 @@ def test_pictures_in_files(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert main([*task, str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*task, str(tmp_path / "plan.bmp")]) == 2
+    assert "pictures are written as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("plan", "is no JSON: Expecting value"),
+        ("[]", "an object of this package, got a JSON list"),
+        ('{"format": "optim-redist.plan/1", "shape": [8]}', "optim-redist.plan/1 has other fields: ['alternatives'"),
+    ],
+    ids=["no JSON", "a list", "half a plan"],
+)
+def test_files_that_hold_something_else(capsys, tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert main(["verify", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nodes_have_ranks(capsys):
+    task = ["plan", "--shape", "8,8", "--mesh", "4", "--src", "[0,-]", "--dst", "[-,0]"]
+    assert main([*task, "--topology", "nodes:0"]) == 2
+    assert "at least one rank, got ranks_per_node=0" in capsys.readouterr().err
 
 
 def test_matplotlib_figures():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._progress import progress
+from optim_redist.cost import read_json
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import elements
 from optim_redist.layout import Layout
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 def read_tasks(path: Path) -> list[Task]:
     """The redistributions of a file of examples, or the one plan that a file holds."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = read_json(path)
     form = str(data.get("format", "")).partition("/")[0]
     if form == "optim-redist.plan":
         made = Plan.from_json(data)

@@ -91,6 +91,8 @@ class Topology:
         cls, ranks_per_node: int, *, bandwidth: float = 50e9, rank_bandwidth: float = 300e9, latency: float = 30e-6
     ) -> Topology:
         """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
+        if ranks_per_node < 1:
+            raise RedistError(f"a node has at least one rank, got ranks_per_node={ranks_per_node}")
         level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
         return cls(rank_bandwidth, 20e-6, (level,))
 
@@ -218,7 +220,7 @@ class CommModel:
     @classmethod
     def load(cls, path: str | Path) -> CommModel:
         """The model in a file that ``save`` or ``calibrate`` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_json(Path(path)))
 
     @classmethod
     def preset(cls, name: str) -> CommModel:
@@ -226,6 +228,17 @@ class CommModel:
         if name not in _PRESETS:
             raise RedistError(f"presets are {sorted(_PRESETS)}, got {name!r}")
         return _PRESETS[name]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RedistError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise RedistError(f"{path}: an object of this package, got a JSON {type(data).__name__}")
+    return data
 
 
 def _interpolate(curve: Curve, num_bytes: float) -> float:

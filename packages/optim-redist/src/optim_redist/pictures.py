@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from optim_redist._grids import Grid, grids_of, label, span
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, RedistError
 from optim_redist.plan_text import align, format_bytes, traffic
 
 if TYPE_CHECKING:
@@ -75,7 +75,11 @@ def save_picture(plan: Plan, path: Path) -> None:
     if path.suffix == ".svg":
         path.write_text(plan_picture(plan, "svg"))
     else:
-        plan_picture(plan, "matplotlib").savefig(path)
+        figure = plan_picture(plan, "matplotlib")
+        known = figure.canvas.get_supported_filetypes()
+        if path.suffix[1:] not in known:
+            raise RedistError(f"pictures are written as {sorted(known)}, got {path.name!r}")
+        figure.savefig(path)
 
 
 def _check(fmt: str) -> None:

@@ -174,6 +174,9 @@ class Plan:
             raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
         found = dict(data)
         del found["format"]
+        fields = cls.__dataclass_fields__.keys()
+        if found.keys() != fields:
+            raise RedistError(f"{_FORMAT}/{_VERSION} has other fields: {sorted(found.keys() ^ fields)}")
         return cls(
             **{
                 **found,
