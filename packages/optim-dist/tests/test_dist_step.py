@@ -100,6 +100,25 @@ def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
 
 
 @scenario(2)
+def two_optimizers_reduce_side_by_side_whatever_each_rank_uses(rank, world_size):
+    found = []
+    for options in ({}, {"accumulation_steps": 1}):
+        nets, optimizers = zip(*(build(rank, **options) for _ in range(2)))
+        for step in range(3):
+            # of the first model some layers have no gradient, others on each rank
+            (nets[0](batch(rank, step), skip=(rank + step) % 3) + nets[1](batch(rank, step, 1))).backward()
+            # a collective of the loop's own, for its log
+            total = torch.full((3,), rank + 1.0, device=device_of(rank))
+            torch.distributed.all_reduce(total)
+            assert total.tolist() == [3.0] * 3
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([value for net in nets for value in values(net)])
+    assert_same(*found)
+
+
+@scenario(2)
 def zeroed_gradients_equal_dropped_ones(rank, world_size):
     assert_same(run(rank, mode="zeroed"), run(rank))
     assert_same(run(rank, mode="zeroed", accumulation_steps=1), run(rank))

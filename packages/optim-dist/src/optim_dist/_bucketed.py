@@ -31,6 +31,7 @@ class BucketedParameters:
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
+        self._apart: Communicator | None = None  # in which reductions run once they may run during backward
         self._options = options
         world_size, device = communicator.world_size, communicator.device
         # by Bucket.divided
@@ -62,6 +63,8 @@ class BucketedParameters:
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
             self._reducer = Exact(self._communicator, options.reduce_dtype, options.reduced_dtype, self.buckets)
+        if options.accumulation_steps is not None or self._apart is not None:
+            self._set_apart(self._reducer)
         if self.reduction is not None:
             self.reduction.close()
         self.reduction = BackwardReduction(self.buckets, self._reducer, options.accumulation_steps, options.overlap)
@@ -190,8 +193,23 @@ class BucketedParameters:
             bucket.finish_gathering()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate."""
-        return nullcontext() if self.reduction is None else self.reduction.no_sync()
+        """Backward passes inside only accumulate; the first time a collective."""
+        if self.reduction is None or self._reducer is None:
+            return nullcontext()
+        self._set_apart(self._reducer)
+        return self.reduction.no_sync()
+
+    def _set_apart(self, reducer: Reducer) -> None:
+        """Give reductions a group of their own if they may be launched during backward.
+
+        A rank without some gradient launches what follows only at its step: behind collectives of others (of another
+        optimizer, of the user, of FSDP) that come after it on other ranks.
+        """
+        if self._options.overlap:
+            if self._apart is None:
+                world = self._communicator
+                self._apart = self._options.communicator(world.device, world.traffic, is_apart=True)
+            reducer.communicator = self._apart
 
     def check_replicas(self, context: str) -> None:
         """Refuse parameters whose bits differ between ranks."""

@@ -46,6 +46,10 @@ class Traffic:
 class Communicator:
     """One process group seen by an optimizer; with one rank no collective ever runs.
 
+    Args:
+        timeout: seconds that a collective may take; None: as many as the group allows.
+        is_apart: whether to make a group of the same ranks in which nobody else's collectives run. Collective.
+
     Attributes:
         rank: which chunk this process owns.
         ranks: the global rank of every chunk's owner.
@@ -57,6 +61,7 @@ class Communicator:
         device: torch.device,
         timeout: float | None = None,
         traffic: Traffic | None = None,
+        is_apart: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
@@ -66,13 +71,17 @@ class Communicator:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ValueError("this rank is not a member of the optimizer's process group")
-            if timeout is not None and self.world_size > 1:
-                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-                group = dist.new_group(ranks, timedelta(seconds=timeout), use_local_synchronization=True)
+            if (timeout is not None or is_apart) and self.world_size > 1:
+                group = _like(group, device, timeout)
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
         self._traffic = traffic or Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent; another communicator may add to it."""
+        return self._traffic
 
     @property
     def bytes_sent(self) -> int:
@@ -147,6 +156,17 @@ class Communicator:
     def _count(self, flat: Tensor) -> None:
         self._traffic.num_calls += 1
         self._traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+
+
+def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:
+    """A new group of the same ranks and backend."""
+    group = given or dist.group.WORLD
+    assert group is not None, "torch.distributed is initialized"
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    if ranks != sorted(ranks):
+        raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
+    limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
+    return dist.new_group(ranks, limit, backend=backend, use_local_synchronization=True)
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -23,12 +23,19 @@ from optim_dist._collectives import Communicator, Traffic, Waitable
 class GridCommunicator(Communicator):
     """A two-dimensional mesh (replicate, shard) seen by an optimizer."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float | None = None) -> None:
-        traffic = Traffic()
-        self._line = Communicator(_group_of(mesh), device, timeout, traffic)
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        timeout: float | None = None,
+        traffic: Traffic | None = None,
+        is_apart: bool = False,
+    ) -> None:
+        traffic = traffic or Traffic()
+        self._line = Communicator(_group_of(mesh), device, timeout, traffic, is_apart)
         super().__init__(self._line.group, device, traffic=traffic)
-        self._replicate = Communicator(mesh.get_group(0), device, timeout, traffic)
-        self._shard = Communicator(mesh.get_group(1), device, timeout, traffic)
+        self._replicate = Communicator(mesh.get_group(0), device, timeout, traffic, is_apart)
+        self._shard = Communicator(mesh.get_group(1), device, timeout, traffic, is_apart)
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
         # the chunk of every rank of the line, whose order is that of global ranks
         self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]

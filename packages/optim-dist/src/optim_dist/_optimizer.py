@@ -264,7 +264,10 @@ class DistOptimizer(LiveOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; once used, passes outside it reduce while they run."""
+        """Backward passes inside only accumulate; once used, passes outside it reduce while they run.
+
+        The first time a collective: every rank begins with it in the same step.
+        """
         with self._bucketed.no_sync():
             yield
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._collectives import Communicator
+from optim_dist._collectives import Communicator, Traffic
 from optim_dist._grid import GridCommunicator
 
 REDUCERS = ("rs", "exact")
@@ -95,14 +95,16 @@ class Options:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
 
-    def communicator(self, device: torch.device) -> Communicator:
-        """The ranks that share the work."""
+    def communicator(
+        self, device: torch.device, traffic: Traffic | None = None, is_apart: bool = False
+    ) -> Communicator:
+        """The ranks that share the work; see ``Communicator`` for the arguments."""
         if self.mesh is None:
-            return Communicator(self.process_group, device, self.timeout)
+            return Communicator(self.process_group, device, self.timeout, traffic, is_apart)
         wide = [dim for dim, size in enumerate(self.mesh.shape) if size > 1]
         if len(wide) == 2:
-            return GridCommunicator(self.mesh, device, self.timeout)
-        return Communicator(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout)
+            return GridCommunicator(self.mesh, device, self.timeout, traffic, is_apart)
+        return Communicator(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout, traffic, is_apart)
 
     def described(self) -> dict[str, str]:
         """What has to be the same on every rank, as text; of ``model`` that one was given."""

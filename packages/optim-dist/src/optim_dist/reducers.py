@@ -27,6 +27,8 @@ NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
 class Reducer(Protocol):
     """``launch`` in plan order on every rank; ``finish`` gives the own chunk's sum and may be called any time later."""
 
+    communicator: Communicator
+
     def launch(self, bucket: Bucket) -> None: ...
 
     def finish(self, bucket: Bucket) -> Tensor: ...
