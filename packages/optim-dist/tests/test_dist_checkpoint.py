@@ -260,6 +260,66 @@ def test_an_existing_folder_is_refused(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "x"]
 
 
+class Awaited:
+    """A gather that notes what has been loaded by the time it is waited for."""
+
+    def __init__(self, work, optimizer, before):
+        self.work, self.optimizer, self.before = work, optimizer, before
+
+    def wait(self):
+        self.work.wait()
+        assert all(torch.equal(p.detach(), b) for p, b in zip(self.optimizer.param_groups[0]["params"], self.before))
+        self.before = None
+
+
+def load_during_gathers(rank, world_size, folder):
+    model, optimizer = build()
+    checkpoint.save(f"{folder}/x", None, optimizer)
+    steps(model, optimizer, rank, range(2))
+    # of a chunk of its own a rank has the new values already
+    pending = [bucket for bucket in optimizer._bucketed.buckets if bucket.gathering is not None]
+    assert pending
+    for bucket in pending:
+        bucket.gathering.wait()
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    works = [Awaited(bucket.gathering, optimizer, before) for bucket in pending]
+    for bucket, work in zip(pending, works, strict=True):
+        bucket.gathering = work
+    checkpoint.load(f"{folder}/x", None, optimizer)
+    assert all(work.before is None for work in works)
+
+
+def test_loading_waits_for_gathers_under_way(tmp_path):
+    run_ranks(load_during_gathers, 2, str(tmp_path))
+
+
+def save_and_load_by_different_paths(rank, world_size, folder):
+    model, optimizer = build()
+    texts = []
+    # as a name with the time in it comes out, or a disk of each machine's own
+    for path in (f"{folder}/at-{rank}", f"{folder}/disk-{rank}/x"):
+        with pytest.raises(RuntimeError) as raised:
+            checkpoint.save(path, model, optimizer)
+        texts.append(str(raised.value))
+    for number in range(2):
+        steps(model, optimizer, rank, [number])
+        checkpoint.save(f"{folder}/step-{number}", model, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.load(f"{folder}/step-{rank}", model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return [*texts, str(raised.value)]
+
+
+def test_ranks_with_different_paths_are_refused(tmp_path):
+    for different, apart, loaded in run_ranks(save_and_load_by_different_paths, 2, str(tmp_path)):
+        assert "ranks were given different paths, that end in at-0, at-1" in different
+        assert "rank-00001.pt of other ranks cannot be seen in" in apart
+        assert f"ranks read different checkpoints: {tmp_path}/step-0, {tmp_path}/step-1" in loaded
+    assert sorted(file.name for file in tmp_path.glob("disk-0/*")) == []
+    assert not list(tmp_path.glob("at-*"))
+
+
 def test_numpy_scalars_in_groups_come_back_as_numbers(tmp_path):
     model, optimizer = build()
     for group in optimizer.param_groups:

@@ -88,6 +88,15 @@ def test_keeps_the_newest(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-000000010"
 
 
+def test_keeps_what_it_saves_after_it_was_taken_back(tmp_path):
+    elastic.run(train, tmp_path, every=2, keep=3)
+    (tmp_path / checkpoint.LATEST).write_text("step-000000006")
+    numbers = elastic.run(lambda run: train(run, total=7), tmp_path, every=2, keep=1)[0]
+    assert numbers == [6]
+    assert checkpoint.latest(tmp_path).name == "step-000000007"
+    assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-{n:09d}" for n in (7, 8, 10)]
+
+
 def test_leftovers_of_a_killed_save_are_in_nobodys_way(tmp_path):
     elastic.run(lambda run: train(run, total=4), tmp_path, every=2)
     (tmp_path / ".step-000000006.abc.tmp").mkdir()

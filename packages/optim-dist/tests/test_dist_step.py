@@ -359,6 +359,32 @@ def norms_of_every_order(rank, world_size):
         optimizer.step()
 
 
+@scenario(1, 2)
+def norms_of_negative_order_are_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    for order in (-1.0, float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match="norm_type must be at least 0, or inf, got"):
+            optimizer.clip_grad_norm_(1.0, order)
+    optimizer.step()
+
+
+@scenario(1, 2)
+def the_smaller_of_two_limits_counts(rank, world_size):
+    for max_norm, limit in ((1.0, 0.1), (0.1, 1.0)):
+        net, optimizer = build(rank, max_norm=max_norm)
+        twin, twin_optimizer = build(rank)
+        for step in range(2):
+            for model in (net, twin):
+                model(batch(rank, step)).backward()
+            optimizer.clip_grad_norm_(limit)
+            twin_optimizer.clip_grad_norm_(0.1)
+            for opt in (optimizer, twin_optimizer):
+                opt.step()
+                opt.zero_grad()
+        assert_same(values(net), values(twin))
+
+
 @scenario(2)
 def nonfinite_gradients_on_one_rank_skip_the_step_on_all(rank, world_size):
     net, optimizer = build(rank, skip_nonfinite=True, max_norm=1.0)
@@ -741,6 +767,25 @@ def unequal_options_are_refused_on_every_rank(rank, world_size):
     ):
         with pytest.raises(RuntimeError, match=f"{name} is {first} on rank 0, {second} on rank 1"):
             TritonDistAdamW([parameter], **{name: second if rank else first})
+
+
+@scenario(2)
+def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("lr", 0.1, 0.2),
+        ("lr", torch.tensor(0.5), torch.tensor(0.25)),
+        ("betas", (0.9, 0.99), (0.9, 0.95)),
+        ("amsgrad", True, False),
+    ):
+        with pytest.raises(RuntimeError, match=f"different options: {name} of group 0 is .* on rank 0, .* on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+    optimizer = TritonDistAdamW([parameter])
+    with pytest.raises(RuntimeError, match=r"weight_decay of group 1 is 0\.0 on rank 0, 1\.0 on rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": float(rank)})
+    with pytest.raises(RuntimeError, match="note of group 1 is not given on rank 0, x on rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **({"note": "x"} if rank else {})})
+    assert len(optimizer.param_groups) == 1
 
 
 @scenario(1, 2)

@@ -204,17 +204,24 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
     return findings
 
 
-def check_plan(plan: Plan, options: Mapping[str, str], communicator: Communicator) -> None:
-    """Fail on every rank if the ranks do not have the same options and plan, naming the first that differ."""
-    gathered = communicator.gather_json([plan.hash, dict(options)])
-    for rank, (_, theirs) in enumerate(gathered):
-        for name, value in gathered[0][1].items():
-            if theirs[name] != value:
-                raise RuntimeError(
-                    f"ranks were given different options: {name} is {value} on rank 0, {theirs[name]} on rank {rank}; "
-                    "pass the same on every rank"
-                )
-    if len({found for found, _ in gathered}) == 1:
+def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:
+    """The hyperparameters of the groups in which ``found`` are, as text; what is no plain value is left out."""
+    return {
+        f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
+        for index in sorted({entry.group for entry in found})
+        for key, value in groups[index].items()
+        if key not in ("params", "param_names") and isinstance(value, Tensor | int | float | str | tuple | torch.dtype)
+    }
+
+
+def check_plan(
+    plan: Plan, options: Mapping[str, str], hyperparameters: Mapping[str, str], communicator: Communicator
+) -> None:
+    """Fail on every rank if ranks do not have the same options, plan and groups, naming the first that differ."""
+    hashes, *described = zip(*communicator.gather_json([plan.hash, dict(options), dict(hyperparameters)]))
+    _check_options(described[0])
+    if len(set(hashes)) == 1:
+        _check_options(described[1])
         return
     described = communicator.gather_json(plan.describe()["parameters"])
     first = described[0]
@@ -230,6 +237,18 @@ def check_plan(plan: Plan, options: Mapping[str, str], communicator: Communicato
     raise RuntimeError(
         "ranks have the same parameters and options but different plans; install the same optim_dist on all"
     )
+
+
+def _check_options(described: Sequence[Mapping[str, str]]) -> None:
+    first = described[0]
+    for rank, theirs in enumerate(described):
+        for name in {**first, **theirs}:
+            here, there = first.get(name, "not given"), theirs.get(name, "not given")
+            if here != there:
+                raise RuntimeError(
+                    f"ranks were given different options: {name} is {here} on rank 0, {there} on rank {rank}; "
+                    "pass the same on every rank"
+                )
 
 
 def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str) -> None:

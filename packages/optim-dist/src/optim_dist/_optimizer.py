@@ -107,7 +107,8 @@ class DistOptimizer(LiveOptimizer):
         plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
         entries = [*self._entries, *found]
         if communicator.world_size > 1:
-            construction.check_plan(plan, self._options.described(), communicator)
+            hyperparameters = construction.describe_groups(self.param_groups, found)
+            construction.check_plan(plan, self._options.described(), hyperparameters, communicator)
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
@@ -156,7 +157,10 @@ class DistOptimizer(LiveOptimizer):
         with torch.no_grad():
             self._reduce()
             if self._options.max_norm is not None:
+                chosen = self._factor
                 self.clip_grad_norm_(self._options.max_norm)
+                if chosen is not None and self._factor is not None:
+                    self._factor = torch.minimum(self._factor, chosen)  # as if clipped twice
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
             self._update(self._context(clip_factor))

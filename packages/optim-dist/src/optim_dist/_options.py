@@ -53,7 +53,7 @@ class Options:
         accumulation_steps: every k-th backward pass reduces while it runs. None: reductions start at ``step()``.
         overlap: False keeps every collective inside ``step()``.
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
-        max_norm: clip by the global norm inside ``step()``.
+        max_norm: clip by the global norm inside ``step()``, beside what ``clip_grad_norm_`` did before.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: take the first rank's, or compare.
         timeout: seconds that a collective may take.

@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         extra: plain values and tensors, of the first rank.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists, if gradients are being accumulated or reduced, if ``load``
-            could not read ``extra``, a group or the rest of the model again, or if a rank could not write.
+        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if gradients are being
+            accumulated or reduced, if ``load`` could not read ``extra``, a group or the rest of the model again, or if
+            a rank could not write.
     """
     folder, communicator = Path(path), opt.communicator
     failed = f"checkpoint {folder} was not saved"
@@ -70,7 +72,10 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         if folder.exists():
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
     opt.wait()
-    temporary = folder.with_name(f".{folder.name}.{communicator.gather_json(uuid.uuid4().hex)[0][:12]}.tmp")
+    nonces, names = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name]))
+    if len(set(names)) > 1:
+        raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(names)}")
+    temporary = folder.with_name(f".{folder.name}.{nonces[0][:12]}.tmp")
     specs = named_specs(opt, model)
     file = manifests.rank_file(communicator.rank)
     written: dict[str, list[Any]] = {}
@@ -87,6 +92,7 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         with raised_together(communicator, failed):
             if communicator.rank == 0:
                 files = {name: entry for found, _ in every for name, entry in found.items()}
+                _check_shared(temporary, files)
                 parameters = saved_parameters(opt, specs, [state for _, state in every])
                 Manifest(communicator.world_size, opt.plan.hash, files, parameters).write(temporary)
                 _finish(temporary, folder)
@@ -110,9 +116,11 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
+    identity: str | None = None
     cause: Exception | None = None
+    opt.wait()  # what is on its way would overwrite what is loaded
     try:
-        manifest = read_manifest(folder)
+        manifest, identity = read_manifest(folder), manifests.file_digest(folder / manifests.MANIFEST)
         problems += manifests.compare(manifest, specs)
         common = _read(folder, manifests.COMMON, manifest)
         problems += compare_rest(common["model"], rest)
@@ -123,7 +131,10 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems += error.problems if isinstance(error, CheckpointError) else [described(communicator, error)]
         cause = error
-    found = communicator.gather_json(problems)
+    found, identities = zip(*communicator.gather_json([problems, identity]))
+    if len({each for each in identities if each is not None}) > 1:
+        folders = communicator.gather_json(str(folder))
+        found += ([f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"],)
     if any(found):
         raise CheckpointError(folder, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
     assert manifest is not None, "reading it was no problem"
@@ -160,6 +171,16 @@ def _write(file: Path, content: io.BytesIO) -> list[Any]:
     """Write a file; its size and digest."""
     manifests.write_durably(file, content.getvalue())
     return [file.stat().st_size, manifests.file_digest(file)]
+
+
+def _check_shared(folder: Path, files: Iterable[str]) -> None:
+    """Refuse a folder in which the first rank does not see what the others have written."""
+    elsewhere = [name for name in files if not (folder / name).is_file()]
+    if elsewhere:
+        raise FileNotFoundError(
+            f"{', '.join(elsewhere)} of other ranks cannot be seen in {folder}; give every rank the same path, on a "
+            "disk that all of them share"
+        )
 
 
 def _finish(temporary: Path, folder: Path) -> None:

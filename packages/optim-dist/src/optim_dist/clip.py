@@ -35,8 +35,11 @@ def clip_grad_norm_(
         foreach: torch's argument; it has no effect.
 
     Raises:
-        ValueError: for parameters that no live optimizer has, or for only some of an optimizer's.
+        ValueError: for a negative ``norm_type``, for parameters that no live optimizer has, or for only some of an
+            optimizer's.
     """
+    if not float(norm_type) >= 0:
+        raise ValueError(f"norm_type must be at least 0, or inf, got {norm_type}")
     optimizers = _optimizers(optimizer_or_parameters)
     norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type)).float()
     if error_if_nonfinite and not math.isfinite(norm.item()):

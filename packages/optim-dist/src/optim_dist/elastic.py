@@ -113,7 +113,9 @@ class Run:
         checkpoint.save(folder, model, optimizer, extra={"step": self.done, "extra": self.extra})
         with raised_together(communicator, f"old checkpoints in {self.directory} were not removed"):
             if communicator.rank == 0:
-                for old in sorted(self.directory.glob("step-*"))[: -self.keep]:
+                # those of later steps are of a run that was taken back to an earlier one, and of no use to count
+                until_now = [f for f in self.directory.glob("step-*") if f.name <= folder.name]
+                for old in sorted(until_now)[: -self.keep]:
                     shutil.rmtree(old)
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
