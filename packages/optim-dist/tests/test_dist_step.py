@@ -119,6 +119,23 @@ def two_optimizers_reduce_side_by_side_whatever_each_rank_uses(rank, world_size)
 
 
 @scenario(2)
+def backward_waits_for_nobody(rank, world_size):
+    """Else a rank that lacks a gradient, and waits for the others in a collective of the loop, waits for ever."""
+    found = []
+    for options in ({}, {"accumulation_steps": 1}):
+        net, optimizer = build(rank, bucket_mb=1e-6, **options)
+        assert len(optimizer.plan.buckets) > 4
+        for step in range(2):
+            # the last layer is the first to be reduced
+            net(batch(rank, step), skip=3 if rank else None).backward()
+            torch.distributed.all_reduce(torch.ones(1, device=device_of(rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+    assert_same(*found)
+
+
+@scenario(2)
 def zeroed_gradients_equal_dropped_ones(rank, world_size):
     assert_same(run(rank, mode="zeroed"), run(rank))
     assert_same(run(rank, mode="zeroed", accumulation_steps=1), run(rank))
@@ -178,7 +195,7 @@ def forgetting_zero_grad_is_an_error(rank, world_size):
 
 @scenario(2)
 def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
-    net, optimizer = build(rank, accumulation_steps=1)
+    net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
     net(batch(rank, 0)).backward()
     net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
     with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
@@ -606,6 +623,12 @@ def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
     with pytest.raises(RuntimeError, match="add the group after step"):
         optimizer.add_param_group({"params": [("later", later)]})
     assert len(optimizer.param_groups) == 1
+    # where nothing is left of the batch, or nothing was there
+    net.zero_grad()
+    net(batch(rank, 0), skip=3 if rank else None).backward()
+    net.zero_grad()
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2, device=device_of(rank))))]})
+    net(batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [("later", later)]})

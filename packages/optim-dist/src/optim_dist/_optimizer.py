@@ -119,7 +119,8 @@ class DistOptimizer(LiveOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
         is_built = hasattr(self, "plan")  # else a group of the constructor
-        if is_built and self._bucketed.started:
+        # ranks agree, for how much is reduced already may differ between them
+        if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"

@@ -111,10 +111,18 @@ class BackwardReduction:
                 return
             if bucket.gradients.is_cuda:
                 self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
-            while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            while self._is_next_ready:
                 self._launch()
 
         return gradient_arrived
+
+    @property
+    def _is_next_ready(self) -> bool:
+        """Whether a bucket can be launched under backward: full, and without waiting for ranks that launch it later."""
+        if self._next == len(self.buckets):
+            return False
+        bucket = self.buckets[self._next]
+        return not bucket.missing and self.reducer.is_ready(bucket)
 
     def _all_dropped(self, arriving: Member) -> bool:
         """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""

@@ -29,6 +29,9 @@ class Reducer(Protocol):
 
     communicator: Communicator
 
+    def is_ready(self, bucket: Bucket) -> bool:
+        """Whether the host can launch the bucket without waiting for other ranks to launch earlier ones."""
+
     def launch(self, bucket: Bucket) -> None: ...
 
     def finish(self, bucket: Bucket) -> Tensor: ...
@@ -40,6 +43,9 @@ class ReduceScatter:
     def __init__(self, communicator: Communicator, reduce_dtype: torch.dtype | None) -> None:
         self.communicator = communicator
         self.reduce_dtype = reduce_dtype
+
+    def is_ready(self, bucket: Bucket) -> bool:
+        return True
 
     def launch(self, bucket: Bucket) -> None:
         bucket.divided = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16
@@ -73,6 +79,11 @@ class Exact:
             for (device, dtype), numel in sizes.items()
         }
         self._in_flight: deque[Bucket] = deque()
+
+    def is_ready(self, bucket: Bucket) -> bool:
+        # on a GPU a stream waits for scratch, not the host
+        wire_dtype = self.reduce_dtype or bucket.gradients.dtype
+        return bucket.gradients.is_cuda or bool(self._free[bucket.gradients.device, wire_dtype])
 
     def launch(self, bucket: Bucket) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
