@@ -13,7 +13,7 @@ from dist_cases import Scenarios, device_of, normal
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
 from optim_dist._collectives import Communicator
 from optim_dist._construction import check_replicas
 
@@ -704,6 +704,62 @@ def closing_gives_ordinary_tensors(rank, world_size):
         net(batch(rank, 1)).backward()
     with pytest.raises(RuntimeError, match="closed"):
         optimizer.step()
+
+
+@scenario(2)
+def a_closed_optimizer_has_no_state_to_save(rank, world_size):
+    net, optimizer = build(rank)
+    full = optimizer.full_state_dict() or {"state": {}, "param_groups": []}
+    optimizer.close()
+    for call in (
+        optimizer.full_state_dict,
+        optimizer.state_dict,
+        lambda: optimizer.load_full_state_dict(full),
+        lambda: optimizer.load_state_dict(full),
+        lambda: checkpoint.save("not written", net, optimizer),
+        lambda: optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2)))]}),
+    ):
+        with pytest.raises(RuntimeError, match="was closed; build a new one"):
+            call()
+
+
+@scenario(2)
+def a_new_optimizer_takes_over(rank, world_size):
+    """While the old one still gathers, is still there, and would reduce what it no longer owns."""
+    found = []
+    for options in ({"overlap": False}, {"accumulation_steps": 1, "reducer": "rs"}):
+        net, old = build(rank, **options)
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            old.step()
+            old.zero_grad()
+        # as if all that others own were still on its way
+        for bucket in old._bucketed.buckets if old._bucketed._gathers is not None else ():
+            bucket.finish_gathering()
+            arrived = bucket.values.clone()
+            bucket.values.fill_(float("nan"))
+            bucket.own(bucket.values).copy_(bucket.own(arrived))
+            bucket.gathering = Arriving(bucket.values, arrived)
+        new = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net, reducer="exact")
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            new.step()
+            new.zero_grad()
+        found.append(values(net))
+        net(batch(rank, 2)).backward()
+        with pytest.raises(RuntimeError, match="no longer a view of its bucket"):
+            old.step()
+    assert_same(*found)
+
+
+class Arriving:
+    """A gather whose result appears when it is waited for."""
+
+    def __init__(self, flat, arrived):
+        self.flat, self.arrived = flat, arrived
+
+    def wait(self):
+        self.flat.copy_(self.arrived)
 
 
 @scenario(1, 2)

@@ -216,14 +216,18 @@ class BucketedParameters:
         self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
-    def close(self) -> None:
-        """Release hooks and storage; parameters and gradients become ordinary tensors again."""
+    def detach(self) -> None:
+        """Finish what is under way, and release hooks."""
         self.finish_launched()
         self.wait()
         if self.reduction is not None:
             self.reduction.close()
         if self._gathers is not None:
             self._gathers.close()
+
+    def close(self) -> None:
+        """Release hooks and storage; parameters and gradients become ordinary tensors again."""
+        self.detach()
         for bucket in self.buckets:
             bucket.release()
         for shards in self._shards.values():

@@ -54,6 +54,10 @@ class LiveOptimizer(Optimizer):
         """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
         raise NotImplementedError
 
+    def hand_over(self) -> None:
+        """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
+        raise NotImplementedError
+
     def trained_ids(self) -> set[int]:
         """``id`` of every parameter that is updated."""
         return {id(entry.parameter) for entry in self.entries}

@@ -33,7 +33,7 @@ from optim_dist import clip
 from optim_dist._bucketed import BucketedParameters
 from optim_dist._collectives import Communicator
 from optim_dist._explain import Explanation, explain
-from optim_dist._live import LiveOptimizer
+from optim_dist._live import LiveOptimizer, live_optimizers
 from optim_dist._norm import combine_norms, combine_powers, power_sum
 from optim_dist._options import Options
 from optim_dist._shards import Item, Route, Shard, StepContext
@@ -109,6 +109,10 @@ class DistOptimizer(LiveOptimizer):
         if communicator.world_size > 1:
             hyperparameters = construction.describe_groups(self.param_groups, found)
             construction.check_plan(plan, self._options.described(), hyperparameters, communicator)
+            taken = {id(entry.parameter) for entry in found}
+            for other in live_optimizers():
+                if other is not self and taken & other.trained_ids():
+                    other.hand_over()
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
@@ -118,6 +122,7 @@ class DistOptimizer(LiveOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
+        self._check_open()
         is_built = hasattr(self, "plan")  # else a group of the constructor
         # ranks agree, for how much is reduced already may differ between them
         if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
@@ -141,6 +146,14 @@ class DistOptimizer(LiveOptimizer):
             self._bucketed.close()
             self._unregister()
             self._closed = True
+
+    def hand_over(self) -> None:
+        """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
+        self._bucketed.detach()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer was closed; build a new one (its state can be taken before close())")
 
     # a step
 
@@ -183,8 +196,7 @@ class DistOptimizer(LiveOptimizer):
 
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
-        if self._closed:
-            raise RuntimeError("this optimizer was closed; build a new one")
+        self._check_open()
         self._check_left_out()
         if self._bucketed.reduce(len(self.plan.parameters)):
             self._factor = None  # of gradients that were dropped since
@@ -365,6 +377,7 @@ class DistOptimizer(LiveOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded."""
+        self._check_open()
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
         states.check_sharded(self, state_dict)
         if self._communicator.world_size > 1:
@@ -390,6 +403,7 @@ class DistOptimizer(LiveOptimizer):
 
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
+        self._check_open()
         with torch.no_grad():
             return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)
 
