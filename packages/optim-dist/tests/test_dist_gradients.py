@@ -1,0 +1,234 @@
+"""Gradients until they are reduced: accumulation, reductions under backward, gradients from elsewhere, and errors.
+
+All scenarios of a backend run in one launch of ranks, each with its own optimizer; a test looks at what its scenario
+raised.
+"""
+
+import pytest
+import torch
+from dist_cases import Scenarios, device_of
+from dist_loops import assert_same, batch, build, values
+
+scenario = Scenarios()
+
+
+def run(rank, steps=3, micro_batches=1, mode="plain", skip=lambda rank, step, micro: None, **options):
+    """Parameters after some steps; every mode must give the same bits."""
+    if mode == "counted":
+        options["accumulation_steps"] = micro_batches
+    net, optimizer = build(rank, **options)
+    for step in range(steps):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            if mode == "no_sync" and not last:
+                with optimizer.no_sync():
+                    net(batch(rank, step, micro), skip(rank, step, micro)).backward()
+            else:
+                net(batch(rank, step, micro), skip(rank, step, micro)).backward()
+        if mode in ("no_sync", "counted") and last:
+            assert any(bucket.launched for bucket in optimizer._bucketed.buckets), "nothing was reduced during backward"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=mode != "zeroed")
+    return values(net)
+
+
+@scenario(2)
+def accumulation_by_any_means_gives_the_same_bits(rank, world_size):
+    plain = run(rank, micro_batches=3)
+    for mode in ("no_sync", "counted"):
+        assert_same(run(rank, micro_batches=3, mode=mode), plain)
+        assert_same(run(rank, micro_batches=3, mode=mode, overlap=True, bucket_mb=1.0), plain)
+
+
+@scenario(2)
+def eager_reduction_equals_reduction_at_step(rank, world_size):
+    assert_same(run(rank, mode="counted"), run(rank))
+
+
+@scenario(2)
+def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
+    def skip(rank, step, micro):
+        return (rank + step) % 3
+
+    for mode in ("counted", "no_sync"):
+        assert_same(run(rank, micro_batches=2, mode=mode, skip=skip), run(rank, micro_batches=2, skip=skip))
+
+
+@scenario(2)
+def two_optimizers_reduce_side_by_side_whatever_each_rank_uses(rank, world_size):
+    found = []
+    for options in ({}, {"accumulation_steps": 1}):
+        nets, optimizers = zip(*(build(rank, **options) for _ in range(2)))
+        for step in range(3):
+            # of the first model some layers have no gradient, others on each rank
+            (nets[0](batch(rank, step), skip=(rank + step) % 3) + nets[1](batch(rank, step, 1))).backward()
+            # a collective of the loop's own, for its log
+            total = torch.full((3,), rank + 1.0, device=device_of(rank))
+            torch.distributed.all_reduce(total)
+            assert total.tolist() == [3.0] * 3
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([value for net in nets for value in values(net)])
+    assert_same(*found)
+
+
+@scenario(2)
+def backward_waits_for_nobody(rank, world_size):
+    """Else a rank that lacks a gradient, and waits for the others in a collective of the loop, waits for ever."""
+    found = []
+    for options in ({}, {"accumulation_steps": 1}):
+        net, optimizer = build(rank, bucket_mb=1e-6, **options)
+        assert len(optimizer.plan.buckets) > 4
+        for step in range(2):
+            # the last layer is the first to be reduced
+            net(batch(rank, step), skip=3 if rank else None).backward()
+            torch.distributed.all_reduce(torch.ones(1, device=device_of(rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+    assert_same(*found)
+
+
+@scenario(2)
+def zeroed_gradients_equal_dropped_ones(rank, world_size):
+    assert_same(run(rank, mode="zeroed"), run(rank))
+    assert_same(run(rank, mode="zeroed", accumulation_steps=1), run(rank))
+
+
+@scenario(2)
+def gradients_set_by_hand_are_copied_in(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        twin(batch(rank, step)).backward()
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad.clone()
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            opt.step()
+            model.zero_grad(set_to_none=True)
+    assert_same(values(net), values(twin))
+    assert optimizer.explain().data["gradients_copied"] == 2 * len(list(net.parameters()))
+
+
+@scenario(2)
+def a_second_backward_into_a_reduced_bucket_is_an_error(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.\w+ arrived after its bucket was reduced.*no_sync"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+    net(batch(rank, 1)).backward()
+    optimizer.step()
+
+
+@scenario(2)
+def a_backward_after_clipping_is_an_error(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+
+
+@scenario(2)
+def forgetting_zero_grad_is_an_error(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        net(batch(rank, 1)).backward()
+    optimizer.zero_grad()
+    net(batch(rank, 1)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was reduced in an earlier step"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario(2)
+def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
+    net(batch(rank, 0)).backward()
+    net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario(2)
+def a_gradient_changed_after_clipping_is_an_error(rank, world_size):
+    for change in (lambda p: None, torch.zeros_like):
+        net, optimizer = build(rank)
+        net(batch(rank, 0)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        bias = net.layers[3].bias
+        bias.grad = change(bias)
+        with pytest.raises(RuntimeError, match=r"layers\.3\.bias was assigned or changed .* before clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        net(batch(rank, 1)).backward()
+        optimizer.step()
+
+
+@scenario(2)
+def model_zero_grad_skips_a_batch(rank, world_size):
+    twin, twin_optimizer = build(rank)
+    twin(batch(rank, 0)).backward()
+    twin_optimizer.step()
+    for max_norm, options in ((None, {"accumulation_steps": 1}), (0.001, {}), (0.001, {"accumulation_steps": 1})):
+        net, optimizer = build(rank, **options)
+        net(batch(rank, 7)).backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        assert not optimizer.is_between_steps
+        net.zero_grad()
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        assert_same(values(net), values(twin))
+        net.zero_grad()
+        net(batch(rank, 1)).backward()
+        net.zero_grad()
+        assert optimizer.is_between_steps
+
+
+@scenario(2)
+def a_batch_is_skipped_after_unequal_numbers_of_reductions(rank, world_size):
+    for of_model in (True, False):
+        net, optimizer = build(rank, accumulation_steps=1)
+        twin, twin_optimizer = build(rank)
+        for step, used in enumerate((False, True, False, True)):
+            net(batch(rank, step), skip=None if used else rank).backward()
+            if not used:
+                (net if of_model else optimizer).zero_grad()
+                continue
+            twin(batch(rank, step)).backward()
+            for opt in (optimizer, twin_optimizer):
+                opt.step()
+                opt.zero_grad()
+        assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def zero_grad_discards_a_step_that_did_not_happen(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    twin, twin_optimizer = build(rank)
+    net(batch(rank, 7)).backward()
+    optimizer.clip_grad_norm_(0.001)
+    optimizer.zero_grad()
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 0)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def debug_mode_finds_no_fault_in_a_sound_run(rank, world_size):
+    assert_same(run(rank, debug=True), run(rank))
+
+
+@scenario.parametrize()
+def test_gradients(backend, world_size, name):
+    scenario.check(backend, world_size, name)

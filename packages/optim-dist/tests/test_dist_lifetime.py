@@ -1,0 +1,338 @@
+"""An optimizer from construction to ``close()``: what is refused, later groups, state out and in, the next one.
+
+All scenarios of a backend run in one launch of ranks, each with its own optimizer; a test looks at what its scenario
+raised.
+"""
+
+import io
+
+import pytest
+import torch
+from dist_cases import Scenarios, device_of
+from dist_loops import Net, assert_same, batch, build, values
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
+from optim_dist._construction import check_replicas
+
+scenario = Scenarios()
+
+
+@scenario(2)
+def groups_added_later(rank, world_size):
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    optimizer = TritonDistAdamW(net.layers[:2].parameters(), reducer="exact")
+    twin_optimizer = TritonDistAdamW(twin.layers[:2].parameters(), reducer="exact")
+    later = TritonDistAdamW(twin.layers[2:].parameters(), lr=0.1, reducer="exact")
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": net.layers[2:].parameters(), "lr": 0.1})
+        net(batch(rank, step)).backward()
+        twin(batch(rank, step)).backward()
+        for opt in (optimizer, twin_optimizer, *([later] if step else [])):
+            opt.step()
+        net.zero_grad()
+        twin.zero_grad()
+    assert_same(values(net), values(twin))
+
+
+@scenario(1, 2)
+def a_refused_group_leaves_everything_as_it_was(rank, world_size):
+    device = device_of(rank)
+    net, optimizer = build(rank)
+    bad = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    good = nn.Parameter(torch.ones(3, device=device))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="only dense real"):
+            optimizer.add_param_group({"params": [("bad", bad)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("good", good)]})
+    (net(batch(rank, 0)) + good.sum()).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert torch.all(good < 1.0)
+
+
+@scenario(2)
+def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    later = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="add the group after step"):
+        optimizer.add_param_group({"params": [("later", later)]})
+    assert len(optimizer.param_groups) == 1
+    # where nothing is left of the batch, or nothing was there
+    net.zero_grad()
+    net(batch(rank, 0), skip=3 if rank else None).backward()
+    net.zero_grad()
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2, device=device_of(rank))))]})
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [("later", later)]})
+    (net(batch(rank, 0)) + later.sum()).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert torch.all(later < 1.0)
+
+
+@scenario(2)
+def state_dict_at_an_equal_plan(rank, world_size):
+    net, optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    twin, twin_optimizer = build(rank)
+    twin.load_state_dict(net.state_dict())
+    twin_optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+    other, other_optimizer = build(rank, bucket_mb=1.0)
+    with pytest.raises(ValueError, match="checkpoint loads at any number of ranks"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="load_full_state_dict"):
+        other_optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
+
+
+@scenario(2)
+def full_state_to_torch_and_back(rank, world_size):
+    net, optimizer = build(rank)
+    for step in range(2):
+        net(batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = [optimizer.full_state_dict()]
+    torch.distributed.broadcast_object_list(full, src=0)
+    theirs = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in net.parameters()])
+    theirs.load_state_dict(full[0])
+    state = theirs.state_dict()["state"]
+    assert all(
+        value.shape in (parameter.shape, ())
+        for i, parameter in enumerate(net.parameters())
+        for value in state[i].values()
+    )
+    twin, twin_optimizer = build(rank, bucket_mb=1.0)
+    twin.load_state_dict(net.state_dict())
+    twin_optimizer.load_full_state_dict(full[0])
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def closing_gives_ordinary_tensors(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    before = values(net)
+    optimizer.close()
+    assert_same(values(net), before)
+    assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == len(list(net.parameters()))
+    net.zero_grad()
+    for _ in range(2):
+        net(batch(rank, 1)).backward()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+
+
+@scenario(2)
+def a_closed_optimizer_has_no_state_to_save(rank, world_size):
+    net, optimizer = build(rank)
+    full = optimizer.full_state_dict() or {"state": {}, "param_groups": []}
+    optimizer.close()
+    for call in (
+        optimizer.full_state_dict,
+        optimizer.state_dict,
+        lambda: optimizer.load_full_state_dict(full),
+        lambda: optimizer.load_state_dict(full),
+        lambda: checkpoint.save("not written", net, optimizer),
+        lambda: optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2)))]}),
+    ):
+        with pytest.raises(RuntimeError, match="was closed; build a new one"):
+            call()
+
+
+@scenario(2)
+def a_new_optimizer_takes_over(rank, world_size):
+    """While the old one still gathers, is still there, and would reduce what it no longer owns."""
+    found = []
+    for options in ({"overlap": False}, {"accumulation_steps": 1, "reducer": "rs"}):
+        net, old = build(rank, **options)
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            old.step()
+            old.zero_grad()
+        # as if all that others own were still on its way
+        for bucket in old._bucketed.buckets if old._bucketed._gathers is not None else ():
+            bucket.finish_gathering()
+            arrived = bucket.values.clone()
+            bucket.values.fill_(float("nan"))
+            bucket.own(bucket.values).copy_(bucket.own(arrived))
+            bucket.gathering = Arriving(bucket.values, arrived)
+        new = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net, reducer="exact")
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            new.step()
+            new.zero_grad()
+        found.append(values(net))
+        net(batch(rank, 2)).backward()
+        with pytest.raises(RuntimeError, match="no longer a view of its bucket"):
+            old.step()
+    assert_same(*found)
+
+
+class Arriving:
+    """A gather whose result appears when it is waited for."""
+
+    def __init__(self, flat, arrived):
+        self.flat, self.arrived = flat, arrived
+
+    def wait(self):
+        self.flat.copy_(self.arrived)
+
+
+@scenario(1, 2)
+def a_closed_optimizer_takes_no_part_in_clipping(rank, world_size):
+    net, closed = build(rank)
+    closed.close()
+    optimizer = TritonDistAdamW(net.parameters())
+    net(batch(rank, 0)).backward()
+    assert torch.equal(clip_grad_norm_(net.parameters(), 1.0), optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.step()
+
+
+@scenario(2)
+def parameters_are_those_of_the_first_rank(rank, world_size):
+    parameter = nn.Parameter(torch.full((5,), float(rank), device=device_of(rank)))
+    with pytest.raises(RuntimeError, match="parameters differ from rank 0"):
+        TritonDistAdamW([("w", parameter)], sync_params="check")
+    TritonDistAdamW([("w", parameter)])
+    assert torch.equal(parameter, torch.zeros_like(parameter))
+
+
+@scenario(2)
+def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
+    shapes = [(3,), (4,) if rank == 0 else (5,), (6,)]
+    named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
+    with pytest.raises(RuntimeError, match=r"number 1: rank 0 has w1 \(4,\).*rank 1 has w1 \(5,\)"):
+        TritonDistAdamW(named)
+
+
+@scenario(2)
+def unequal_options_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("average", True, False),
+        ("reducer", "rs", "exact"),
+        ("reduce_dtype", None, torch.bfloat16),
+        ("bucket_mb", 1.0, 2.0),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} is {first} on rank 0, {second} on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+
+
+@scenario(2)
+def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("lr", 0.1, 0.2),
+        ("lr", torch.tensor(0.5), torch.tensor(0.25)),
+        ("betas", (0.9, 0.99), (0.9, 0.95)),
+        ("amsgrad", True, False),
+    ):
+        with pytest.raises(RuntimeError, match=f"different options: {name} of group 0 is .* on rank 0, .* on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+    optimizer = TritonDistAdamW([parameter])
+    with pytest.raises(RuntimeError, match=r"weight_decay of group 1 is 0\.0 on rank 0, 1\.0 on rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": float(rank)})
+    with pytest.raises(RuntimeError, match="note of group 1 is not given on rank 0, x on rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **({"note": "x"} if rank else {})})
+    assert len(optimizer.param_groups) == 1
+
+
+@scenario(1, 2)
+def multipliers_of_a_parameter_are_refused(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    parameter.lr_mul, parameter.wd_mul = 1.0, 1
+    TritonDistAdamW([("w", parameter)])
+    for key in ("lr_mul", "wd_mul"):
+        setattr(parameter, key, 0.5)
+        with pytest.raises(ValueError, match=f"w: its {key} is 0.5"):
+            TritonDistAdamW([("w", parameter)])
+        delattr(parameter, key)
+
+
+@scenario(2)
+def parameters_of_fsdp1_are_refused(rank, world_size):
+    device = device_of(rank)
+    for use_orig_params in (False, True):
+        linear = nn.Linear(8, 8, bias=False).to(device)
+        model = FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=device)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match=r"0\.0: a parameter of FullyShardedDataParallel.*use fully_shard"):
+            TritonDistAdamW(model.parameters())
+        assert_same(list(model.parameters()), before)
+
+
+@scenario(2)
+def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
+    device = device_of(rank)
+    one = nn.Parameter(torch.ones(4, 4, device=device))
+    overlapping = nn.Parameter(one.data[1:])
+    expanded = nn.Parameter(torch.ones(1, device=device).expand(3))
+    complex_valued = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    with pytest.raises(ValueError, match="overlap in memory"):
+        TritonDistAdamW([("a", one), ("b", overlapping)])
+    with pytest.raises(ValueError, match="leave gaps or overlap"):
+        TritonDistAdamW([("a", expanded)])
+    with pytest.raises(ValueError, match="only dense real"):
+        TritonDistAdamW([("a", complex_valued)])
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        TritonDistMuon([("bias", nn.Parameter(torch.ones(3, device=device)))])
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
+    with pytest.raises(ValueError, match="reduced twice"):
+        TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario(2)
+def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net.layers[1].weight.data = net.layers[1].weight.data.clone()
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight is no longer a view of its bucket"):
+        optimizer.step()
+
+
+@scenario(2)
+def thawed_parameters_are_refused(rank, world_size):
+    net = Net(device_of(rank))
+    net.layers[2].requires_grad_(False)
+    optimizer = TritonDistAdamW(net.parameters())
+    net.layers[2].requires_grad_(True)
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="did not need one when the optimizer was built"):
+        optimizer.step()
+
+
+@scenario(2)
+def replicas_that_differ_are_named(rank, world_size):
+    net, optimizer = build(rank)
+    with torch.no_grad():
+        net.layers[3].bias += rank
+    with pytest.raises(RuntimeError, match=r"differ from rank 0's: layers\.3\.bias \(rank 1\)"):
+        check_replicas(optimizer._bucketed.buckets, optimizer.communicator)
+
+
+@scenario.parametrize()
+def test_lifetime(backend, world_size, name):
+    scenario.check(backend, world_size, name)
