@@ -151,6 +151,26 @@ def test_any_layout_loads_any_other_on_devices(backend, tmp_path):
         check_loads(tmp_path, expected, world_size, backend)
 
 
+def evaluate_before(rank, world_size, folder):
+    tokens = torch.arange(4)
+    model, optimizer = build(FSDP)
+    steps(model, optimizer, range(2))
+    other, other_optimizer = build(FSDP, seed=99)
+    for each in (model, other):
+        with torch.no_grad():
+            each(tokens)
+        assert not isinstance(each.scale, DTensor), "FSDP2 leaves what it has put together"
+    checkpoint.save(f"{folder}/evaluated", model, optimizer)
+    checkpoint.load(f"{folder}/evaluated", other, other_optimizer)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), other(tokens))
+    assert_everything(everything(other, other_optimizer), everything(model, optimizer), "evaluated", rank == 0)
+
+
+def test_models_that_were_evaluated_are_saved_and_loaded(tmp_path):
+    run_ranks(evaluate_before, 2, str(tmp_path))
+
+
 def load_what_does_not_fit(rank, world_size, folder):
     model, _ = build(FSDP)
     before = [parameter.full_tensor() for parameter in model.parameters()]

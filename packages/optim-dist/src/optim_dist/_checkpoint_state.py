@@ -177,12 +177,17 @@ def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:
 
 
 def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str, Any]:
-    """The model's state that the optimizer does not own: buffers and frozen parameters."""
+    """The model's state that the optimizer does not own: buffers and frozen parameters.
+
+    Called before parameters are asked for their names: FSDP2 leaves whole ones in a model that was evaluated, and puts
+    the cut ones back when it is asked for its state.
+    """
     if model is None:
         return {}
+    state = model.state_dict()
     trained = optimizer.trained_ids()
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
-    return {name: value for name, value in model.state_dict().items() if name not in names}
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def whole_rest(rest: Mapping[str, Any], optimizer: DistOptimizer) -> dict[str, Any]:

@@ -76,11 +76,11 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
     if len(set(names)) > 1:
         raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(names)}")
     temporary = folder.with_name(f".{folder.name}.{nonces[0][:12]}.tmp")
-    specs = named_specs(opt, model)
+    rest_here, specs = rest_of_model(model, opt), named_specs(opt, model)
     file = manifests.rank_file(communicator.rank)
     written: dict[str, list[Any]] = {}
     # collective where there are DTensors, so outside of what may fail on one rank
-    mine, rest = own_parts(opt, specs), whole_rest(rest_of_model(model, opt), opt)
+    mine, rest = own_parts(opt, specs), whole_rest(rest_here, opt)
     try:
         with raised_together(communicator, failed):
             temporary.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
     folder, communicator = Path(path), opt.communicator
-    specs = named_specs(opt, model)
-    rest = rest_of_model(model, opt)
+    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
     problems: list[str] = []
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
