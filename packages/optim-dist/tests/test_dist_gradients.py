@@ -9,6 +9,8 @@ import torch
 from dist_cases import Scenarios, device_of
 from dist_loops import assert_same, batch, build, values
 
+from optim_dist._collectives import Communicator
+
 scenario = Scenarios()
 
 
@@ -71,6 +73,27 @@ def two_optimizers_reduce_side_by_side_whatever_each_rank_uses(rank, world_size)
                 optimizer.zero_grad()
         found.append([value for net in nets for value in values(net)])
     assert_same(*found)
+
+
+@scenario(2)
+def connections_are_made_before_backward(rank, world_size):
+    """A collective of every size that backward launches; the first one waits for all ranks, with NCCL on the host."""
+    for reducer in ("rs", "exact"):
+        net, optimizer = build(rank, reducer=reducer)
+        sent, sizes = optimizer.communicator.bytes_sent, []
+        rehearse = Communicator.rehearse
+
+        def recorded(communicator, collective, rehearse=rehearse, sizes=sizes):
+            sizes.append(collective.args[-1].numel())
+            rehearse(communicator, collective)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Communicator, "rehearse", recorded)
+            for _ in range(2):
+                with optimizer.no_sync():
+                    net(batch(rank, 0)).backward()
+        assert sorted(sizes) == sorted({bucket.plan.numel for bucket in optimizer._bucketed.buckets})
+        assert optimizer.communicator.bytes_sent == sent
 
 
 @scenario(2)

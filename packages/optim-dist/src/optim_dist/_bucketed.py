@@ -205,11 +205,13 @@ class BucketedParameters:
         A rank without some gradient launches what follows only at its step: behind collectives of others (of another
         optimizer, of the user, of FSDP) that come after it on other ranks.
         """
-        if self._options.overlap:
-            if self._apart is None:
-                world = self._communicator
-                self._apart = self._options.communicator(world.device, world.traffic, is_apart=True)
-            reducer.communicator = self._apart
+        if not self._options.overlap or reducer.communicator is self._apart:
+            return
+        if self._apart is None:
+            world = self._communicator
+            self._apart = self._options.communicator(world.device, world.traffic, is_apart=True)
+        reducer.communicator = self._apart
+        reducer.connect(self.buckets)
 
     def check_replicas(self, context: str) -> None:
         """Refuse parameters whose bits differ between ranks."""

@@ -12,7 +12,8 @@ ends at 65504, is an average already: ``rs`` divides what it sends, ``exact`` th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -29,8 +30,15 @@ class Reducer(Protocol):
 
     communicator: Communicator
 
+    def connect(self, buckets: Sequence[Bucket]) -> None:
+        """Run each collective of these buckets once, on other memory. Collective.
+
+        NCCL connects at the first use of an algorithm, which may depend on the size, and waits for all ranks on the
+        host meanwhile: under backward those that lack a gradient would not be there.
+        """
+
     def is_ready(self, bucket: Bucket) -> bool:
-        """Whether the host can launch the bucket without waiting for other ranks to launch earlier ones."""
+        """Whether the bucket can be launched without waiting, on host or stream, for other ranks' earlier ones."""
 
     def launch(self, bucket: Bucket) -> None: ...
 
@@ -43,6 +51,10 @@ class ReduceScatter:
     def __init__(self, communicator: Communicator, reduce_dtype: torch.dtype | None) -> None:
         self.communicator = communicator
         self.reduce_dtype = reduce_dtype
+
+    def connect(self, buckets: Sequence[Bucket]) -> None:
+        for flat in _like_wires(buckets, self.reduce_dtype):
+            self.communicator.rehearse(partial(self.communicator.reduce_scatter_, flat))
 
     def is_ready(self, bucket: Bucket) -> bool:
         return True
@@ -80,10 +92,13 @@ class Exact:
         }
         self._in_flight: deque[Bucket] = deque()
 
+    def connect(self, buckets: Sequence[Bucket]) -> None:
+        for flat in _like_wires(buckets, self.reduce_dtype):
+            self.communicator.rehearse(partial(self.communicator.exchange, torch.empty_like(flat), flat))
+
     def is_ready(self, bucket: Bucket) -> bool:
-        # on a GPU a stream waits for scratch, not the host
-        wire_dtype = self.reduce_dtype or bucket.gradients.dtype
-        return bucket.gradients.is_cuda or bool(self._free[bucket.gradients.device, wire_dtype])
+        # others come at step(): to add up here what frees scratch would wait for all ranks
+        return bool(self._free[bucket.gradients.device, self.reduce_dtype or bucket.gradients.dtype])
 
     def launch(self, bucket: Bucket) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
@@ -119,6 +134,13 @@ class Exact:
         elif bucket.sums is None:
             bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
         bucket.sums.copy_(total)
+
+
+def _like_wires(buckets: Sequence[Bucket], dtype: torch.dtype | None) -> Iterator[Tensor]:
+    """Zeros of every kind and size that travels."""
+    kinds = ((bucket.gradients.device, dtype or bucket.gradients.dtype, bucket.plan.numel) for bucket in buckets)
+    for device, wire_dtype, numel in dict.fromkeys(kinds):
+        yield torch.zeros(numel, dtype=wire_dtype, device=device)
 
 
 def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
