@@ -105,6 +105,8 @@ def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device
     """The state of a parameter that has not been stepped."""
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
     for key, dtype in _dtypes(param, group).items():
+        if key == "max_exp_avg_sq" and not group["amsgrad"]:
+            continue
         float_dtype = torch.float32 if dtype == torch.uint8 else dtype
         zeros = torch.zeros_like(param, dtype=float_dtype, memory_format=torch.preserve_format)
         state[key] = quantize(zeros, _FORMATS[key]) if dtype == torch.uint8 else zeros
@@ -114,7 +116,10 @@ def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device
 def placed_state(
     param: Tensor, group: dict[str, Any], saved: dict[str, Any], *, step_device: torch.device
 ) -> dict[str, Any]:
-    """A loaded state, of torch's AdamW or of ours in any format, in the format of this group."""
+    """A loaded state, of torch's AdamW or of ours in any format, in the format of this group.
+
+    A maximum that the group does not want now is kept, as torch does: it may want it again.
+    """
     missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]
     if missing:
         raise ValueError(
@@ -155,10 +160,8 @@ def as_float(moment: Tensor) -> Tensor:
 def _dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
     """The dtype of each moment; 8-bit codes cannot hold a running maximum, which would round up and never fall."""
     first, second = moment_dtypes(param, group["state_dtype"])
-    dtypes = {"exp_avg": first, "exp_avg_sq": second}
-    if group["amsgrad"]:
-        dtypes["max_exp_avg_sq"] = torch.float32 if second == torch.uint8 else second
-    return dtypes
+    maximum = torch.float32 if second == torch.uint8 else second
+    return {"exp_avg": first, "exp_avg_sq": second, "max_exp_avg_sq": maximum}
 
 
 def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> Tensor:
