@@ -56,6 +56,28 @@ def test_a_stalled_rank_ends_the_wait_at_the_timeout(tmp_path):
     assert 0.8 < waited < 3.8
 
 
+def lose_a_rank_in_save(rank, world_size, folder):
+    optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
+    _manifest.flush_folder = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint.save(f"{folder}/[x]", None, optimizer)
+
+
+def save(rank, world_size, folder):
+    optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
+    checkpoint.save(f"{folder}/[x]", None, optimizer)
+
+
+def test_what_a_killed_save_leaves_is_removed_by_the_next_to_the_same_path(tmp_path):
+    others = [".[x].mine.tmp", ".[x].2.0123456789ab.tmp", ".x.0123456789ab.tmp"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(lose_a_rank_in_save, 2, str(tmp_path), timeout=60)
+    assert len(list(tmp_path.iterdir())) == len(others) + 1
+    run_ranks(save, 2, str(tmp_path), timeout=60)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "[x]", "latest"])
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 

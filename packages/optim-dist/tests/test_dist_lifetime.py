@@ -46,6 +46,8 @@ def a_refused_group_leaves_everything_as_it_was(rank, world_size):
     for _ in range(2):
         with pytest.raises(ValueError, match="only dense real"):
             optimizer.add_param_group({"params": [("bad", bad)]})
+        with pytest.raises(TypeError):
+            optimizer.add_param_group({"params": [("good", good)], "lr": "fast"})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [("good", good)]})
     (net(batch(rank, 0)) + good.sum()).backward()
@@ -248,6 +250,7 @@ def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
         ("lr", 0.1, 0.2),
         ("lr", torch.tensor(0.5), torch.tensor(0.25)),
         ("betas", (0.9, 0.99), (0.9, 0.95)),
+        ("betas", [0.9, 0.99], [0.9, 0.95]),
         ("amsgrad", True, False),
     ):
         with pytest.raises(RuntimeError, match=f"different options: {name} of group 0 is .* on rank 0, .* on rank 1"):
@@ -255,6 +258,8 @@ def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
     optimizer = TritonDistAdamW([parameter])
     with pytest.raises(RuntimeError, match=r"weight_decay of group 1 is 0\.0 on rank 0, 1\.0 on rank 1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": float(rank)})
+    # what is no plain value looks different on every rank
+    TritonDistAdamW([{"params": [parameter], "notes": [object()], "more": (object(),)}]).close()
     with pytest.raises(RuntimeError, match="note of group 1 is not given on rank 0, x on rank 1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **({"note": "x"} if rank else {})})
     assert len(optimizer.param_groups) == 1

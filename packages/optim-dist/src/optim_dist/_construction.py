@@ -210,8 +210,15 @@ def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) ->
         f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
         for index in sorted({entry.group for entry in found})
         for key, value in groups[index].items()
-        if key not in ("params", "param_names") and isinstance(value, Tensor | int | float | str | tuple | torch.dtype)
+        if key not in ("params", "param_names") and value is not None and _is_plain(value)
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the text of a hyperparameter says what it is, on every rank alike."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Tensor | int | float | str | torch.dtype)
 
 
 def check_plan(

@@ -4,9 +4,10 @@ A pre-hook on every module that holds trained parameters lets the current stream
 the modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients waits for all.
 
 Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
-``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region. Such a parameter has a
-gradient though none of its modules has run. The first step, after which nothing is in flight yet, finds them, and their
-buckets are waited for at the end of every step. One that turns up later may have been read too early: an error.
+``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region that is no module of the
+model. Such a parameter has a gradient though none of its modules has run. The first step, after which nothing is in
+flight yet, finds them, and their buckets are waited for at the end of every step. One that turns up later may have been
+read too early: an error.
 """
 
 from __future__ import annotations

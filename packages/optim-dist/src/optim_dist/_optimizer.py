@@ -136,7 +136,7 @@ class DistOptimizer(LiveOptimizer):
             self._views(self.param_groups[-1])
             if is_built:
                 self._extend(self._find_entries(first_group=len(self.param_groups) - 1))
-        except (ValueError, RuntimeError):
+        except BaseException:
             self.param_groups.pop()
             raise
 

@@ -1,7 +1,8 @@
 """Checkpoints that load at any number of ranks, and of which every byte is checked before any is used.
 
     save   each rank writes what it owns, the first one the rest and a manifest; all into a hidden folder that gets its
-           name only when everything is on the disk, so that a crash leaves the previous checkpoint whole
+           name only when everything is on the disk, so that a crash leaves the previous checkpoint whole; what a
+           killed save leaves is removed by the next one to the same path
     load   names, shapes, dtypes, routes, sizes and digests first, all problems in one error on every rank; then the
            files, each read by one rank; then, if ranks or plan differ, one exchange by ``optim_redist``
 
@@ -10,6 +11,7 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import pickle
@@ -47,6 +49,7 @@ from optim_dist._reshard import exchange, streams
 __all__ = ["CheckpointError", "latest", "load", "save"]
 
 LATEST = "latest"
+NONCE = 12  # hexadecimal digits in the name of a temporary folder
 
 Path_ = str | os.PathLike[str]
 
@@ -71,11 +74,15 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
             problems.append("gradients have arrived since the last step(); save after step()")
         if folder.exists():
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
+        # before this save has a temporary folder itself
+        if communicator.rank == 0:
+            for left in _left_behind(folder):
+                shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
     opt.wait()
     nonces, names = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name]))
     if len(set(names)) > 1:
         raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(names)}")
-    temporary = folder.with_name(f".{folder.name}.{nonces[0][:12]}.tmp")
+    temporary = folder.with_name(f".{folder.name}.{nonces[0][:NONCE]}.tmp")
     rest_here, specs = rest_of_model(model, opt), named_specs(opt, model)
     file = manifests.rank_file(communicator.rank)
     written: dict[str, list[Any]] = {}
@@ -164,6 +171,11 @@ def latest(directory: Path_) -> Path | None:
     # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
     complete = [file for file in folder.glob(f"*/{manifests.MANIFEST}") if not file.parent.name.startswith(".")]
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    """Temporary folders of saves to this path that were killed; those of other paths may still be written."""
+    return list(folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * NONCE}.tmp"))
 
 
 def _write(file: Path, content: io.BytesIO) -> list[Any]:
