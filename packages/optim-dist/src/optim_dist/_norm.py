@@ -15,10 +15,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optim_dist._collectives import Communicator
 from optim_kernels.clip import sum_of_squares
 
+# gradients of this rank, and what they are multiplied by before the update; None is one
+Part = tuple[Sequence[Tensor], Tensor | None]
 
-def power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+
+def norm_over_ranks(parts: Sequence[Part], norm_type: float, communicator: Communicator) -> Tensor:
+    """The norm of all parts of all ranks together: 0-dim, fp64. Collective."""
+    mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
+    norms = []
+    for powers, (_, factor) in zip(communicator.gather_message(mine).unbind(1), parts):
+        norm = _combine_powers(powers, norm_type)
+        norms.append(norm if factor is None or norm_type == 0 else norm * factor)
+    return combine_norms(norms, norm_type)
+
+
+def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of several vectors' norms, as if they were one vector: 0-dim, in the norms' dtype."""
+    if len(norms) == 1:
+        return norms[0]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1)
+
+
+def _power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """This rank's half: 0-dim, fp64, on ``device``."""
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
@@ -31,7 +53,7 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.devic
     return torch.stack([(g.ne(0).double() if norm_type == 0 else g**norm_type).sum().to(device) for g in wide]).sum()
 
 
-def combine_powers(powers: Tensor, norm_type: float) -> Tensor:
+def _combine_powers(powers: Tensor, norm_type: float) -> Tensor:
     """The norm from every rank's half ``[W]``: 0-dim, fp64."""
     if math.isinf(norm_type):
         return powers.amax()
@@ -39,11 +61,3 @@ def combine_powers(powers: Tensor, norm_type: float) -> Tensor:
     for power in powers[1:]:
         total = total + power
     return total if norm_type == 0 else total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
-
-
-def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of several vectors' norms, as if they were one vector: 0-dim, in the norms' dtype."""
-    if len(norms) == 1:
-        return norms[0]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1)

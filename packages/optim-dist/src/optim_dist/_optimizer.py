@@ -34,7 +34,7 @@ from optim_dist._bucketed import BucketedParameters
 from optim_dist._collectives import Communicator
 from optim_dist._explain import Explanation, explain
 from optim_dist._live import LiveOptimizer, live_optimizers
-from optim_dist._norm import combine_norms, combine_powers, power_sum
+from optim_dist._norm import norm_over_ranks
 from optim_dist._options import Options
 from optim_dist._shards import Item, Route, Shard, StepContext
 from optim_dist.plan import Plan, RouteName, plan_parameters
@@ -298,19 +298,13 @@ class DistOptimizer(LiveOptimizer):
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         self._reduce()
-        order, device = float(norm_type), self._communicator.device
         # gradients in buckets are sums over ranks, others arrive averaged
         homes = [
             (self._bucketed.reduced_gradients(divided), factor) for divided, factor in self._bucketed.factors.items()
         ]
         if self._resident or not homes:
             homes.append((self._resident.gradients(), None))
-        mine = torch.stack([power_sum(gradients, order, device) for gradients, _ in homes])
-        norms = []
-        for powers, (_, factor) in zip(self._communicator.gather_message(mine).unbind(1), homes):
-            norm = combine_powers(powers, order)
-            norms.append(norm if factor is None or order == 0 else norm * factor)
-        norm = combine_norms(norms, order)
+        norm = norm_over_ranks(homes, float(norm_type), self._communicator)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 

@@ -62,9 +62,9 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         extra: plain values and tensors, of the first rank.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if gradients are being
-            accumulated or reduced, if ``load`` could not read ``extra``, a group or the rest of the model again, or if
-            a rank could not write.
+        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if gradients in buckets are
+            being accumulated or reduced, if ``load`` could not read ``extra``, a group or the rest of the model again,
+            or if a rank could not write.
     """
     folder, communicator = Path(path), opt.communicator
     failed = f"checkpoint {folder} was not saved"
