@@ -105,7 +105,7 @@ def little_travels_over_the_slow_dimension(rank, world_size):
         assert isinstance(communicator, GridCommunicator)
         sent = []
         for group in (communicator._replicate, communicator._shard):
-            group._traffic = type(group._traffic)()
+            group.traffic = type(group.traffic)()
             sent.append(group)
         parameter.grad = torch.full_like(parameter, rank)
         optimizer.step()

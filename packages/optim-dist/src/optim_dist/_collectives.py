@@ -53,6 +53,7 @@ class Communicator:
     Attributes:
         rank: which chunk this process owns.
         ranks: the global rank of every chunk's owner.
+        traffic: what this rank has sent; another communicator may add to it.
     """
 
     def __init__(
@@ -76,22 +77,17 @@ class Communicator:
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
-        self._traffic = traffic or Traffic()
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank has sent; another communicator may add to it."""
-        return self._traffic
+        self.traffic = traffic or Traffic()
 
     @property
     def bytes_sent(self) -> int:
         """By this rank, since construction."""
-        return self._traffic.bytes_sent
+        return self.traffic.bytes_sent
 
     @property
     def num_calls(self) -> int:
         """Collectives since construction."""
-        return self._traffic.num_calls
+        return self.traffic.num_calls
 
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
@@ -110,9 +106,9 @@ class Communicator:
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
         """Run a collective for what the backend prepares at a first one; its traffic is not counted."""
-        before = replace(self._traffic)
+        before = replace(self.traffic)
         collective().wait()
-        self._traffic.bytes_sent, self._traffic.num_calls = before.bytes_sent, before.num_calls
+        self.traffic.bytes_sent, self.traffic.num_calls = before.bytes_sent, before.num_calls
 
     def gather_message(self, message: Tensor) -> Tensor:
         """``message [K]`` of every rank as ``[W, K]``, on every rank."""
@@ -160,8 +156,8 @@ class Communicator:
         return flat[self.rank * chunk : (self.rank + 1) * chunk]
 
     def _count(self, flat: Tensor) -> None:
-        self._traffic.num_calls += 1
-        self._traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+        self.traffic.num_calls += 1
+        self.traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
 
 
 def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:
