@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from redist_cases import FAMILIES, random_case
 
-from optim_redist import Chunk, Cyclic, Layout, Mesh, Plan, plan, planning, verify
+from optim_redist import Chunk, Cyclic, Layout, Mesh, Plan, plan, planning, same_ownership, verify
 from optim_redist.canonical import _by_holdings, _by_strides
 
 
@@ -54,6 +54,19 @@ def test_equal_pairs_and_widths_are_decided_once() -> None:
     assert len(planning._decisions) == 1
     plan((16, 16), "float32", *WRITTEN[0])
     assert len(planning._decisions) == 2
+
+
+def test_sums_and_averages_pending_together() -> None:
+    mesh = Mesh((2, 3, 2))
+    both = Layout(mesh, [2], {0: "avg", 1: "sum"})
+    found = both.canonical((8,))
+    assert sorted((op, found.mesh.sizes[axis]) for axis, op in found.partial) == [("avg", 2), ("sum", 3)]
+    assert same_ownership(both, found, (8,))
+    assert found.canonical((8,)) == found
+    # which axis of the mesh is which does not matter
+    square = Mesh((2, 2))
+    for ops in ({0: "sum", 1: "avg"}, {0: "avg", 1: "sum"}):
+        assert Layout(square, [None], ops).canonical((8,)) == Layout(square, [None], {0: "sum", 1: "avg"})
 
 
 def test_other_ownership_means_another_hash() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from optim_redist._mesh import coordinates, grid_points
-from optim_redist.errors import NotRepresentableError
 from optim_redist.index_sets import EMPTY, IndexSet
 from optim_redist.layout import Block, Chunk, Cyclic, Kind, Layout, Mesh, Ragged, Split
 from optim_redist.ownership import normal_form, pending_of, simplest_kind
@@ -135,16 +134,18 @@ def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
     if len(idle) == len(ranks):
         return Layout(Mesh(len(ranks), ranks=sorted(ranks)), [None] * len(shape))
     groups = _parts(layout, points)
-    pending = pending_of(layout)
-    num_contributions = prod(count for _, count in pending)
+    # of an average of sums the sum is the major one
+    pending = pending_of(layout)[::-1]
+    counts = [count for _, count in pending]
+    num_contributions = prod(counts)
     replicas = len(next(iter(groups.values())))
 
     # the grid: dimensions, contributions, replicas; idle ranks fill the coordinates that hold nothing, in order
     sizes = _grid_with_idle([len(table) for table in tables], len(ranks) // (num_contributions * replicas))
-    grid = (*sizes, num_contributions, replicas)
+    grid = (*sizes, *counts, replicas)
     spare = iter(idle)
     placed: list[int] = []
-    for place in grid_points(grid[:-1]):
+    for place in grid_points((*sizes, num_contributions)):
         placed += groups[place] if place in groups else [next(spare) for _ in range(replicas)]
     mesh, factors = _as_mesh(grid, placed)
     dims: list[Split | None] = []
@@ -153,7 +154,8 @@ def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
         axes = factors[k]
         kind = simplest_kind(table, n, [mesh.sizes[axis] for axis in axes])
         dims.append(Split(axes, kind) if axes else None)
-    return Layout(mesh, dims, _spread_pending(pending, mesh, factors[len(shape)]))
+    ops = zip(pending, factors[len(shape) :])
+    return Layout(mesh, dims, {axis: op for (op, _), axes in ops for axis in axes})
 
 
 def _parts(layout: Layout, points: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
@@ -170,21 +172,6 @@ def _parts(layout: Layout, points: Mapping[int, tuple[int, ...]]) -> dict[tuple[
         if -1 not in point:
             known = numbers.setdefault(point, {})
             found.setdefault((*point, known.setdefault(contribution[rank], len(known))), []).append(rank)
-    return found
-
-
-def _spread_pending(pending: Sequence[tuple[str, int]], mesh: Mesh, axes: Sequence[int]) -> dict[int | str, str]:
-    """Which axis holds which operation: the only one, or sum first while its number of contributions lasts."""
-    if len(pending) == 1:
-        return dict.fromkeys(axes, pending[0][0])
-    found: dict[int | str, str] = {}
-    left = dict(pending)
-    for axis in axes:
-        op = next((op for op in sorted(left, reverse=True) if left[op] % mesh.sizes[axis] == 0), None)
-        if op is None:
-            raise NotRepresentableError(f"pending {dict(pending)} do not divide over axes of sizes {mesh.sizes}")
-        left[op] //= mesh.sizes[axis]
-        found[axis] = op
     return found
 
 
