@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._rank_program import resolved
+from optim_redist._recent import Recent
 from optim_redist._stage_program import StageProgram, slots, stage_programs
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError
@@ -19,8 +19,7 @@ from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
 from optim_redist.program import Program, compile
 
-_programs: OrderedDict[tuple[Any, ...], tuple[object, Program]] = OrderedDict()
-_CACHE_SIZE = 1024
+_programs: Recent[tuple[object, Program]] = Recent(1024)
 
 
 def redistribute_local(
@@ -49,7 +48,8 @@ def redistribute_local(
         shape: the global shape.
         group: who takes part; by default the ranks of both layouts.
         out: where to put the result; it shares no memory with the tensor, unless it is the tensor and all of it stays.
-            It requires no gradient, and earlier steps of a plan of several hold it besides what the plan says.
+            It requires no gradient. Of a plan of several steps it is held from the first, which is refused where that
+            exceeds ``memory_limit``.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
@@ -59,7 +59,8 @@ def redistribute_local(
     Raises:
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
-        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost.
+        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost, or if
+            ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps.
     """
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -87,14 +88,11 @@ def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
     """The plan compiled on this rank, once for every process group."""
     world = _collectives.world()
     key = (id(made), _collectives.my_rank(), id(group))
-    known = _programs.get(key)
+    known = _programs.find(key)
     if known is not None and known[0] is world and known[1].plan is made:
-        _programs.move_to_end(key)
         return known[1]
     program = compile(made, group)
-    _programs[key] = (world, program)
-    if len(_programs) > _CACHE_SIZE:
-        _programs.popitem(last=False)
+    _programs.put(key, (world, program))
     return program
 
 

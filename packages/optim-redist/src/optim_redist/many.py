@@ -7,7 +7,6 @@ Training mesh to inference mesh, and a checkpoint at another world size, are one
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +17,7 @@ from torch.distributed import ProcessGroup
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._rank_program import Copy, Message, copy_together, resolved
+from optim_redist._recent import Recent
 from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
@@ -188,7 +188,7 @@ def _fill_buckets(plans: Sequence[Plan], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-_programs: OrderedDict[tuple[Any, ...], tuple[object, ManyProgram]] = OrderedDict()
+_programs: Recent[tuple[object, ManyProgram]] = Recent(_CACHE_SIZE)
 
 
 def redistribute_many(
@@ -220,11 +220,10 @@ def redistribute_many(
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
     key = (tuple(map(id, plans)), bucket_bytes, id(group), _collectives.my_rank())
     world = _collectives.world()
-    known = _programs.get(key)
+    known = _programs.find(key)
     if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
-        _programs[key] = known = (world, ManyProgram(plans, bucket_bytes, group))
-        if len(_programs) > _CACHE_SIZE:
-            _programs.popitem(last=False)
+        known = (world, ManyProgram(plans, bucket_bytes, group))
+        _programs.put(key, known)
     program = known[1]
     for name, item, stage in zip(names, chosen, program.stages):
         found = None if item.tensor is None else tuple(item.tensor.shape)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._candidates import phases_of
 from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates, grid_points
+from optim_redist._recent import Recent
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
@@ -193,26 +193,8 @@ class Plan:
 
 
 _Decision = dict[str, Any]  # what a plan says besides its dtype, source and target
-_Found = TypeVar("_Found")
-
-
-class _Cache(OrderedDict[tuple[Any, ...], _Found]):
-    """What was used last."""
-
-    def find(self, key: tuple[Any, ...]) -> _Found | None:
-        found = self.get(key)
-        if found is not None:
-            self.move_to_end(key)
-        return found
-
-    def put(self, key: tuple[Any, ...], made: _Found) -> None:
-        self[key] = made
-        if len(self) > _CACHE_SIZE:
-            self.popitem(last=False)
-
-
-_plans: _Cache[Plan] = _Cache()  # for layouts as they are written
-_decisions: _Cache[_Decision] = _Cache()  # for their canonical forms
+_plans: Recent[Plan] = Recent(_CACHE_SIZE)  # for layouts as they are written
+_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # for their canonical forms
 
 
 def clear_cache() -> None:
