@@ -98,6 +98,8 @@ def test_meshes_may_differ(capsys):
         (["plan", *SWAP, "--model", "abacus"], "presets"),
         (["verify", "/nowhere.json"], "nowhere"),
         (["bench"], "torchrun"),
+        (["verify", str(EXAMPLES), "--limit", "-1"], "from 1 on"),
+        (["verify", str(EXAMPLES), "--limit", "1", "--execute", "gloo:0"], "gloo:8"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -124,6 +126,21 @@ def test_verify_proves_and_simulates_the_examples(capsys):
     data = json.loads(run(capsys, "verify", str(EXAMPLES), "--json"))
     assert (data["checked"], data["failed"]) == (74, 0)
     assert all(row["volume_ratio"] >= 1 for row in data["results"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bool", "complex128", "float8_e5m2", "uint16"])
+def test_plans_of_every_type_are_executed(capsys, tmp_path, dtype):
+    path = tmp_path / "plan.json"
+    task = ["--shape", "5,3", "--mesh", "4", "--src", "S(0)", "--dst", "S(1)", "--dtype", dtype]
+    path.write_text(run(capsys, "plan", *task, "--json"))
+    text = run(capsys, "verify", str(path), "--execute", "simulate")
+    assert text == "1 redistributions proven, 1 executed, 0 wrong\n"
+
+
+def test_plans_that_were_not_executed_are_named(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(run(capsys, "plan", "--shape", "8", "--mesh", "4", "--src", "Partial(sum)", "--dst", "R", "--json"))
+    assert "not executed: 1, with pending" in run(capsys, "verify", str(path), "--execute", "simulate")
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def check_file(path: Path, execute: str | None = None, limit: int | None = None)
         outcomes = [_simulated(task) for task in progress(tasks, "simulate")]
     elif execute is not None:
         backend, _, count = execute.partition(":")
-        if backend != "gloo" or not count.isdecimal():
+        if backend != "gloo" or not count.isdecimal() or not int(count):
             raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
         outcomes = _on_ranks(tasks, int(count))
     else:
@@ -104,39 +104,46 @@ def _prove(task: Task) -> dict[str, Any]:
 # -- running
 
 
-def _part(full: Tensor, layout: Layout, rank: int) -> Tensor | None:
-    """What a rank holds of a tensor; None outside the layout's mesh."""
+def _part(full: Tensor, layout: Layout, rank: int, dtype: str) -> Tensor | None:
+    """What a rank holds of a tensor of bytes, (*shape, itemsize), as elements; None outside the layout's mesh."""
+    import torch
+
     if rank not in layout.mesh.coordinates:
         return None
-    for tensor_dim, held in enumerate(layout.indices(full.shape, rank)):
+    for tensor_dim, held in enumerate(layout.indices(full.shape[:-1], rank)):
         full = full[(slice(None),) * tensor_dim + (elements(held),)]
-    return full.clone()
+    return full.clone().view(getattr(torch, dtype)).squeeze(-1)
 
 
-def _full(task: Task) -> Tensor:
+def _full(made: Plan) -> Tensor:
+    """Random elements of the plan's type, each as its bytes."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**30), 2**30, task.shape, dtype=torch.int32, generator=generator)
+    return torch.randint(256, (*made.shape, made.itemsize), dtype=torch.uint8, generator=generator)
 
 
 def _simulated(task: Task) -> str | None:
     """What goes wrong when all ranks run in this process; empty if nothing does, None if it cannot be run."""
-    import torch
-
     from optim_redist.execute import simulate
 
-    made = _made(task)
-    if made.dtype != "int32" or task.src.partial or task.dst.partial:
+    if task.src.partial or task.dst.partial:
         return None
-    full = _full(task)
-    found = simulate(made, {rank: _part(full, task.src, rank) for rank in task.src.mesh.ranks})
-    wrong = [rank for rank, local in found.items() if not _equal(local, _part(full, task.dst, rank), torch)]
+    made = _made(task)
+    full = _full(made)
+    found = simulate(made, {rank: _part(full, task.src, rank, made.dtype) for rank in task.src.mesh.ranks})
+    wrong = [rank for rank, local in found.items() if not _equal(local, _part(full, task.dst, rank, made.dtype))]
     return f"ranks {wrong} end with other elements than the target has" if wrong else ""
 
 
-def _equal(a: Tensor | None, b: Tensor | None, torch: Any) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and bool(torch.equal(a, b)))
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two parts have the same shape and bits."""
+    import torch
+
+    if a is None or b is None:
+        return a is b
+    bits = [tensor.unsqueeze(-1).contiguous().view(torch.uint8) for tensor in (a, b)]
+    return torch.equal(*bits)
 
 
 def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
@@ -149,7 +156,6 @@ def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
         if max((*task.src.mesh.ranks, *task.dst.mesh.ranks)) < num_ranks
         and not task.src.partial
         and not task.dst.partial
-        and _made(task).dtype == "int32"
     ]
     wrong = run_ranks(_run_on_rank, num_ranks, [tasks[number] for number in fitting], timeout=600.0)
     outcomes: list[str | None] = [None] * len(tasks)
@@ -161,16 +167,15 @@ def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
 
 def _run_on_rank(rank: int, world_size: int, tasks: Sequence[Task]) -> list[int]:
     """The places of the tasks whose result on this rank is wrong."""
-    import torch
-
     from optim_redist.program import compile
 
     wrong = []
     for place, task in enumerate(tasks):
         if rank not in {*task.src.mesh.ranks, *task.dst.mesh.ranks}:
             continue
-        full = _full(task)
-        found = compile(_made(task))(_part(full, task.src, rank))
-        if not _equal(found, _part(full, task.dst, rank), torch):
+        made = _made(task)
+        full = _full(made)
+        found = compile(made)(_part(full, task.src, rank, made.dtype))
+        if not _equal(found, _part(full, task.dst, rank, made.dtype)):
             wrong.append(place)
     return wrong

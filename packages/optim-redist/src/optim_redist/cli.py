@@ -25,7 +25,8 @@ _EXAMPLES = """examples:
                     --dst "[-,1~4,0~2,-]" --topology nodes:axis0 --dtype bf16
   optim-redist explain --shape 65536,65536 --mesh dp=2,tp=4 --src "S(0),S(1)" --dst "S(1),S(0)" --model h200x8
   optim-redist bound --shape 16,16,16 --mesh x=4,y=2 --src "P('y',None,'x')" --dst "P(None,('x','y'),None)"
-  optim-redist verify redist_examples.json --execute gloo:8
+  optim-redist plan --shape 64,64 --mesh 2,4 --src "S(0),S(1)" --dst "S(1),S(0)" --json > swap.json
+  optim-redist verify swap.json --execute gloo:8
   torchrun --nproc-per-node 8 -m optim_redist calibrate --out h200x8.json --seconds 60
   torchrun --nproc-per-node 8 -m optim_redist bench --against dtensor --sizes 64MiB,512MiB --out redist.json
 """
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--execute", metavar="HOW", help="run them as well: simulate, or gloo:8 for eight ranks of gloo"
     )
-    verify.add_argument("--limit", type=int, metavar="N", help="only the first N redistributions")
+    verify.add_argument("--limit", type=_count, metavar="N", help="only the first N redistributions")
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure the collectives of this machine (under torchrun)")
     calibrate.add_argument("--out", type=Path, default=Path("costs.json"), help="where to write the model")
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--sizes", type=_read(_sizes), default=[64 << 20], help="bytes of the tensors, such as 64MiB,2GiB"
     )
-    bench.add_argument("--repeats", type=int, default=9)
+    bench.add_argument("--repeats", type=_count, default=9)
     bench.add_argument("--model", type=_read(_model), help="cost model to plan with: a preset or a file of calibrate")
     bench.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
@@ -123,6 +124,12 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"a shape is written 8,8,4, got {text!r}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -253,6 +260,8 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"{result['name']}: {result['problem']}")
         executed = sum(result["executed"] for result in results)
         print(f"{len(results)} redistributions proven, {executed} executed, {len(failed)} wrong")
+        if options.execute and executed < len(results):
+            print(f"not executed: {len(results) - executed}, with pending reductions or on more ranks than there are")
     return 1 if failed else 0
 
 
