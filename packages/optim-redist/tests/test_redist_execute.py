@@ -21,6 +21,8 @@ from optim_redist import (
     PlanMismatchError,
     Ragged,
     UnsupportedError,
+    _collectives,
+    compile,
     execute,
     plan,
     redistribute_local,
@@ -31,6 +33,7 @@ from optim_redist import (
 from optim_redist._collectives import Team
 from optim_redist._native import NativeReduction
 from optim_redist._stage_program import stage_programs
+from optim_redist.execute import program_for
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
 from optim_utils.testing import run_ranks
@@ -167,6 +170,13 @@ def test_an_output_in_the_memory_of_the_source_is_refused_unless_all_of_it_stays
     for rank, texts in enumerate(run_ranks(_out_in_the_source, 2)):
         assert len(texts) == 2
         assert all(f"rank {rank}: out shares memory with the source" in text for text in texts)
+
+
+def test_an_output_without_memory_shares_none() -> None:
+    program = compile(plan((4,), "float32", Layout(Mesh(1), [None]), Layout(Mesh(1), [None])))
+    meta = torch.empty(4, device="meta")
+    out = torch.empty(4, device="meta")
+    assert program(meta, out) is out
 
 
 def test_pending_conjugation_and_negation_are_resolved() -> None:
@@ -315,6 +325,26 @@ def test_integers_that_torch_does_not_add_are_refused(op: str, dtype: torch.dtyp
         plan((2,), dtype, whole, pending)
     with pytest.raises(UnsupportedError, match=r"torch neither adds nor compares|an average of"):
         simulate(plan((2,), dtype, pending, whole), [part, part])
+
+
+def _as_beside_nccl(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # a world of cpu:gloo,cuda:nccl with tensors of the CPU, as far as this machine can have one
+        patch.setattr(_collectives, "_has_nccl", lambda group: True)
+        patch.setattr(_collectives, "device_of", lambda where: torch.device("cpu"))
+        mesh = Mesh(4)
+        layouts = [Layout(mesh, dims) for dims in ([0, None], [None, 0], [None, None])]
+        for src, dst in product(layouts, layouts):
+            _assert_moved(Case((6, 5), src, dst), _numbered((6, 5)), rank)
+        assert program_for(plan((6, 5), "int32", *layouts[:2])).team.takes_lists
+        for op, dst in product(("sum", "avg"), layouts):
+            full = torch.ones(8, 4) * (rank + 1)
+            total = redistribute_local(full, (8, 4), Layout(mesh, [None, None], {0: op}), dst)
+            assert torch.equal(total, part_of(torch.full((8, 4), 10.0 if op == "sum" else 2.5), dst, rank))
+
+
+def test_tensors_of_the_cpu_travel_over_gloo_in_a_group_that_has_nccl_too() -> None:
+    run_ranks(_as_beside_nccl, 4, timeout=60)
 
 
 class _Nccl:

@@ -17,6 +17,7 @@ from optim_redist import (
     Mesh,
     Plan,
     PlanInfeasibleError,
+    UnsupportedError,
     bounds,
     plan,
     redistribute_local,
@@ -255,13 +256,39 @@ def test_packed_plans_are_right() -> None:
                 verify(plan(shape, "float32", src, dst, donate=True, memory_limit=2**40, planners=["packed"]))
 
 
+def test_an_output_that_does_not_fit_beside_the_earlier_steps_is_refused() -> None:
+    src, dst = HYBRID
+    limited = plan((1024, 1024), "float32", src, dst, donate=True, memory_limit=44 << 16)
+    assert limited.planner == "packed"
+    with pytest.raises(UnsupportedError, match=f"{4 << 16} bytes above memory_limit={44 << 16}"):
+        Program(limited, 0, None)(torch.zeros(1024, 256), torch.zeros(256, 1024))
+    steps = {"planners": ["naive"]}
+    src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    peak = plan((64, 64), "float32", src, dst, **steps).peak_bytes
+    for spare in (0, 64 * 16 * 4):
+        made = plan((64, 64), "float32", src, dst, memory_limit=peak + spare, **steps)
+        assert len(made.stages) == 2
+        program = Program(made, 0, cast(Any, _NoWire()))
+        source, out = torch.zeros(16, 64), torch.zeros(64, 16)
+        if not spare:
+            with pytest.raises(UnsupportedError, match=f"{out.nbytes} bytes above memory_limit={peak}"):
+                program(source, out)
+            continue
+        program(source)
+        with _Live() as live:
+            source.view(-1)
+            program(source, out)
+        assert live.peak + out.nbytes <= peak + spare
+
+
 def _give_packed(rank: int, world_size: int) -> list[str]:
     wrong = []
     full = torch.arange(1024.0 * 1024).reshape(1024, 1024)
     src, dst = HYBRID
-    for out in (None, torch.empty(256, 1024).t()):
+    # a target that is given takes memory while the source is packed
+    for out, limit in ((None, 44 << 16), (torch.empty(256, 1024).t(), 48 << 16)):
         mine = part_of(full, src, rank)
-        moved = redistribute_local(mine, full.shape, src, dst, donate=True, memory_limit=44 << 16, out=out)
+        moved = redistribute_local(mine, full.shape, src, dst, donate=True, memory_limit=limit, out=out)
         if not torch.equal(moved, part_of(full, dst, rank)) or (out is not None and moved is not out):
             wrong.append("values")
         if mine.untyped_storage().nbytes():

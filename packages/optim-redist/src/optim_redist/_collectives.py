@@ -58,9 +58,9 @@ class Team:
     def of(cls, ranks: Iterable[int], group: ProcessGroup | None = None) -> Team:
         """The team of all members of a given group, else of exactly these ranks.
 
-        A team smaller than the world sends and receives pair by pair on the world. NCCL has to make a communicator of
-        all ranks for that, unless the world is bound to devices and has one; there the team gets a group of its own,
-        which its members alone make. torch names such a group by the number of groups that a member is in.
+        A team smaller than the world sends and receives pair by pair on the world. NCCL needs a communicator of all
+        ranks for that, which only a world bound to devices has from its start; without it the team gets a group of its
+        own, which its members alone make. torch names such a group by the number of groups that a member is in.
         """
         needed = tuple(sorted(ranks))
         if not is_initialized():
@@ -116,7 +116,7 @@ class Team:
                 dict(zip(sizes, buffer.split(list(sizes.values()))))
                 for sizes, buffer in ((_in_order(received_sizes, self), received), (_in_order(sent_sizes, self), sent))
             )
-            return self.exchange_lists(incoming, outgoing, async_op=async_op)
+            return self.exchange_lists(incoming, outgoing, received.device, async_op=async_op)
         return dist.all_to_all_single(
             received,
             sent,
@@ -127,14 +127,17 @@ class Team:
         )
 
     def exchange_lists(
-        self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor], *, async_op: bool = False
+        self,
+        incoming: Mapping[int, Tensor],
+        outgoing: Mapping[int, Tensor],
+        device: torch.device,
+        *,
+        async_op: bool = False,
     ) -> Waitable | None:
-        """The same with one buffer a peer, anywhere in memory; peers that are not named exchange nothing."""
-        if self.is_whole and self.is_nccl:
-            some = next(iter([*incoming.values(), *outgoing.values()]), None)
-            if some is None:
-                some = torch.empty(0, dtype=torch.uint8, device=device_of(self))
-            nothing = some.new_empty(0).view(torch.uint8)
+        """The same with one buffer a peer, anywhere in the device's memory; peers not named exchange nothing."""
+        # a group with NCCL has gloo for tensors of the CPU, and gloo no all-to-all of lists
+        if self.is_whole and self.is_nccl and device.type != "cpu":
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
             return dist.all_to_all(
                 [incoming[rank].view(torch.uint8) if rank in incoming else nothing for rank in self.members],
                 [outgoing[rank].view(torch.uint8) if rank in outgoing else nothing for rank in self.members],

@@ -15,11 +15,11 @@ from optim_redist.moves import Phase
 from optim_redist.problem import Problem
 
 
-def packed_peak(problem: Problem, exchange: Phase) -> int:
-    """Elements that the fullest rank holds."""
+def packed_peak(problem: Problem, exchange: Phase, *, given: bool = False) -> int:
+    """Elements that the fullest rank holds; with the target ``given``, that is held beside the source, too."""
     sent, received, kept = exchange.sent(), exchange.received(), problem.num_kept
     most = 0
     for rank, (src, dst) in problem.num_stored.items():
         taken = sent.get(rank, 0) + kept.get(rank, 0)
-        most = max(most, taken + max(src, dst + received.get(rank, 0)))
+        most = max(most, taken + max(src + given * dst, dst + received.get(rank, 0)))
     return most

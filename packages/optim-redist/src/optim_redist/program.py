@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._native import NativeReduction
+from optim_redist._packed import packed_peak
 from optim_redist._rank_program import RankPhase, resolved
 from optim_redist._stage_program import StageProgram, stage_programs
 from optim_redist.errors import LayoutError, UnsupportedError
@@ -88,6 +89,7 @@ class Program:
         ]
         self._compared = not plan.communicates
         # a plan without communication that keeps all of a rank's tensor, or one piece of it
+        self._out_excess = _excess_of_out(plan)
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
 
@@ -138,7 +140,8 @@ class Program:
                 x = yield from self._run_packed(stage, x, out if last else None, device)
                 continue
             target = out if last and out is not None else stage.allocate(device)
-            native = self._native[number]
+            # library collectives are NCCL's; a group with NCCL may bring tensors of the CPU, too
+            native = self._native[number] if device.type != "cpu" else None
             if native is not None:
                 yield from self._run_native(native, x, target)
                 x = target
@@ -146,7 +149,7 @@ class Program:
                 continue
             for k, phase in enumerate(stage.phases):
                 sends, receives, unpacked = stage.begin(k, x, target, device, separate=self._separate)
-                work = self._exchange(phase, sends, receives) if self.plan.communicates else None
+                work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
                 stage.local(k, x, target, separate=self._separate)
                 yield work
                 stage.finish(k, unpacked, x, target, separate=self._separate)
@@ -164,7 +167,7 @@ class Program:
         _give_up(x)
         target = stage.allocate(device) if out is None else out
         receives, unpacked = stage.receive_buffers(0, x, target, device, separate=self._separate)
-        work = self._exchange(stage.phases[0], sends, receives)
+        work = self._exchange(stage.phases[0], sends, receives, device)
         stage.unpack_kept(kept, target)
         yield work
         stage.finish(0, unpacked, x, target, separate=self._separate)
@@ -185,13 +188,15 @@ class Program:
         # only now may the buffer go
         del buffer
 
-    def _exchange(self, phase: RankPhase, sends: list[Tensor], receives: list[Tensor]) -> Waitable | None:
+    def _exchange(
+        self, phase: RankPhase, sends: list[Tensor], receives: list[Tensor], device: torch.device
+    ) -> Waitable | None:
         assert self.team is not None, "plans that communicate have a team"
         try:
             if self._separate:
                 outgoing = {message.peer: buffer for message, buffer in zip(phase.sends, sends)}
                 incoming = {message.peer: buffer for message, buffer in zip(phase.receives, receives)}
-                return self.team.exchange_lists(incoming, outgoing, async_op=True)
+                return self.team.exchange_lists(incoming, outgoing, device, async_op=True)
             sizes = [
                 {message.peer: message.num_elements * self.plan.itemsize for message in messages}
                 for messages in (phase.receives, phase.sends)
@@ -209,6 +214,12 @@ class Program:
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:
         first, last = self.stages[0], self.stages[-1]
+        if out is not None and self._out_excess:
+            raise UnsupportedError(
+                f"out would be held from the start, {self._out_excess} bytes above memory_limit="
+                f"{self.plan.memory_limit} in a step before the target is made; call without out, or plan with a limit "
+                "that is higher by so much"
+            )
         if x is not None and out is not None and _overlap(x, out) and not (out is x and self._keeps_all):
             raise LayoutError(
                 f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
@@ -242,9 +253,24 @@ def _done(result: Tensor) -> Generator[None, None, Tensor]:
     return result
 
 
+def _excess_of_out(plan: Plan) -> int:
+    """Bytes above the plan's limit where every rank holds its target from the start; 0 if they fit."""
+    if plan.memory_limit is None:
+        return 0
+    (problem, phases), last = plan.phases[-1], plan.stages[-1]
+    if last.method == "packed":
+        held = packed_peak(problem, phases[0], given=True) * plan.itemsize
+    else:
+        # the steps of the last stage count the target already
+        earlier = plan.steps[: -(len(phases) // last.rounds)]
+        target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
+        held = max([step.peak + target for step in earlier], default=0)
+    return max(0, held - plan.memory_limit)
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the first to last bytes of two tensors meet."""
-    if a.device != b.device or not a.numel() or not b.numel():
+    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
     (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
     return a_start < b_stop and b_start < a_stop
