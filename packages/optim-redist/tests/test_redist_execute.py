@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 from redist_cases import Case, combined, contributions_of, example_cases, part_of, random_case
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from optim_redist import (
     Block,
@@ -25,6 +27,7 @@ from optim_redist import (
     compile,
     execute,
     plan,
+    redistribute,
     redistribute_local,
     redistribute_many,
     simulate,
@@ -345,6 +348,25 @@ def _as_beside_nccl(rank: int, world: int) -> None:
 
 def test_tensors_of_the_cpu_travel_over_gloo_in_a_group_that_has_nccl_too() -> None:
     run_ranks(_as_beside_nccl, 4, timeout=60)
+
+
+def _on_a_device(rank: int, world: int) -> None:
+    src, dst = Layout(Mesh(2), [0]), Layout(Mesh(2, ranks=[2, 3]), [0])
+    full = _numbered((6,))
+    mesh, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    part = part_of(full, src, rank) if rank < 2 else full[:0]
+    tensor = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=(1,))
+    # compare plans first, which asks for the group's device
+    _assert_moved(Case((6,), src, dst), full, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_collectives, "device_of", None)
+        _assert_moved(Case((6,), src, dst), full, rank, device=torch.device("cpu"))
+        moved = redistribute(tensor, other, [Shard(0)])
+        assert rank < 2 or torch.equal(moved.to_local(), part_of(full, dst, rank))
+
+
+def test_ranks_without_a_part_of_the_source_say_their_device() -> None:
+    run_ranks(_on_a_device, 4, timeout=60)
 
 
 class _Nccl:

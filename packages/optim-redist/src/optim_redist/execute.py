@@ -31,6 +31,7 @@ def redistribute_local(
     group: ProcessGroup | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     async_op: bool = False,
     cost_model: CommModel | None = None,
     topology: Topology | None = None,
@@ -50,6 +51,9 @@ def redistribute_local(
         out: where to put the result; it shares no memory with the tensor, unless it is the tensor and all of it stays.
             It requires no gradient. Of a plan of several steps it is held from the first, which is refused where that
             exceeds ``memory_limit``.
+        dtype: needed where ``tensor`` is None, else the tensor's own.
+        device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
+            group that has NCCL, else the CPU.
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
@@ -81,7 +85,7 @@ def redistribute_local(
     made = plan(
         shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit, donate=donate
     )
-    return program_for(made, group)(tensor, out, async_op, copy=copy)
+    return program_for(made, group)(tensor, out, async_op, copy=copy, device=device)
 
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:

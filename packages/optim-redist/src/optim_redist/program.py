@@ -107,12 +107,19 @@ class Program:
         return self._compared and (self.team is None or self.team.is_nccl)
 
     def __call__(
-        self, x: Tensor | None, out: Tensor | None = None, async_op: bool = False, *, copy: bool = True
+        self,
+        x: Tensor | None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        *,
+        copy: bool = True,
+        device: torch.device | None = None,
     ) -> Any:
         """This rank's part of the target; a ``Handle`` to it with ``async_op``.
 
         Without ``out``, a tensor that stays what it is comes back itself, and with ``copy=False`` a part of it may
-        come back as a view. ``out`` has memory of its own, or is such a tensor itself.
+        come back as a view. ``out`` has memory of its own, or is such a tensor itself. Without either tensor the target
+        is on ``device``, by default the CUDA device of a group that has NCCL and else the CPU.
         """
         self._check(x, out)
         if out is not None and out is x:
@@ -122,7 +129,8 @@ class Program:
                 return x
             if not copy:
                 return x[self._kept]
-        device = x.device if x is not None else out.device if out is not None else _collectives.device_of(self.team)
+        given = x if x is not None else out
+        device = given.device if given is not None else device or _collectives.device_of(self.team)
         self._compare()
         if async_op:
             return Handle(self._run(x, out, device))
@@ -296,7 +304,7 @@ def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
 
     Args:
         plan: the same on every rank; the first run makes sure.
-        group: who takes part, all of its ranks; by default the layouts' ranks, on the world's group.
+        group: who takes part, all of its ranks; by default the layouts' ranks.
     """
     rank = _collectives.my_rank()
     if not plan.communicates:

@@ -133,6 +133,7 @@ def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op
         source,
         place.layout(shape),
         dtype=local.dtype,
+        device=None if inside else torch.device(place.mesh.device_type),
         async_op=async_op,
         memory_limit=memory_limit,
     )
