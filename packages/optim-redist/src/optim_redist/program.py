@@ -88,8 +88,8 @@ class Program:
             for stage, (problem, _) in zip(plan.stages, plan.phases)
         ]
         self._compared = not plan.communicates
-        # a plan without communication that keeps all of a rank's tensor, or one piece of it
         self._out_excess = _excess_of_out(plan)
+        # a plan without communication that keeps all of a rank's tensor, or one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
 
