@@ -73,14 +73,16 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where the plan has them, and so do the tensors of their states.
+        """Whether these parameters lie where the plan has them.
 
         A tensor that stays may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a storage that is
         freed for a while.
         """
-        return self._where(params) == self._addresses and self._states_are_there(list(chain(*self._contents)))
+        return self._where(params) == self._addresses
 
-    def _states_are_there(self, held: list[Any]) -> bool:
+    def has_its_states(self) -> bool:
+        """Whether the tensors of the parameters' states are those of the plan, and lie where it has them."""
+        held = list(chain(*self._contents))
         if len(held) != len(self._held):
             return False
         if self._is_plain:
@@ -193,23 +195,32 @@ class PreparedStep:
         groups: Sequence[Group],
         params: list[Tensor],
         grads: list[Tensor | None],
-        states: Mapping[Tensor, State],
+        states: Mapping[Tensor, State] | None,
     ) -> bool:
         """Whether the same parameters of the same groups have gradients, at their old places and with their old states.
 
         Groups, their options, parameters and states are the user's to exchange between steps, as with torch's
         optimizers.
+
+        Args:
+            states: ``None`` if nobody can have changed them.
         """
         return (
             list(map(type, grads)) == self._types
             and [len(group["params"]) for group in groups] == self._sizes
-            and len(states) == len(self._states)
             and all(map(is_, groups, self._groups))
             and list(map(self._of_group, groups)) == self._options
             and all(map(is_, params, self._params))
+            and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
+            and (states is None or self._has(states))
+        )
+
+    def _has(self, states: Mapping[Tensor, State]) -> bool:
+        return (
+            len(states) == len(self._states)
             and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
-            and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
+            and (self.kernels is None or self.kernels.has_its_states())
         )
 
     def has_dense_gradients(self) -> bool:

@@ -31,7 +31,6 @@ from optim_kernels._dtensors import whole
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizer import (
-    StatefulOptimizer,
     check_capture,
     check_max_norm,
     hooked_step,
@@ -39,6 +38,7 @@ from optim_kernels._optimizer import (
     run_closure,
     text_table,
 )
+from optim_kernels._private_state import PrivateState
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList, is_capturing
 
@@ -62,7 +62,7 @@ _planned_options = itemgetter(
 )
 
 
-class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
+class TritonAdamW(PrivateState, torch.optim.AdamW):
     """AdamW with torch's arguments, state and results, in one launch a step, and with further storage formats.
 
     The update is that of ``optim_kernels.reference.adamw``; ``explain()`` says what updates each parameter.
@@ -189,7 +189,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
         prepared = self._prepared
-        if prepared is None or not prepared.is_for(self.param_groups, params, grads, self.state):
+        states = None if self._is_private else self._own_state
+        if prepared is None or not prepared.is_for(self.param_groups, params, grads, states):
             prepared = self._prepared = self._prepare(params, grads)
         try:
             seen = prepared.look_at(grads)
@@ -212,8 +213,8 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
         for group, places, own in prepared.with_torch:
-            states = [self.state[param] for param in own]
-            step_with_torch(group, own, states, places, grad_scale, found_inf, clip_factor)
+            own_states = [self._own_state[param] for param in own]
+            step_with_torch(group, own, own_states, places, grad_scale, found_inf, clip_factor)
         return loss
 
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
@@ -251,7 +252,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
             log_fallback(self, reasons)
         torch_parts = list(with_torch.values())
         return PreparedStep.of(
-            self.param_groups, params, grads, self.state, places, members, torch_parts, options=_planned_options
+            self.param_groups, params, grads, self._own_state, places, members, torch_parts, options=_planned_options
         )
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
@@ -259,7 +260,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
 
         The kernels go through parameter and moments in one order, that of the parameter in memory.
         """
-        state, device = self.state[param], step_device(param, group)
+        state, device = self._own_state[param], step_device(param, group)
         made = {} if state else new_state(param, group, step_device=device)
         made |= missing_master(param, group, state)
         if for_kernels:
@@ -324,7 +325,7 @@ class TritonAdamW(StatefulOptimizer, torch.optim.AdamW):
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches."""
         names = self._parameter_names()
-        rows = [explain_row(names[p], p, group, self.state.get(p) or {}) for group, p in self._parameters()]
+        rows = [explain_row(names[p], p, group, self._own_state.get(p) or {}) for group, p in self._parameters()]
         return text_table(EXPLAIN_HEADER, rows, footer=self._explain_launches())
 
     def _explain_launches(self) -> list[str]:

@@ -1,0 +1,180 @@
+"""TritonAdamW asks where the tensors of its states are once somebody may have changed them, and not before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_kernels import TritonAdamW
+from optim_kernels._adamw_step import AdamWStep
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+State = dict[Any, dict[str, Tensor]]
+
+
+def make(kind: type[torch.optim.AdamW] = TritonAdamW, **options: Any) -> torch.optim.AdamW:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((6, 5), (7,))]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return kind(params, lr=0.1, **({"impl": "triton"} if kind is TritonAdamW else {}), **options)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[AdamWStep]:
+    """Grows with every look at the states."""
+    seen: list[AdamWStep] = []
+    look = AdamWStep.has_its_states
+
+    def count(self: AdamWStep) -> bool:
+        seen.append(self)
+        return look(self)
+
+    monkeypatch.setattr(AdamWStep, "has_its_states", count)
+    return seen
+
+
+def test_training_and_checkpoints_leave_the_state_alone(looks: list[AdamWStep]) -> None:
+    optimizer = make()
+    for _ in range(3):
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.step()
+    other = make()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    other.explain()  # type: ignore[attr-defined]
+    for _ in range(3):
+        other.step()
+    assert looks == []
+    assert other.state[params_of(other)[0]]["step"] == 6
+    other.step()
+    other.step()
+    assert len(looks) == 2
+
+
+def by_reading(optimizer: Any) -> tuple[Any, State]:
+    return optimizer, optimizer.state
+
+
+def by_an_earlier_look(optimizer: Any) -> tuple[Any, State]:
+    state = optimizer.state
+    optimizer.step()
+    optimizer.state_dict()
+    return optimizer, state
+
+
+def by_assignment(optimizer: Any) -> tuple[Any, State]:
+    state = copy.copy(vars(optimizer)["state"])
+    optimizer.state = state
+    return optimizer, state
+
+
+def by_a_shallow_copy(optimizer: Any) -> tuple[Any, State]:
+    return optimizer, copy.copy(optimizer).state
+
+
+def by_its_original(optimizer: Any) -> tuple[Any, State]:
+    return copy.copy(optimizer), optimizer.state
+
+
+def by_a_deep_copy(optimizer: Any) -> tuple[Any, State]:
+    other = copy.deepcopy(optimizer)
+    for p, q in zip(params_of(other), params_of(optimizer)):
+        p.grad = q.grad
+    return other, other.state
+
+
+def by_pickle(optimizer: Any) -> tuple[Any, State]:
+    other = pickle.loads(pickle.dumps(optimizer))
+    for p, q in zip(params_of(other), params_of(optimizer)):
+        p.grad = q.grad
+    return other, other.state
+
+
+def by_a_hook(register: str) -> Callable[[Any], tuple[Any, State]]:
+    def leak(optimizer: Any) -> tuple[Any, State]:
+        held: list[State] = []
+        handle = getattr(optimizer, register)(lambda *_: held.append(optimizer.state))
+        if register.startswith("register_load"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif register.startswith("register_state"):
+            optimizer.state_dict()
+        else:
+            optimizer.step()
+        handle.remove()
+        return optimizer, held[-1]
+
+    leak.__name__ = register
+    return leak
+
+
+def by_a_failed_load(optimizer: Any) -> tuple[Any, State]:
+    state = optimizer.state
+    with pytest.raises(ValueError, match="param"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    return optimizer, state
+
+
+WAYS = [
+    by_reading,
+    by_an_earlier_look,
+    by_assignment,
+    by_a_shallow_copy,
+    by_its_original,
+    by_a_deep_copy,
+    by_pickle,
+    by_a_hook("register_step_pre_hook"),
+    by_a_hook("register_step_post_hook"),
+    by_a_hook("register_state_dict_pre_hook"),
+    by_a_hook("register_state_dict_post_hook"),
+    by_a_hook("register_load_state_dict_post_hook"),
+    by_a_failed_load,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_whoever_has_the_state_may_change_it(way: Callable[[Any], tuple[Any, State]]) -> None:
+    runs = []
+    for kind in (torch.optim.AdamW, TritonAdamW):
+        first: Any = make(kind)
+        first.step()
+        first.step()
+        optimizer, state = way(first)
+        optimizer.step()
+        for values in state.values():
+            values["exp_avg_sq"].data = torch.ones_like(values["exp_avg_sq"])
+        optimizer.step()
+        runs.append(params_of(optimizer))
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+def test_a_state_dict_shares_the_memory_and_no_tensor(state_dtype: Any) -> None:
+    params = [torch.nn.Parameter(torch.randn(64, 64, device=DEVICE))]
+    params[0].grad = torch.randn_like(params[0])
+    optimizer, other = (TritonAdamW(params, impl="triton", state_dtype=state_dtype) for _ in range(2))
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    found = saved["state"][0]["exp_avg"]
+    ours, theirs = (each.state[params[0]]["exp_avg"] for each in (optimizer, other))
+    if state_dtype == "int8":
+        found, ours, theirs = found["codes"], ours.codes, theirs.codes
+    assert found.data_ptr() == ours.data_ptr() == theirs.data_ptr()
+    assert len({id(each) for each in (found, ours, theirs)}) == 3
