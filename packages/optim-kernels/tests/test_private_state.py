@@ -130,6 +130,20 @@ def by_a_failed_load(optimizer: Any) -> tuple[Any, State]:
     return optimizer, state
 
 
+def by_a_wrapper_with_its_attributes(optimizer: Any) -> tuple[Any, State]:
+    """As ``lightning.fabric`` wraps optimizers."""
+    wrapper: Any = object.__new__(type("Wrapper", (type(optimizer),), {}))
+    wrapper.__dict__ = dict(vars(optimizer))
+    return optimizer, wrapper.state
+
+
+def by_a_wrapper_of_its_class(optimizer: Any) -> tuple[Any, State]:
+    """As ``lightning.pytorch`` wraps optimizers."""
+    ask = {"__getattr__": lambda _, name: getattr(optimizer, name)}
+    wrapper: Any = object.__new__(type("Wrapper", (type(optimizer),), ask))
+    return optimizer, wrapper.state
+
+
 WAYS = [
     by_reading,
     by_an_earlier_look,
@@ -144,6 +158,8 @@ WAYS = [
     by_a_hook("register_state_dict_post_hook"),
     by_a_hook("register_load_state_dict_post_hook"),
     by_a_failed_load,
+    by_a_wrapper_with_its_attributes,
+    by_a_wrapper_of_its_class,
 ]
 
 

@@ -17,22 +17,36 @@ from torch.optim import Optimizer
 from optim_kernels._optimizer import StatefulOptimizer
 
 
+class Access:
+    """Whether the state is the optimizer's alone.
+
+    An object, and always the same, for wrappers of optimizers copy what these have as attributes, and give away the
+    state in their place.
+    """
+
+    is_private = False
+
+
 class PrivateState(StatefulOptimizer):
     """An optimizer that knows whether anybody else has seen its state; itself it reads ``_own_state``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._access = Access()
         super().__init__(*args, **kwargs)
-        self._is_private = True
+        self._access.is_private = True
 
     @property
     def state(self) -> Any:
         """The state of each parameter, as in torch; whoever has read this may change it at any time from then on."""
-        self._is_private = False
+        if "state" not in self.__dict__:
+            # wrappers that pretend to be of this class ask the optimizer itself then
+            raise AttributeError(f"{type(self).__name__} has no state")
+        self._access.is_private = False
         return self._own_state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._is_private = False
+        self._access.is_private = False
         self.__dict__["state"] = state
 
     @property
@@ -40,9 +54,10 @@ class PrivateState(StatefulOptimizer):
         return self.__dict__["state"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._access = self.__dict__.get("_access", Access())
         super().__setstate__(state)
         # what this is made of may belong to another optimizer: copy.copy
-        self._is_private = False
+        self._access.is_private = False
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but with tensors of its own, which share the memory of the state's.
@@ -53,10 +68,10 @@ class PrivateState(StatefulOptimizer):
 
         def before(_: Optimizer) -> None:
             nonlocal is_private
-            is_private = self._is_private
+            is_private = self._access.is_private
 
         def after(_: Optimizer, content: dict[str, Any]) -> None:
-            self._is_private = is_private
+            self._access.is_private = is_private
             content["state"] = {key: _aliases(state) for key, state in content["state"].items()}
 
         # torch reads the state between the two; hooks of the user's, who may read it too, come before and after
@@ -76,11 +91,12 @@ class PrivateState(StatefulOptimizer):
         for _, param in self._parameters():
             if param in self._own_state:
                 self._own_state[param] = _aliases(self._own_state[param])
-        self._is_private = True
+        self._access.is_private = True
 
 
 def _aliases(state: Any) -> Any:
     """The state of a parameter in other tensors that share its memory."""
     if isinstance(state, dict):
         return {key: _aliases(value) for key, value in state.items()}
-    return state.detach() if isinstance(state, Tensor) else state
+    # a state with a graph (differentiable=True) is no kernel's
+    return state.detach() if isinstance(state, Tensor) and not state.requires_grad else state

@@ -189,7 +189,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
         prepared = self._prepared
-        states = None if self._is_private else self._own_state
+        states = None if self._access.is_private else self._own_state
         if prepared is None or not prepared.is_for(self.param_groups, params, grads, states):
             prepared = self._prepared = self._prepare(params, grads)
         try:
