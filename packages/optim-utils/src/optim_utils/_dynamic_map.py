@@ -21,26 +21,17 @@ middle below it, to 0.
 
 from __future__ import annotations
 
-import struct
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["decode_dynamic", "encode_dynamic", "fp32", "power_of_two_below"]
+from optim_utils._fp32 import fp32, power_of_two_below
+
+__all__ = ["decode_dynamic", "encode_dynamic"]
 
 _DECADES = 7
-
-
-def fp32(value: Fraction | float) -> float:
-    """The fp32 number nearest to an exact one."""
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def power_of_two_below(m: Tensor) -> Tensor:
-    """The largest power of two that is at most m, for fp32 m >= 1; 0 for 0."""
-    return (m.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 class _Constants(NamedTuple):

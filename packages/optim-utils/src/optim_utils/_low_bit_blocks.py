@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import fp32
+from optim_utils._fp32 import fp32
 from optim_utils._low_bit_codes import code_of
 from optim_utils._low_bit_formats import LowBitFormat
 

@@ -15,17 +15,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import decode_dynamic, encode_dynamic, fp32
+from optim_utils._dynamic_map import decode_dynamic, encode_dynamic
 from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
+from optim_utils._fp32 import fp32
 from optim_utils._low_bit_formats import LowBitFormat
 from optim_utils._octal_map import decode_octal, encode_octal
 from optim_utils._power_map import cube, decode_power, encode_power, fifth_power
 
 __all__ = ["Code", "code_of"]
+
+Elementwise = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Code:
     """
 
     peak: float
-    encode: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
+    encode: Elementwise
+    decode: Elementwise
     lowest: int
     highest: int
     count: int = 256
@@ -99,22 +103,26 @@ def code_of(fmt: LowBitFormat) -> Code:
     return _CODES[fmt.code, fmt.bits]
 
 
-# --- signs -----------------------------------------------------------------------------------------------------------
+def _with(
+    encode: Callable[..., Tensor], decode: Callable[..., Tensor], **options: Any
+) -> tuple[Elementwise, Elementwise]:
+    """Both directions of a map that comes in several sizes."""
+    return functools.partial(encode, **options), functools.partial(decode, **options)
 
 
-def _with_sign(encode: Callable[[Tensor], Tensor], largest_negative: int) -> Callable[[Tensor], Tensor]:
-    """Two's complement of the magnitude that ``encode`` gives; negative ones reach only to ``largest_negative``."""
+def _with_sign(encode: Elementwise) -> Elementwise:
+    """Two's complement of the magnitude that ``encode`` gives; negative ones reach only to 127."""
 
     def signed(y: Tensor) -> Tensor:
         magnitude = encode(y.abs())
-        return torch.where(y < 0, -magnitude.clamp(max=largest_negative), magnitude) & 0xFF
+        return torch.where(y < 0, -magnitude.clamp(max=127), magnitude) & 0xFF
 
     return signed
 
 
-def _from_sign(decode: Callable[[Tensor], Tensor], largest_negative: int) -> Callable[[Tensor], Tensor]:
+def _from_sign(decode: Elementwise) -> Elementwise:
     def signed(code: Tensor) -> Tensor:
-        negative = code > 255 - largest_negative
+        negative = code > 128
         number = decode(torch.where(negative, 256 - code, code))
         return torch.where(negative, -number, number)
 
@@ -123,9 +131,8 @@ def _from_sign(decode: Callable[[Tensor], Tensor], largest_negative: int) -> Cal
 
 def _dynamic_signed() -> Code:
     # The map has 1 but no -1: its byte 0x80 is +1, magnitude 128, and negative magnitudes end at 127.
-    encode = _with_sign(functools.partial(encode_dynamic, first=1), largest_negative=127)
-    decode = _from_sign(functools.partial(decode_dynamic, first=1), largest_negative=127)
-    return Code(1.0, encode, decode, lowest=-127, highest=128)
+    encode, decode = _with(encode_dynamic, decode_dynamic, first=1)
+    return Code(1.0, _with_sign(encode), _from_sign(decode), lowest=-127, highest=128)
 
 
 def _dynamic_unsigned() -> Code:
@@ -138,35 +145,15 @@ def _dynamic_unsigned() -> Code:
     return Code(1.0, encode, decode, lowest=0, highest=255)
 
 
-def _octal_signed() -> Code:
-    digits, largest = 7, 127
-    peak = decode_octal(torch.tensor([largest], device="cpu"), digits).item()
-    encode = _with_sign(functools.partial(encode_octal, digits=digits), largest)
-    decode = _from_sign(functools.partial(decode_octal, digits=digits), largest)
-    return Code(peak, encode, decode, lowest=-largest, highest=largest)
-
-
-def _octal_unsigned() -> Code:
-    digits, largest = 8, 255
-    peak = decode_octal(torch.tensor([largest], device="cpu"), digits).item()
-    encode = functools.partial(encode_octal, digits=digits)
-    return Code(peak, encode, functools.partial(decode_octal, digits=digits), lowest=0, highest=largest)
-
-
-def _cubic() -> Code:
-    encode = functools.partial(encode_power, power=cube, digits=7)
-    decode = functools.partial(decode_power, power=cube, digits=7)
+def _signed(encode: Elementwise, decode: Elementwise) -> Code:
+    """Magnitudes 0 to 127 with a sign, both signs alike; the peak is the number of the largest."""
     peak = decode(torch.tensor([127], device="cpu")).item()
-    return Code(peak, _with_sign(encode, 127), _from_sign(decode, 127), lowest=-127, highest=127)
+    return Code(peak, _with_sign(encode), _from_sign(decode), lowest=-127, highest=127)
 
 
-def _quintic_unsigned() -> Code:
-    encode = functools.partial(encode_power, power=fifth_power, digits=8)
-    decode = functools.partial(decode_power, power=fifth_power, digits=8)
+def _unsigned(encode: Elementwise, decode: Elementwise) -> Code:
+    """Magnitudes 0 to 255; the peak is the number of the largest."""
     return Code(decode(torch.tensor([255], device="cpu")).item(), encode, decode, lowest=0, highest=255)
-
-
-# --- integers and floats ---------------------------------------------------------------------------------------------
 
 
 def _integer(bits: int) -> Code:
@@ -201,10 +188,10 @@ _CODES: dict[tuple[str, int], Code] = {
     ("int", 4): _integer(4),
     ("dynamic", 8): _dynamic_signed(),
     ("dynamic_unsigned", 8): _dynamic_unsigned(),
-    ("octal", 8): _octal_signed(),
-    ("octal_unsigned", 8): _octal_unsigned(),
-    ("cubic", 8): _cubic(),
-    ("quintic_unsigned", 8): _quintic_unsigned(),
+    ("octal", 8): _signed(*_with(encode_octal, decode_octal, digits=7)),
+    ("octal_unsigned", 8): _unsigned(*_with(encode_octal, decode_octal, digits=8)),
+    ("cubic", 8): _signed(*_with(encode_power, decode_power, power=cube, digits=7)),
+    ("quintic_unsigned", 8): _unsigned(*_with(encode_power, decode_power, power=fifth_power, digits=8)),
     ("e4m3", 8): _float8(torch.float8_e4m3fn),
     ("e5m2", 8): _float8(torch.float8_e5m2),
     ("nf4", 4): Code(1.0, encode_nf4, decode_nf4, lowest=-7, highest=8, count=16),

@@ -189,9 +189,6 @@ def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBit
             )
 
 
-# --- the operations it goes through -----------------------------------------------------------------------------------
-
-
 def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
     found = next((arg for arg in args if isinstance(arg, LowBitTensor)), None)
     return None if found is None else tuple(found.shape)
