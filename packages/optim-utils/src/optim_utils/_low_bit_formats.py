@@ -57,8 +57,7 @@ _CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
     4: ("int", "nf4", "log_unsigned"),
     8: tuple(code for code in _CODES if code not in ("nf4", "log_unsigned")),
 }
-
-
+# by the fields of a format two formats equal to it, see `LowBitFormat.specialized`
 _TWINS: dict[tuple[str, int, int, str, str], tuple[LowBitFormat, LowBitFormat]] = {}
 
 

@@ -186,7 +186,7 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
     if fmt is not None and found != fmt:
         expected, saved = fmt.to_ints(), found.to_ints()
         differ = ", ".join(
-            f"{name} {_named(found, name)}, expected {_named(fmt, name)}"
+            f"{name} {getattr(found, name)!r}, expected {getattr(fmt, name)!r}"
             for name in saved
             if saved[name] != expected[name]
         )
@@ -197,10 +197,6 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"the saved format lacks its shape or dtype: {ints!r} ({error})") from error
     return LowBitTensor(plain["codes"], plain["scale"], plain.get("offset"), found, shape, dtype)
-
-
-def _named(fmt: LowBitFormat, name: str) -> str:
-    return f"{getattr(fmt, name)!r}"
 
 
 def aligned_bounds(numel: int, parts: int, block_size: int) -> tuple[tuple[int, int], ...]:
