@@ -45,6 +45,19 @@ def combine_linears(
         )
     found = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and name}
     chosen = {name: layer for name, layer in found.items() if predicate is None or predicate(name, layer)}
+    _check_replaceable(model, chosen)
+    new = {}
+    for name, layer in chosen.items():
+        try:
+            new[layer] = CombinedLinear.from_linear(layer, align_rows=align_rows, column_major=column_major)
+        except ValueError as error:
+            error.add_note(f"the layer is {name!r}")
+            raise
+    return _replace(model, new)
+
+
+def _check_replaceable(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    """Refuse layers that would lose something or be missed by another module, see `combine_linears`."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -65,14 +78,6 @@ def combine_linears(
         for parameter in layer.parameters():
             if len(names := owners[id(parameter)]) > 1:
                 raise ValueError(f"{' and '.join(names)} are tied; leave them out with the predicate")
-    new = {}
-    for name, layer in chosen.items():
-        try:
-            new[layer] = CombinedLinear.from_linear(layer, align_rows=align_rows, column_major=column_major)
-        except ValueError as error:
-            error.add_note(f"the layer is {name!r}")
-            raise
-    return _replace(model, new)
 
 
 def _what_would_be_lost(layer: nn.Linear) -> str | None:
