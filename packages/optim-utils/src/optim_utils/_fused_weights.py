@@ -13,7 +13,7 @@ from math import prod
 from optim_utils._leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._matrix_view import MatrixView
 
-__all__ = ["is_experts", "matrix_view"]
+__all__ = ["matrix_view"]
 
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
@@ -33,7 +33,7 @@ class _Fusion:
     dim: int = -2
 
 
-def is_experts(leaf: Leaf) -> bool:
+def _counts_experts(leaf: Leaf) -> bool:
     """Whether a component of the name says that the leading dimension counts experts."""
     return any(_is_experts(component) for path in leaf.paths for component in path)
 
@@ -78,7 +78,7 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
         return MatrixView.identity(shape)
     if batched is None and leaf.modules and isinstance(leaf.modules[0], CONVOLUTIONS):
         return _convolution(leaf, leaf.modules[0])
-    if batched is None and len(shape) == 3 and is_experts(leaf):
+    if batched is None and len(shape) == 3 and _counts_experts(leaf):
         batched = True
     if batched is None:
         raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf))

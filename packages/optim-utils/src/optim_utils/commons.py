@@ -21,7 +21,7 @@ def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
     # every class of the process derives from these two: a mistake, not a question
     if not isinstance(cls, type) or cls is object or cls is type:
         raise TypeError(f"cls has to be a class other than object and type, got {cls!r}")
-    found: dict[type[T], None] = {}
+    found: list[type[T]] = []
     seen: set[type] = set()
     waiting: list[type[T]] = [cls]
     while waiting:
@@ -30,10 +30,10 @@ def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
             continue
         seen.add(candidate)
         if not getattr(candidate, "__abstractmethods__", None) and ABC not in candidate.__bases__:
-            found[candidate] = None
+            found.append(candidate)
         # `type.__subclasses__` also works for metaclasses, where `candidate.__subclasses__` is unbound
         waiting.extend(reversed(type.__subclasses__(candidate)))
-    return list(found)
+    return found
 
 
 def batched(iterable: Iterable[T], n: int, *, strict: bool = False) -> Iterator[tuple[T, ...]]:
