@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError
+from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError, describe, describe_both
 from optim_utils._own_load import OwnLoad
 from optim_utils._paths import Path, encode_path
 from optim_utils._state_walk import (
@@ -27,7 +27,7 @@ from optim_utils._state_walk import (
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import describe, describe_both, fill_all, find_mismatch, why_unwritable
+from optim_utils._tensor_fill import fill_all, find_mismatch, why_unwritable
 from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory, or one that cannot be written
@@ -213,7 +213,7 @@ class LoadPlan:
         if entries is None:
             self._mismatch(path, "type", live, loaded)
             return live
-        if self._is_plain(live.values()) and self._is_plain(entries.values()):
+        if all(map(is_plain, live.values())) and all(map(is_plain, entries.values())):
             if self.store_non_tensors:
                 self._loaded(path, live, loaded)
                 new = copy.deepcopy(entries)
@@ -244,8 +244,9 @@ class LoadPlan:
             self._mismatch(path, "type", live, loaded)
             return live
         items = list(live)
-        if self._is_plain(items) and self._is_plain(entries.values()) and set(entries) == set(range(len(entries))):
-            return self._replace_sequence(live, [entries[i] for i in range(len(entries))], loaded, path)
+        in_order = [entries[position] for position in range(len(entries)) if position in entries]
+        if len(in_order) == len(entries) and all(map(is_plain, items)) and all(map(is_plain, in_order)):
+            return self._replace_sequence(live, in_order, loaded, path)
         for position, old in enumerate(items):
             if position in entries:
                 items[position] = self.add(old, entries.pop(position), (*path, position))
@@ -295,10 +296,6 @@ class LoadPlan:
             # cast or reshaped since it was saved: no low-bit tensor any more
             return None
 
-    @staticmethod
-    def _is_plain(values: Any) -> bool:
-        return all(is_plain(value) for value in values)
-
     def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
         # not `setattr`: a property or an own `__setattr__` of the class is not part of restoring it
         self.writes.append(lambda: object.__setattr__(live, name, value))
@@ -317,7 +314,7 @@ class LoadPlan:
         if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
             self.report.add(path, "unexpected", found=describe(loaded))
 
-    def _mismatch(self, path: Path, kind: Any, live: object, loaded: object) -> None:
+    def _mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
         self.report.add(path, kind, describe(live), describe(loaded))
 
 

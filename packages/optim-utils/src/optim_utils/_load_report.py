@@ -1,10 +1,13 @@
-"""What a load did, entry by entry, and the error that carries it when the load was refused."""
+"""What a load did, entry by entry, in words that name no contents; the error that carries it if it was refused."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from optim_utils._paths import Path, encode_path, join_paths
 
@@ -55,8 +58,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         """A line of counts, then a table of every entry that was not simply loaded."""
-        names = ("loaded", "missing", "unexpected", "mismatched", "cast")
-        lines = [", ".join(f"{len(getattr(self, name))} {name}" for name in names)]
+        lines = [", ".join(f"{len(getattr(self, entry.name))} {entry.name}" for entry in fields(self))]
         issues = self.problems + self.cast
         if issues:
             rows = [("path", "kind", "expected", "found")]
@@ -129,3 +131,31 @@ class ReportBuilder:
         return LoadReport(
             tuple(self.loaded), tuple(self.missing), tuple(self.unexpected), tuple(self.mismatched), tuple(self.cast)
         )
+
+
+def in_words(issue: LoadIssue) -> str:
+    """An issue as a line of a log."""
+    return f"{issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}"
+
+
+def describe(value: object) -> str:
+    """What a value is, for reports: its type, shape and dtype, never its contents."""
+    if isinstance(value, Tensor):
+        name = "Tensor" if isinstance(value, torch.nn.Parameter) else type(value).__name__
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{device}"
+    if isinstance(value, dict | list | tuple | set):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def describe_both(live: object, loaded: object) -> tuple[str, str]:
+    """`describe` of each; of two alike, as most are, only once."""
+    expected = describe(live)
+    if type(live) is not type(loaded):
+        return expected, describe(loaded)
+    if isinstance(live, Tensor) and isinstance(loaded, Tensor):
+        alike = live.shape == loaded.shape and live.dtype == loaded.dtype and live.device == loaded.device
+    else:
+        alike = not isinstance(live, dict | list | tuple | set)
+    return expected, expected if alike else describe(loaded)

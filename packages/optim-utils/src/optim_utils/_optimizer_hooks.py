@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_utils._load_plan import LoadPlan
+from optim_utils._load_report import in_words
 from optim_utils._state_walk import SEQUENCES, Stateful, by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, store
@@ -121,7 +122,7 @@ class StateDictHooks:
                 optimizer.state.pop(param, None)
             raise
         for issue in report.problems:
-            logger.warning(f"{issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}")
+            logger.warning(in_words(issue))
         self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         _guard_next_setstate(optimizer, self._before)
         held = {key: {name: _hold(value) for name, value in saved[key].items()} for key in params}

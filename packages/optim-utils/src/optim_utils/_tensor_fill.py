@@ -101,26 +101,3 @@ def _local_part(live: Tensor, loaded: Tensor) -> Tensor:
     whole = loaded.full_tensor() if is_dtensor(loaded) else loaded
     # every rank holds the whole: no source rank has to send it
     return distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None).to_local()
-
-
-def describe(value: object) -> str:
-    """What a value is, for reports: its type, shape and dtype, never its contents."""
-    if isinstance(value, Tensor):
-        name = "Tensor" if isinstance(value, torch.nn.Parameter) else type(value).__name__
-        device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{device}"
-    if isinstance(value, dict | list | tuple | set):
-        return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
-
-
-def describe_both(live: object, loaded: object) -> tuple[str, str]:
-    """`describe` of each; of two alike, as most are, only once."""
-    expected = describe(live)
-    if type(live) is not type(loaded):
-        return expected, describe(loaded)
-    if isinstance(live, Tensor) and isinstance(loaded, Tensor):
-        alike = live.shape == loaded.shape and live.dtype == loaded.dtype and live.device == loaded.device
-    else:
-        alike = not isinstance(live, dict | list | tuple | set)
-    return expected, expected if alike else describe(loaded)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from optim_utils._load_plan import ALWAYS_REFUSED, LoadPlan
-from optim_utils._load_report import LoadReport, StateLoadError
+from optim_utils._load_report import LoadReport, StateLoadError, describe
 from optim_utils._paths import Path
 from optim_utils._state_walk import SEQUENCES, Stateful, by_key, has_content
-from optim_utils._tensor_fill import describe
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -30,17 +29,17 @@ class UpdatePlan(LoadPlan):
         self.missing_keys: list[Any] = []
         self.objects = LoadPlan()
 
-    def run(self, *, strict: bool = False) -> LoadReport:
+    def update(self) -> LoadReport:
         """Write everything, or raise `StateLoadError` and write nothing.
 
         Entries that are missing or too many are the caller's to judge. So are, inside of objects, wrong types: an
         object loads what fits.
         """
-        refused = self.objects.rehearse(strict=strict)
+        refused = self.objects.rehearse(strict=False)
         own, objects = self.report.build(), self.objects.report.build()
         report = own + objects
         refused |= bool(own.mismatched) or any(issue.kind in ALWAYS_REFUSED for issue in objects.mismatched)
-        if refused or (strict and not report.ok):
+        if refused:
             raise StateLoadError.refuse(report)
         self.write()
         self.objects.write()

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from optim_utils._load_plan import LoadPlan
-from optim_utils._load_report import LoadIssue, LoadReport, StateLoadError
+from optim_utils._load_report import LoadIssue, LoadReport, StateLoadError, in_words
 from optim_utils._own_load import hand_over
 from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored
 from optim_utils.low_bit import LowBitTensor, to_plain
@@ -87,12 +87,9 @@ class OptimizerModule(Stateful):
         plan = LoadPlan(store_non_tensors=store_non_tensors, cast=cast, assign=assign)
         plan.add_object(self, state_dict, ())
         report = plan.run(strict=strict)
-        if hand_over(report):
-            return report
-        for issue in report.problems:
-            logger.warning(
-                f"{type(self).__name__}: {issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}"
-            )
+        if not hand_over(report):
+            for issue in report.problems:
+                logger.warning(f"{type(self).__name__}: {in_words(issue)}")
         return report
 
     def own_load_state_dict(self) -> Callable[..., object] | None:

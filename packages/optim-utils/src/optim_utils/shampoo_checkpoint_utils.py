@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from optim_utils._load_report import LoadReport
+from optim_utils._load_report import LoadReport, in_words
 from optim_utils._nesting import flatten, from_dotted, to_dotted, unflatten
 from optim_utils._optimizer_hooks import attach_state_dict_hooks
 from optim_utils._update_plan import UpdatePlan
@@ -84,9 +84,9 @@ def update_param_state_dict_object(
         for issue in plan.report.missing:
             error.add_note(f"missing: {issue.path} ({issue.expected})")
         raise error
-    report = plan.run()
+    report = plan.update()
     for text in texts:
         logger.warning(text)
     for issue in plan.objects.report.build().problems:
-        logger.warning(f"{issue.kind} {issue.path}: expected {issue.expected}, found {issue.found}")
+        logger.warning(in_words(issue))
     return report
