@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import FLAT, Copies, Message, View, Which, as_bits, buffers_of, view_of
+from optim_redist._rank_program import Message
+from optim_redist._views import FLAT, Copies, View, as_bits, buffers_of, view_of
 from optim_redist.index_sets import aligned_runs
+from optim_redist.moves import Which
 from optim_redist.problem import Problem
 
 # what NCCL adds and compares; it has no integers of 16 bits, and torch lends it no 8-bit floats to reduce

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from optim_redist._dtypes import UNORDERED
-from optim_redist._rank_program import view_of
+from optim_redist._views import view_of
 from optim_redist.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from optim_redist._rank_program import Message, Piece, RankPhase, View
+    from optim_redist._rank_program import Message, Piece, RankPhase
+    from optim_redist._views import View
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

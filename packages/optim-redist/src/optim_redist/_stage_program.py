@@ -13,23 +13,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from optim_redist._rank_program import (
-    Bound,
-    Copy,
-    Message,
-    Which,
-    as_bits,
-    bits_type,
-    copy_together,
-    rank_phases,
-    view_of,
-)
+from optim_redist._rank_program import Bound, Message, rank_phases
 from optim_redist._reduction import Reduction, fill_identity
+from optim_redist._views import Copy, Rows, as_bits, bits_type, copy_together, view_of
+from optim_redist.moves import Phase, Which
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.moves import Phase
     from optim_redist.planning import Plan
 
 
@@ -227,7 +218,7 @@ def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Te
     return found
 
 
-def _rows(tensor: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rows(tensor: Tensor | None) -> Rows:
     return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
 
 

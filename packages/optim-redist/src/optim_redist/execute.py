@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
-from optim_redist._rank_program import resolved
 from optim_redist._recent import Recent
 from optim_redist._stage_program import StageProgram, slots, stage_programs
+from optim_redist._views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout

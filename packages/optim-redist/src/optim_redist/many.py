@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import Copy, Message, copy_together, resolved
+from optim_redist._rank_program import Message
 from optim_redist._recent import Recent
 from optim_redist._stage_program import StageProgram, stage_programs
+from optim_redist._views import Copy, copy_together, resolved
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout

@@ -18,6 +18,8 @@ from optim_redist.cost import CommModel
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
+Which = Literal["src", "dst"]  # of a rank's tensors: its part of the source, or of the target
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -32,7 +34,7 @@ class Transfer:
     sender: int
     receiver: int
     box: Box
-    read: Literal["src", "dst"] = "src"
+    read: Which = "src"
     contribution: int = -1
 
     @property

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from optim_redist._mesh import grid_points
+from optim_redist.boxes import Box
 from optim_redist.errors import NotRepresentableError
 from optim_redist.index_sets import IndexSet, Run, from_intervals, interval, intervals
 from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
-
-Holding = tuple[IndexSet, ...]
 
 
 def normal_form(indices: IndexSet) -> IndexSet:
@@ -52,7 +51,7 @@ class Ownership:
         pending: the operations and how many contributions each combines.
     """
 
-    holdings: tuple[tuple[int, Holding | None], ...]
+    holdings: tuple[tuple[int, Box | None], ...]
     contributions: tuple[int, ...]
     pending: tuple[tuple[str, int], ...]
 
@@ -63,9 +62,9 @@ def ownership(layout: Layout, shape: Sequence[int]) -> Ownership:
     axes = [() if split is None else split.axes for split in layout.dims]
     partial_axes = [axis for axis, _ in layout.partial]
 
-    holdings: list[tuple[int, Holding | None]] = []
+    holdings: list[tuple[int, Box | None]] = []
     contributions: list[int] = []
-    seen: dict[Holding, dict[int, int]] = {}
+    seen: dict[Box, dict[int, int]] = {}
     for rank, point in sorted(layout.mesh.coordinates.items()):
         holding = tuple(table[layout.linear(point, used)] for table, used in zip(tables, axes))
         if all(holding):

@@ -20,8 +20,9 @@ from optim_redist import _collectives
 from optim_redist._collectives import Team, Waitable
 from optim_redist._native import NativeReduction
 from optim_redist._packed import packed_peak
-from optim_redist._rank_program import RankPhase, resolved
+from optim_redist._rank_program import RankPhase
 from optim_redist._stage_program import StageProgram, stage_programs
+from optim_redist._views import resolved
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
