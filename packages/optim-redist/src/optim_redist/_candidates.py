@@ -72,8 +72,7 @@ def one_exchange(
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a direct exchange from the one before."""
     problem = request.problem
-    # the caller keeps the source while later stages run, unless it is given up
-    aside = {} if request.donate else {rank: src for rank, (src, _) in problem.num_stored.items()}
+    aside = request.source_aside
     stages: list[Stage] = []
     steps: list[Step] = []
     busiest = 0
@@ -91,7 +90,7 @@ def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, La
 
 def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a method of its own."""
-    aside = {} if request.donate else {rank: held for rank, (held, _) in request.problem.num_stored.items()}
+    aside = request.source_aside
     parts: list[Candidate] = []
     for op, method, layout in way:
         part = request.between(src, layout, aside if parts else {})

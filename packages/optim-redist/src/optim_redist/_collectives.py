@@ -1,4 +1,4 @@
-"""The only place that calls ``torch.distributed``: who takes part in an exchange, the exchange, and comparing plans.
+"""The only place where moving a tensor calls ``torch.distributed``: who takes part, the exchange, comparing plans.
 
 Names differ between versions of torch; what is deprecated in one is chosen here by what the installed one has.
 """
@@ -239,11 +239,6 @@ class _Works:
 
 def _in_order(sizes: Mapping[int, int], team: Team) -> dict[int, int]:
     return {rank: sizes[rank] for rank in team.members if sizes.get(rank)}
-
-
-def members(group: ProcessGroup) -> list[int]:
-    """The group's global ranks in group order."""
-    return list(dist.get_process_group_ranks(group))
 
 
 def device_of(where: Team | ProcessGroup | None) -> torch.device:

@@ -125,7 +125,7 @@ def _all_reduce(size: int, members: ProcessGroup, device: torch.device) -> tuple
 
 def _send_recv(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
     """Every rank sends to the next and receives from the one before."""
-    ranks, me = _collectives.members(members), dist.get_rank(members)
+    ranks, me = dist.get_process_group_ranks(members), dist.get_rank(members)
     sent, received = _buffer(size, members, device), _buffer(size, members, device)
 
     def call() -> None:

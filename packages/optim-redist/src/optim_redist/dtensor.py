@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from optim_redist.errors import LayoutError, NotRepresentableError, UnsupportedError
-from optim_redist.layout import Layout, Mesh
+from optim_redist.layout import Layout, Mesh, ReduceOp
 from optim_redist.placements import Placement, ShardOrder, StridedReading, as_shard_order, layout_from, placements_of
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
     Raises:
         LayoutError: if this rank's local tensor has another shape than the reading of its placements says.
     """
-    spec = getattr(dtensor, "_spec", None)
-    order = as_shard_order(getattr(spec, "shard_order", None))
-    if any(type(p).__name__ == "_StridedShard" for p in dtensor.placements):
-        order = None
+    order = shard_order_of(dtensor)
     layout = from_placements(dtensor.device_mesh, dtensor.placements, dtensor.shape, order, strided=strided)
     rank = dtensor.device_mesh.get_rank()
     if rank in layout.mesh.coordinates:
@@ -92,6 +89,13 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
                 "was built from uneven parts describe it with Ragged"
             )
     return layout
+
+
+def shard_order_of(dtensor: DTensor) -> ShardOrder | None:
+    """torch's order of axes of a DTensor, None where its version has none or split factors say it."""
+    if any(type(placement).__name__ == "_StridedShard" for placement in dtensor.placements):
+        return None
+    return as_shard_order(getattr(getattr(dtensor, "_spec", None), "shard_order", None))
 
 
 def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:
@@ -130,7 +134,7 @@ def _ours(placement: TorchPlacement) -> Placement:
     if type(placement) is Replicate:
         return Placement()
     if type(placement) is Partial:
-        if placement.reduce_op not in ("sum", "avg", "min", "max", "product"):
+        if placement.reduce_op not in get_args(ReduceOp):
             raise UnsupportedError(
                 f"{placement}: a pending {placement.reduce_op!r} cannot be reduced here; reduce it first"
             )

@@ -207,20 +207,21 @@ def positions(held: IndexSet, part: IndexSet) -> IndexSet:
     for run in part:
         start = num_below(held, run.start)
         step = num_below(held, run.start + run.stride) - start if run.repeats > 1 else run.length
-        periodic = run.repeats == 1 or any(
-            other.start <= run.start
-            and run.stop <= other.stop
-            and (other.repeats == 1 or run.stride % other.stride == 0)
-            for other in held[:1]
-            if len(held) == 1 or other.stop <= held[1].start
-        )
-        if periodic:
+        if run.repeats == 1 or _keeps_spacing(held, run):
             found.append(Run(start, run.length, step, run.repeats))
         else:
             found += (
                 Run(num_below(held, run.start + k * run.stride), run.length, run.length, 1) for k in range(run.repeats)
             )
     return tuple(found)
+
+
+def _keeps_spacing(held: IndexSet, part: Run) -> bool:
+    """Whether the first run of ``held`` alone has all of ``part``, at a stride that is a multiple of its own."""
+    first = held[0]
+    alone = len(held) == 1 or first.stop <= held[1].start
+    inside = first.start <= part.start and part.stop <= first.stop
+    return alone and inside and (first.repeats == 1 or part.stride % first.stride == 0)
 
 
 def take(indices: IndexSet, start: int, stop: int) -> IndexSet:

@@ -183,6 +183,11 @@ class Request:
         """What the groups of the topology hold and need."""
         return self.problem.groups(self.model.topology)
 
+    @property
+    def source_aside(self) -> dict[int, int]:
+        """What ranks hold aside behind the first stage: the source, which the caller keeps unless it is donated."""
+        return {} if self.donate else {rank: held for rank, (held, _) in self.problem.num_stored.items()}
+
     def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
         """The same request for a part of the way."""
         return replace(self, problem=Problem(self.problem.shape, src, dst), aside=aside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._candidates import phases_of
@@ -249,7 +249,7 @@ def plan(
             check_started(Problem(shape, src, dst).started_ops, name)
         model = cost_model or CommModel.preset("flat")
         if topology is not None and topology != model.topology:
-            model = CommModel(model.name, topology, model.curves, model.pack_bandwidth, model.call_seconds)
+            model = replace(model, topology=topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
         known = _as_written(_decided(tuple(shape), itemsize(name), src, dst, model, *options), name, src, dst)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from optim_redist.dtensor import from_dtensor, from_placements
+from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
 from optim_redist.layout import Layout
@@ -103,7 +103,7 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any, dtensor: DTensor, place: _Place, backward_dtype: torch.dtype | None, memory_limit: int | None
     ) -> DTensor:
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in dtensor.placements)
-        order = tuple((as_shard_order(_order_of(dtensor)) or {}).items())
+        order = tuple((shard_order_of(dtensor) or {}).items())
         ctx.back = _Place(dtensor.device_mesh, placements, order, backward_dtype)
         ctx.dtype, ctx.memory_limit = dtensor.dtype, memory_limit
         return _move(dtensor, place, memory_limit)
@@ -112,13 +112,6 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, None, None, None]:
         gradient = _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit)
         return gradient.to(ctx.dtype), None, None, None
-
-
-def _order_of(dtensor: DTensor) -> Any:
-    """torch's order of axes of a DTensor, None where its version has none or split factors say it."""
-    if any(type(placement).__name__ == "_StridedShard" for placement in dtensor.placements):
-        return None
-    return getattr(getattr(dtensor, "_spec", None), "shard_order", None)
 
 
 def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False) -> Any:

@@ -158,9 +158,9 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
         raise RedistError(f"{where()}, which does not need it")
     arrived = targets[transfer.receiver].arrived
     same = arrived.setdefault(transfer.contribution, [])
-    others = same if transfer.contribution == -1 else [*same, *arrived.get(-1, ())]
-    others = others if transfer.contribution != -1 else [*others, *arrived.get(0, ())]
-    if any(intersect_boxes(transfer.box, box) for box in others):
+    # a finished value is a second one where contributions have come, and the other way round
+    others = arrived.get(0 if transfer.contribution == -1 else -1, ())
+    if any(intersect_boxes(transfer.box, box) for box in (*same, *others)):
         raise RedistError(f"{where()} a second time")
     same.append(transfer.box)
 
