@@ -43,10 +43,8 @@ _ALIAS = {
     "long": "int64",
     "int": "int32",
 }
-
-
 # integers that torch stores and multiplies, and no more
-UNORDERED = ("uint16", "uint32", "uint64")
+_UNORDERED = ("uint16", "uint32", "uint64")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -68,6 +66,19 @@ def is_floating(name: str) -> bool:
     return name.startswith(("float", "bfloat", "complex"))
 
 
+def why_not_combined(op: str, name: str) -> str | None:
+    """Why an operation cannot combine contributions of this type, None if it can."""
+    if name == "bool" or name.startswith("float4"):
+        return f"{name} has no arithmetic; convert to a type that has: bool to uint8, and take max (any) or min (all)"
+    if op != "product" and name in _UNORDERED:
+        return f"torch neither adds nor compares {name}; convert to a signed type, or view sums as one"
+    if op in ("min", "max") and name.startswith("complex"):
+        return f"{name} has no order; min and max need real numbers"
+    if op == "avg" and not is_floating(name):
+        return f"an average of {name} is no {name}; reduce with sum and divide yourself"
+    return None
+
+
 def check_started(ops: Collection[str], name: str) -> None:
     """Refuse pending reductions that elements of this type could not start, or not finish with the same value.
 
@@ -77,17 +88,9 @@ def check_started(ops: Collection[str], name: str) -> None:
         UnsupportedError: naming the operation and the type.
     """
     for op in sorted(ops):
-        reason = None
-        if name == "bool" or name.startswith("float4"):
-            reason = f"{name} has no arithmetic; convert to a type that can be reduced, bool to uint8"
-        elif op != "product" and name in UNORDERED:
-            reason = f"torch neither adds nor compares {name}; convert to a signed type, or view sums as one"
-        elif op in ("min", "max") and name.startswith("complex"):
-            reason = f"{name} has no order; min and max need real numbers"
-        elif op == "sum" and name == "float8_e8m0fnu":
+        reason = why_not_combined(op, name)
+        if op == "sum" and name == "float8_e8m0fnu":
             reason = f"{name} has no zero; convert first"
-        elif op == "avg" and not is_floating(name):
-            reason = f"an average of {name} is no {name}; use sum"
         elif op == "avg" and (name == "float64" or name.startswith("complex")):
             reason = f"averaging equal {name} values rounds, there is no wider type to add them in; use sum"
         if reason:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from optim_redist._dtypes import UNORDERED
+from optim_redist._dtypes import dtype_name, why_not_combined
 from optim_redist._views import view_of
 from optim_redist.errors import UnsupportedError
 
@@ -53,24 +53,12 @@ class Reduction:
         """The reduction over axes with these operations and sizes.
 
         Raises:
-            UnsupportedError: for averages of integers, sums and products of bool, orders of complex numbers, and types
-                without arithmetic in torch.
+            UnsupportedError: for averages of integers, orders of complex numbers, and types without arithmetic.
         """
         ops = {op for op, _ in reduced}
-        exact = not (dtype.is_floating_point or dtype.is_complex)
-        if "avg" in ops and exact:
-            raise UnsupportedError(f"an average of {dtype} is no {dtype}; reduce with sum and divide yourself")
-        if dtype == torch.bool:
-            raise UnsupportedError("bool has no arithmetic; convert to uint8 and reduce with max (any) or min (all)")
-        name = str(dtype).removeprefix("torch.")
-        if name.startswith("float4"):
-            raise UnsupportedError(f"{dtype} has no arithmetic; convert to a type that can be reduced")
-        if ops != {"product"} and name in UNORDERED:
-            raise UnsupportedError(
-                f"torch neither adds nor compares {dtype}; convert to a signed type, or view sums as one"
-            )
-        if dtype.is_complex and ops & {"min", "max"}:
-            raise UnsupportedError(f"{dtype} has no order; min and max need real numbers")
+        for op in sorted(ops):
+            if reason := why_not_combined(op, dtype_name(dtype)):
+                raise UnsupportedError(reason)
         narrow = dtype.is_floating_point and dtype.itemsize < 4
         op = next(iter(ops)) if len(ops) == 1 else "sum"
         scale = prod(count for name, count in reduced if name == "avg")
