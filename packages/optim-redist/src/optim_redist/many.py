@@ -126,16 +126,8 @@ class ManyProgram:
                 targets[number] = self.stages[number].allocate(device)
             communicates = any(self.plans[number].communicates for number in numbers)
             for k, exchange in enumerate(rounds):
-                sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
+                sent = self._packed(exchange, tensors, targets, device)
                 received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
-                packing: list[Copy] = []
-                for segment in exchange.sends:
-                    number = segment.item
-                    stage = self.stages[number]
-                    packing += stage.packing(
-                        segment.message, _slot(sent, segment, stage.bits), tensors[number], targets[number]
-                    )
-                copy_together(packing)
                 work = None
                 if communicates:
                     assert self.team is not None, "plans that communicate have a team"
@@ -146,22 +138,51 @@ class ManyProgram:
                 for number in taking_part:
                     self.stages[number].local(k, tensors[number], targets[number])
                 yield work
-                arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
-                for segment in exchange.receives:
-                    bits = self.stages[segment.item].bits
-                    arrived[segment.item].append((segment.message, _slot(received, segment, bits)))
-                unpacking: list[Copy] = []
-                for number in taking_part:
-                    stage, target = self.stages[number], targets[number]
-                    unpacking += stage.finish_messages(k, arrived[number], tensors[number], target)
-                copy_together(unpacking)
-                for number in taking_part:
-                    self.stages[number].end(k, targets[number])
+                self._unpack(k, exchange, received, taking_part, tensors, targets)
                 # the next round's buffers take the place of these
-                del sent, received, packing, arrived, unpacking, work
+                del sent, received, work
             for number in numbers:
                 tensors[number] = None
         return targets
+
+    def _packed(
+        self,
+        exchange: _Round,
+        tensors: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> Tensor:
+        """A buffer with everything that a round sends."""
+        sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
+        packing: list[Copy] = []
+        for segment in exchange.sends:
+            number = segment.item
+            stage = self.stages[number]
+            slot = _slot(sent, segment, stage.bits)
+            packing += stage.packing(segment.message, slot, tensors[number], targets[number])
+        copy_together(packing)
+        return sent
+
+    def _unpack(
+        self,
+        k: int,
+        exchange: _Round,
+        received: Tensor,
+        taking_part: Sequence[int],
+        tensors: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+    ) -> None:
+        """Bring what came in round k to the targets of all that take part in it."""
+        arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
+        for segment in exchange.receives:
+            slot = _slot(received, segment, self.stages[segment.item].bits)
+            arrived[segment.item].append((segment.message, slot))
+        unpacking: list[Copy] = []
+        for number in taking_part:
+            unpacking += self.stages[number].finish_messages(k, arrived[number], tensors[number], targets[number])
+        copy_together(unpacking)
+        for number in taking_part:
+            self.stages[number].end(k, targets[number])
 
     def _compare(self) -> None:
         if not self._compared:
