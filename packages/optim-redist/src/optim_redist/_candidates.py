@@ -20,7 +20,7 @@ from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
-from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes
+from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes, added_up
 from optim_redist.problem import Problem
 
 _MAX_ROUNDS = 2**16
@@ -33,6 +33,7 @@ def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]
 
 
 def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
+    """The transfers of a method, each exchange in one piece."""
     if method in ("direct", "packed"):
         return direct_phases(problem, topology)
     if method == "nearest":
@@ -112,12 +113,8 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
         phases = whole_phases(problem, method, topology)
         rounds = _num_rounds(request, phases)
         found = [listed(phase, topology) for phase in phases]
-    totals: tuple[dict[int, int], dict[int, int]] = ({}, {})
     steps = []
     for number, moved in enumerate(found):
-        for total, counts in zip(totals, (moved.sent, moved.received)):
-            for rank, count in counts.items():
-                total[rank] = total.get(rank, 0) + count
         recv, send = max(moved.received.values(), default=0), max(moved.sent.values(), default=0)
         if rounds == 1:
             peak = _peak_bytes(request, moved.sent, moved.received)
@@ -128,7 +125,8 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
             step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
         )
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
-    return Candidate(method, (stage,), tuple(steps), max([n for total in totals for n in total.values()], default=0))
+    sent, received = added_up(moved.sent for moved in found), added_up(moved.received for moved in found)
+    return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
 
 
 def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:

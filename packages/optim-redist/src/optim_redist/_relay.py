@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from optim_redist._direct import share
 from optim_redist.boxes import Box
-from optim_redist.moves import Phase, Transfer
+from optim_redist.moves import Phase, Transfer, added_up
 from optim_redist.problem import Problem
 
 
 def relay_phases(problem: Problem) -> list[Phase]:
     """Two phases, "reduce" at one owner of every element and "share" from there; the better of two owner choices."""
     choices = [_phases(problem, prefer_contributors) for prefer_contributors in (True, False)]
-    return min(choices, key=lambda phases: busiest(phases))
+    return min(choices, key=busiest)
 
 
 def busiest(phases: list[Phase]) -> int:
     """Elements that the busiest rank sends or receives over all phases."""
-    totals: dict[tuple[int, int], int] = {}
-    for phase in phases:
-        for side, counts in enumerate((phase.sent(), phase.received())):
-            for rank, count in counts.items():
-                totals[side, rank] = totals.get((side, rank), 0) + count
-    return max(totals.values(), default=0)
+    sent, received = added_up(map(Phase.sent, phases)), added_up(map(Phase.received, phases))
+    return max([*sent.values(), *received.values()], default=0)
 
 
 def _phases(problem: Problem, prefer_contributors: bool) -> list[Phase]:

@@ -91,6 +91,15 @@ class Phase:
         return sent, received
 
 
+def added_up(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Sums by rank."""
+    found: dict[int, int] = {}
+    for of_one in counts:
+        for rank, count in of_one.items():
+            found[rank] = found.get(rank, 0) + count
+    return found
+
+
 class Volumes(NamedTuple):
     """What an exchange moves: all that its cost depends on.
 

@@ -25,7 +25,7 @@ from optim_redist.boxes import Box, intersect_boxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size
 from optim_redist.lower_bounds import bounds_of, crossing
-from optim_redist.moves import Phase, Step, Transfer
+from optim_redist.moves import Phase, Step, Transfer, added_up
 from optim_redist.ownership import same_ownership
 from optim_redist.problem import Problem
 
@@ -71,8 +71,6 @@ def verify(plan: Plan) -> Verification:
         raise RedistError("the plan starts at another layout than its source")
     if not same_ownership(plan.stages[-1].dst, plan.dst, plan.shape):
         raise RedistError("the plan ends at another layout than its target")
-    received: dict[int, int] = {}
-    sent: dict[int, int] = {}
     peak = 0
     steps = list(plan.steps)
     for number, (problem, phases) in enumerate(plan.phases):
@@ -83,10 +81,6 @@ def verify(plan: Plan) -> Verification:
         for k in range(0, len(phases), rounds):
             whole = Phase(phases[k].name, tuple(t for phase in phases[k : k + rounds] for t in phase.transfers))
             _verify_step(plan, steps.pop(0), whole)
-        for phase in phases:
-            for totals, counts in ((received, phase.received()), (sent, phase.sent())):
-                for rank, count in counts.items():
-                    totals[rank] = totals.get(rank, 0) + count
         peak = max(peak, _peak(plan, number, problem, phases))
     if steps:
         raise RedistError(f"the plan lists {len(steps)} more steps than its stages have")
@@ -94,6 +88,8 @@ def verify(plan: Plan) -> Verification:
         raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its steps reach {peak * plan.itemsize}")
     if plan.memory_limit is not None and plan.peak_bytes > plan.memory_limit:
         raise RedistError(f"the plan claims a peak of {plan.peak_bytes} bytes, its limit is {plan.memory_limit}")
+    every_phase = [phase for _, phases in plan.phases for phase in phases]
+    received, sent = added_up(map(Phase.received, every_phase)), added_up(map(Phase.sent, every_phase))
     _verify_bounds(plan, received, sent)
     return Verification(received, sent, peak)
 
