@@ -22,7 +22,7 @@ from benchmarks import redist_planning
 from benchmarks.report import Report
 from optim_redist import benchmarking
 from optim_redist.cli import start_ranks
-from optim_redist.plan_text import parse_bytes
+from optim_redist.units import parse_bytes
 from optim_utils.testing import run_ranks
 
 

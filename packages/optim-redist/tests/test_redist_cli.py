@@ -28,7 +28,8 @@ from optim_redist import (
 from optim_redist._progress import progress
 from optim_redist.benchmarking import matrix_shape
 from optim_redist.cli import main
-from optim_redist.plan_text import crossings, format_bytes, format_seconds, traffic, worst_cut
+from optim_redist.plan_text import crossings, traffic, worst_cut
+from optim_redist.units import format_bytes, format_seconds
 from optim_utils.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent / "redist_examples.json"

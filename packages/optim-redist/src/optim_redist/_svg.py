@@ -7,7 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from optim_redist._grids import Grid, grids_of, label, span
-from optim_redist.plan_text import format_bytes, traffic
+from optim_redist.plan_text import traffic
+from optim_redist.units import format_bytes
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout

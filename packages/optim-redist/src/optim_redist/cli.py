@@ -18,7 +18,8 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, Mesh
 from optim_redist.parsing import parse_layout, parse_mesh
-from optim_redist.plan_text import bounds_lines, parse_bytes
+from optim_redist.plan_text import bounds_lines
+from optim_redist.units import parse_bytes
 
 _EXAMPLES = """examples:
   optim-redist plan --shape 8,8,8,4 --mesh 4,2,4 --src "D_[4,2,4]_|_{(0,1),-,-,-}(1,-,-,-)" \\

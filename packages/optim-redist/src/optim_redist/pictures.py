@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from optim_redist._grids import Grid, grids_of, label, span
 from optim_redist.errors import LayoutError, RedistError
-from optim_redist.plan_text import align, format_bytes, traffic
+from optim_redist.plan_text import align, traffic
+from optim_redist.units import format_bytes
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout

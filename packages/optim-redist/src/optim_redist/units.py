@@ -1,0 +1,34 @@
+"""Bytes and seconds as people write them."""
+
+from __future__ import annotations
+
+from optim_redist.errors import RedistError
+
+
+def format_bytes(size: float) -> str:
+    """``size`` bytes with three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from 4096, 64KiB or 1.5GiB; KB, MB, GB and TB are decimal."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", 1):
+        units |= {f"{letter}iB": 1024**power, f"{letter}B": 1000**power}
+    digits = text.rstrip("BiKMGT")
+    try:
+        return round(float(digits) * units[text[len(digits) :].strip()])
+    except (ValueError, KeyError):
+        raise RedistError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
+
+
+def format_seconds(seconds: float) -> str:
+    """A time with three digits, from microseconds to seconds."""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
