@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from colorsys import hls_to_rgb
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from optim_redist._grids import Grid, grids_of, label, span
+from optim_redist._grids import Grid, grids_of, hue, label, span
 from optim_redist.errors import LayoutError
 from optim_redist.plan_text import traffic
 
@@ -44,15 +45,9 @@ def draw_grid(ax: Any, grid: Grid, title: str = "") -> None:
 
     rows, columns = len(grid.row_pieces), len(grid.column_pieces)
     for cell, (row, column) in zip(grid.cells, product(range(rows), range(columns))):
-        hue = (cell.ranks[0] * 137.508 % 360) / 360 if cell.ranks else 0.0
-        ax.add_patch(Rectangle((column, row), 1, 1, facecolor=_rgb(hue), edgecolor="0.3"))
+        colour = hls_to_rgb(hue(cell.ranks[0]) / 360, 0.75, 0.55) if cell.ranks else "white"
+        ax.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="0.3"))
         ax.text(column + 0.5, row + 0.5, label(cell.ranks), ha="center", va="center", fontsize=7)
     ax.set(xlim=(0, columns), ylim=(rows, 0), title=title or grid.title)
     ax.set_xticks([column + 0.5 for column in range(columns)], map(span, grid.column_pieces))
     ax.set_yticks([row + 0.5 for row in range(rows)], map(span, grid.row_pieces))
-
-
-def _rgb(hue: float) -> tuple[float, float, float]:
-    from colorsys import hls_to_rgb
-
-    return hls_to_rgb(hue, 0.75, 0.55)

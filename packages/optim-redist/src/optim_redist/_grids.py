@@ -87,6 +87,11 @@ def grids_of(layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1))
     return grids
 
 
+def hue(rank: int) -> float:
+    """A rank's own place on the circle of colours, in degrees: a golden angle apart from its neighbours'."""
+    return rank * 137.508 % 360
+
+
 def span(piece: tuple[int, int]) -> str:
     start, stop = piece
     return str(start) if stop == start + 1 else f"{start}..{stop - 1}"

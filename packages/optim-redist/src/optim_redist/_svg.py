@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from optim_redist._grids import Grid, grids_of, label, span
+from optim_redist._grids import Grid, grids_of, hue, label, span
 from optim_redist.plan_text import traffic
 from optim_redist.units import format_bytes
 
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 _CELL, _GAP, _FONT = 26, 28, 11  # pixels
 
 
-def _colour(rank: int, strength: float = 1.0) -> str:
-    """A colour of its own for every rank: hues a golden angle apart."""
-    return f"hsl({rank * 137.508 % 360:.0f} 55% {95 - 25 * strength:.0f}%)"
+def _colour(rank: int) -> str:
+    return f"hsl({hue(rank):.0f} 55% 70%)"
 
 
 class Drawing:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, combinations
-from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._progress import progress
-from optim_redist.cost import CommModel, Topology
+from optim_redist.cost import CommModel, Topology, interpolate, monotone
 from optim_redist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -215,14 +214,8 @@ def _model(
     curves: dict[str, list[tuple[float, float]]], num_ranks: int, backend: str, pack_bandwidth: float
 ) -> CommModel:
     """Curves made monotone, and a topology with the latency and bandwidth of the exchange."""
-    monotone = {}
-    for op, points in curves.items():
-        latest, rising = 0.0, []
-        for received, seconds in sorted(points):
-            latest = max(latest, seconds)
-            rising.append((received, latest))
-        monotone[op] = tuple(rising)
-    exchange = monotone["all_to_all"]
+    rising = {op: monotone(points) for op, points in curves.items()}
+    exchange = rising["all_to_all"]
     topology = Topology.flat(
         num_ranks, bandwidth=max(received / seconds for received, seconds in exchange), latency=exchange[0][1]
     )
@@ -232,7 +225,7 @@ def _model(
         CommModel.preset("flat"),
         name=name,
         topology=topology,
-        curves=monotone,
+        curves=rising,
         pack_bandwidth=pack_bandwidth,
         call_seconds=0.0,
     )
@@ -242,9 +235,8 @@ def fit_error(model: CommModel, op: str) -> float:
     """How far the curve is from each inner point when that point is left out: the median relative error."""
     curve = model.curves[op]
     errors = []
-    for (b0, s0), (b, s), (b1, s1) in zip(curve, curve[1:], curve[2:]):
-        weight = log(b / b0) / log(b1 / b0)
-        errors.append(abs(s0 ** (1 - weight) * s1**weight / s - 1))
+    for before, (num_bytes, seconds), after in zip(curve, curve[1:], curve[2:]):
+        errors.append(abs(interpolate((before, after), num_bytes) / seconds - 1))
     return statistics.median(errors) if errors else 0.0
 
 

@@ -184,7 +184,7 @@ class CommModel:
         curve = self.curves.get(op)
         if not curve:
             return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
-        return self.call_seconds + _interpolate(curve, num_bytes)
+        return self.call_seconds + interpolate(curve, num_bytes)
 
     def border_seconds(self, level: str, num_bytes: float) -> float:
         """Time for ``num_bytes`` to cross the border of one group of a level."""
@@ -241,7 +241,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _interpolate(curve: Curve, num_bytes: float) -> float:
+def interpolate(curve: Curve, num_bytes: float) -> float:
     """Seconds at a size: log-log between measured points, flat below the first, at its bandwidth above the last."""
     k = bisect_left(curve, (num_bytes,))
     if k == 0:
@@ -253,18 +253,22 @@ def _interpolate(curve: Curve, num_bytes: float) -> float:
     return exp((1 - weight) * log(s0) + weight * log(s1))
 
 
+def monotone(points: Iterable[tuple[float, float]]) -> Curve:
+    """The curve through (bytes, seconds), no time below that of a smaller size."""
+    found, latest = [], 0.0
+    for num_bytes, seconds in sorted(points):
+        latest = max(latest, seconds)
+        found.append((num_bytes, latest))
+    return tuple(found)
+
+
 def curve_from_bus_rates(num_ranks: int, rates: Mapping[int, float], *, reduces_twice: bool = False) -> Curve:
     """(bytes received, seconds) from measured bus bandwidths, by buffer size per rank in bytes.
 
-    A buffer of S bytes on each of n ranks moves (n - 1)/n · S per rank, twice that in an all-reduce. Times are made
-    monotone in the size.
+    A buffer of S bytes on each of n ranks moves (n - 1)/n · S per rank, twice that in an all-reduce.
     """
     share = (num_ranks - 1) / num_ranks * (2 if reduces_twice else 1)
-    points, latest = [], 0.0
-    for size, rate in sorted(rates.items()):
-        latest = max(latest, share * size / rate)
-        points.append((share * size, latest))
-    return tuple(points)
+    return monotone((share * size, share * size / rate) for size, rate in rates.items())
 
 
 _SIZES = [2**20, 2**23, 2**26, 2**28, 2**30]
