@@ -25,7 +25,34 @@ def nanochat(num_layers: int, width: int, vocabulary: int = 65536) -> list[Shape
     return [(vocabulary, d), (vocabulary, d), *layer * num_layers]
 
 
+def llama(vocabulary: int, key_value: int, hidden: int) -> list[Shape]:
+    """Llama's parameters, 4096 wide: embedding, 32 layers of attention, MLP and two norms, a final norm, the head."""
+    d = 4096
+    layer: list[Shape] = [(d, d), (key_value, d), (key_value, d), (d, d), (hidden, d), (hidden, d), (d, hidden)]
+    return [(vocabulary, d), *[*layer, (d,), (d,)] * 32, (d,), (vocabulary, d)]
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50's parameters: every convolution with the two vectors of its batch norm, then the classifier."""
+    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for i in range(count):
+            first: list[Shape] = [(4 * width, channels, 1, 1)] if i == 0 else []
+            convolutions: list[Shape] = [
+                (width, channels, 1, 1),
+                (width, width, 3, 3),
+                (4 * width, width, 1, 1),
+                *first,
+            ]
+            shapes += [part for shape in convolutions for part in (shape, shape[:1], shape[:1])]
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+ONE = "4096×1024"
 MODELS: dict[str, list[Shape]] = {
+    ONE: [(4096, 1024)],
     "gpt2_124m": gpt2(12, 768),
     "gpt2_1.56b": gpt2(48, 1600),
     "d20": nanochat(20, 1280),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.model_lists import Shape, gpt2
+from benchmarks.model_lists import Shape, gpt2, llama, num_elements, resnet50
 from benchmarks.report import Report
 from benchmarks.timing import graph_ms, wall_ms
 from optim_utils import (
@@ -71,9 +71,6 @@ def in_turn(calls: Mapping[str, Callable[[], object]], *, rounds: int = 15) -> d
 def check(condition: bool, what: str) -> None:
     if not condition:
         raise SystemExit(f"wrong result, so no figure: {what}")
-
-
-# --- storage: bytes moved against copy_ ------------------------------------------------------------------------------
 
 
 def variants(function: Callable[..., Any], device: str) -> list[tuple[str, Callable[..., Any]]]:
@@ -164,9 +161,6 @@ def rows_context(device: str) -> Rows:
         yield {"row": "context, 1,000 tensors", "how": how, "ms": ms, "goal": goal}
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
-
-
 def rows_flatten(device: str) -> Rows:
     wide = {f"layer{i}": {f"block{j}": {k: (i, j, k) for k in range(10)} for j in range(100)} for i in range(100)}
     deep: dict[str, Any] = {"leaf": 1}
@@ -212,32 +206,6 @@ def rows_zip(device: str) -> Rows:
     yield {"row": "DictZipIterator, 100k rows of 4 keys", "ms": ms, "goal": "<= 100"}
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-def llama(vocabulary: int, key_value: int, hidden: int) -> list[Shape]:
-    d = 4096
-    layer: list[Shape] = [(d, d), (key_value, d), (key_value, d), (d, d), (hidden, d), (hidden, d), (d, hidden)]
-    return [(vocabulary, d), *[*layer, (d,), (d,)] * 32, (d,), (vocabulary, d)]
-
-
-def resnet50() -> list[Shape]:
-    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
-    channels = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for i in range(count):
-            first: list[Shape] = [(4 * width, channels, 1, 1)] if i == 0 else []
-            convolutions: list[Shape] = [
-                (width, channels, 1, 1),
-                (width, width, 3, 3),
-                (4 * width, width, 1, 1),
-                *first,
-            ]
-            shapes += [part for shape in convolutions for part in (shape, shape[:1], shape[:1])]
-            channels = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
-
-
 PARTITIONED = {
     "GPT-2 124M": gpt2(12, 768),
     "GPT-2 XL": gpt2(48, 1600),
@@ -270,9 +238,7 @@ def rows_partition(device: str) -> Rows:
         for size, goal in zip((1024, 2048, 4096), PARTITION_GOALS[model]):
             blocks = block_shapes(shapes, size)
             costs = [cost(shape, torch.float32) for shape in blocks]
-            check(
-                sum(size_of(s, torch.float32) for s in blocks) >= 4 * sum(map(_numel, shapes)), "blocks lose elements"
-            )
+            check(sum(size_of(s, torch.float32) for s in blocks) >= 4 * num_elements(shapes), "blocks lose elements")
             for num_ranks in (8, 64):
                 best, lpt = partition(costs, num_ranks), partition(costs, num_ranks, improve=False)
                 check(sum(best.loads) == sum(costs), "a partition loses items")
@@ -285,10 +251,6 @@ def rows_partition(device: str) -> Rows:
                     "bound": best.lower_bound / (sum(costs) / num_ranks),
                     "goal": f"max/mean <= {goal}, < 500 ms" if num_ranks == 64 else "< 500 ms",
                 }
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()
 
 
 def rows_linear(device: str) -> Rows:
