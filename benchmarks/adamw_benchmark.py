@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
-from benchmarks.model_lists import Shape, make_parameters, model_shapes, num_elements
+from benchmarks.model_lists import ONE, Shape, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report, clocks
 from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import TritonAdamW, reference
@@ -85,6 +85,12 @@ def main() -> int:
     for case in cases:
         if not add_case(report, case, arguments.peers):
             return 1
+    finish(report, arguments)
+    return 0
+
+
+def finish(report: Report, arguments: argparse.Namespace) -> None:
+    """Show the rows, with the clocks after the last one, and write the files that were asked for."""
     report.add(what="clocks after the last", note=str(clocks()))
     report.show()
     if arguments.json:
@@ -92,7 +98,6 @@ def main() -> int:
     if arguments.plot:
         time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
         report.save_plot(arguments.plot, value=time, label="what", group="list")
-    return 0
 
 
 def parse() -> argparse.Namespace:
@@ -124,13 +129,17 @@ def case_of(arguments: argparse.Namespace) -> Case:
         options["stochastic_rounding"] = True
     if arguments.max_norm is not None:
         options["max_norm"] = arguments.max_norm
-    name = "×".join(map(str, arguments.shape)) if arguments.shape else arguments.model
-    shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
-    return fitting(Case(name, shapes, getattr(torch, arguments.dtype), options))
+    return fitting(Case(*chosen_list(arguments), getattr(torch, arguments.dtype), options))
+
+
+def chosen_list(arguments: argparse.Namespace) -> tuple[str, list[Shape]]:
+    """Name and shapes of what ``--shape`` or ``--model`` says."""
+    if arguments.shape:
+        return "×".join(map(str, arguments.shape)), [tuple(arguments.shape)]
+    return arguments.model, model_shapes(arguments.model)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ONE = "4096×1024"
 # Cases by the suite they belong to: list, dtype, options.
 SUITES: dict[str, list[tuple[str, torch.dtype, dict[str, Any]]]] = {
     "plain": [
@@ -160,10 +169,7 @@ SUITES["all"] = [*SUITES["plain"], *SUITES["clipping"], *SUITES["formats"]]
 
 def suite(name: str) -> list[Case]:
     """The cases of a suite."""
-    return [
-        fitting(Case(lst, [(4096, 1024)] if lst == ONE else model_shapes(lst), dtype, options))
-        for lst, dtype, options in SUITES[name]
-    ]
+    return [fitting(Case(lst, model_shapes(lst), dtype, options)) for lst, dtype, options in SUITES[name]]
 
 
 def fitting(case: Case) -> Case:
@@ -199,8 +205,7 @@ def add_case(report: Report, case: Case, choice: str) -> bool:
 def measure(contenders: dict[str, MakeStep], case: Case) -> dict[str, dict[str, Any]]:
     """The figures of each contender; inputs rotate until they exceed three times the L2."""
     on_gpu = torch.cuda.is_available()
-    one = num_elements(case.shapes) * 4 * case.dtype.itemsize
-    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / one)) if on_gpu else 1
+    num_sets = timing.num_cold_sets(num_elements(case.shapes) * 4 * case.dtype.itemsize)
     sets = [make_parameters(case.shapes, case.dtype, "cuda" if on_gpu else "cpu", seed=i) for i in range(num_sets)]
     if num_elements(case.shapes) <= MOST_SIDE_BY_SIDE:
         rounds = [contenders]

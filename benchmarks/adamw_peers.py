@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def importable() -> dict[str, MakeStep]:
         ("flashoptim", "flashoptim", "FlashAdamW"),
     ):
         try:
-            found[name] = of_class(getattr(__import__(module, fromlist=[attribute]), attribute))
+            found[name] = of_class(getattr(import_module(module), attribute))
         except (ImportError, AttributeError):
             continue
     return found

@@ -20,10 +20,10 @@ from functools import partial
 import torch
 
 from benchmarks import adamw_benchmark, timing
-from benchmarks.adamw_benchmark import ONE, Case
+from benchmarks.adamw_benchmark import Case
 from benchmarks.adamw_peers import PEERS
-from benchmarks.model_lists import make_parameters, model_shapes, num_elements
-from benchmarks.report import Report, clocks
+from benchmarks.model_lists import ONE, make_parameters, model_shapes, num_elements
+from benchmarks.report import Report
 from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import clip_grad_norm_, compute_global_grad_norm
 
@@ -34,14 +34,12 @@ def main() -> int:
     arguments = parse()
     if arguments.suite:
         cases = [
-            Case(name, [(4096, 1024)] if name == ONE else model_shapes(name), dtype)
+            Case(name, model_shapes(name), dtype)
             for name in (ONE, "gpt2_124m", "d20", "gpt2_1.56b")
             for dtype in (torch.bfloat16, torch.float32)
         ]
     else:
-        name = "×".join(map(str, arguments.shape)) if arguments.shape else arguments.model
-        shapes = [tuple(arguments.shape)] if arguments.shape else model_shapes(arguments.model)
-        cases = [Case(name, shapes, getattr(torch, arguments.dtype))]
+        cases = [Case(*adamw_benchmark.chosen_list(arguments), getattr(torch, arguments.dtype))]
     report = Report("Gradient clipping" if arguments.suite else f"Gradient clipping, {cases[0].label}")
     for case in map(adamw_benchmark.fitting, cases):
         if not add_case(report, case):
@@ -50,13 +48,7 @@ def main() -> int:
             case.options["max_norm"] = arguments.max_norm
             if not adamw_benchmark.add_case(report, case, arguments.peers):
                 return 1
-    report.add(what="clocks after the last", note=str(clocks()))
-    report.show()
-    if arguments.json:
-        report.save_json(arguments.json)
-    if arguments.plot:
-        time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
-        report.save_plot(arguments.plot, value=time, label="what", group="list")
+    adamw_benchmark.finish(report, arguments)
     return 0
 
 
@@ -78,7 +70,7 @@ def add_case(report: Report, case: Case) -> bool:
     """Measure one list of gradients and add its rows; whether the norm was right."""
     on_gpu = torch.cuda.is_available()
     size = num_elements(case.shapes) * case.dtype.itemsize
-    num_sets = max(1, math.ceil(3 * timing.L2_BYTES / size)) if on_gpu else 1
+    num_sets = timing.num_cold_sets(size)
     sets = [make_parameters(case.shapes, case.dtype, "cuda" if on_gpu else "cpu", seed=i) for i in range(num_sets)]
     exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in sets[0] if p.grad is not None))
     error = abs(float(compute_global_grad_norm(sets[0])) - exact) / exact

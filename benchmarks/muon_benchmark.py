@@ -28,10 +28,10 @@ from benchmarks import timing
 from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements
 from benchmarks.newton_schulz_peers import installed_peers
 from benchmarks.report import Report, clocks
+from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
 
 PRODUCT_FLOPS_PER_SECOND = 803e12
-COPY_BYTES_PER_SECOND = 4.24e12
 # Relative error against fp64 above which no speed is printed: twice that of bf16 products; of exact ones rounded to
 # bf16 on the CPU.
 ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 4e-3}
@@ -82,8 +82,7 @@ def measure_iteration(
     if device == "cpu":
         shape = tuple(min(size, 128) for size in shape)
     config = NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
-    size = math.prod(shape) * dtype.itemsize
-    num_sets = min(12, max(1, math.ceil(3 * timing.L2_BYTES / size))) if device == "cuda" else 1
+    num_sets = min(12, timing.num_cold_sets(math.prod(shape) * dtype.itemsize))
     inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(num_sets)]
 
     def ours(x: Tensor) -> Tensor:

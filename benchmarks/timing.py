@@ -33,6 +33,11 @@ REST_SECONDS = 0.6  # after which an H200 has its highest clock again
 COPY_BYTES_PER_SECOND = 4.24e12  # read and written, by a copy on an H200
 
 
+def num_cold_sets(num_bytes: int) -> int:
+    """How many sets of inputs of so many bytes make each call find cold caches: three times the L2; one on a CPU."""
+    return max(1, math.ceil(3 * L2_BYTES / num_bytes)) if torch.cuda.is_available() else 1
+
+
 def capture(calls: Sequence[Call], *, warmups: int = 2) -> torch.cuda.CUDAGraph:
     """A graph of all ``calls`` in order, captured after each has run ``warmups`` times on a side stream."""
     stream = torch.cuda.Stream()
