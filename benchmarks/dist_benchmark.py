@@ -90,8 +90,13 @@ class Job:
     def bag(self) -> Bag:
         return Bag(self.shapes, self.dtype, self.device)
 
-    def is_matrix(self, number: int) -> bool:
-        return self.mode == "muon" and number >= 2 and len(self.shapes[number]) == 2
+    def divided(self, parameters: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What Muon updates, and what AdamW does."""
+        sides: tuple[list[Any], list[Any]] = ([], [])
+        for number, (parameter, shape) in enumerate(zip(parameters, self.shapes)):
+            is_matrix = self.mode == "muon" and number >= 2 and len(shape) == 2
+            sides[not is_matrix].append(parameter)
+        return sides
 
 
 @dataclass
@@ -132,16 +137,14 @@ def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool) -> Row:
 def _our_optimizer(job: Job, parameters: list[Any], **options: Any) -> Any:
     if job.mode == "adamw":
         return TritonDistAdamW(parameters, **ADAMW, **options)
-    matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
-    others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
+    matrices, others = job.divided(parameters)
     groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
     return TritonDistMuonAdamW(groups, **options)
 
 
-def _torch_optimizer(job: Job, parameters: list[Any]) -> list[torch.optim.Optimizer]:
+def _torch_optimizers(job: Job, parameters: list[Any]) -> list[torch.optim.Optimizer]:
     fused = job.device.type == "cuda"
-    matrices = [p for number, p in enumerate(parameters) if job.is_matrix(number)]
-    others = [p for number, p in enumerate(parameters) if not job.is_matrix(number)]
+    matrices, others = job.divided(parameters)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **ADAMW, fused=fused)]
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, lr=MUON["lr"], weight_decay=MUON["weight_decay"]))
@@ -159,7 +162,7 @@ def ddp(job: Job, *, zero: bool = False) -> Row:
             ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW, fused=fused)
         ]
     else:
-        optimizers = _torch_optimizer(job, parameters)
+        optimizers = _torch_optimizers(job, parameters)
 
     def before() -> None:
         wrapped.zero_grad(set_to_none=False)
@@ -178,7 +181,7 @@ def fsdp2(job: Job, *, is_ours: bool = False) -> Row:
     bag = job.bag()
     fully_shard(bag, mesh=mesh, reshard_after_forward=False)
     parameters = list(bag.parameters())
-    optimizers = [_our_optimizer(job, parameters)] if is_ours else _torch_optimizer(job, parameters)
+    optimizers = [_our_optimizer(job, parameters)] if is_ours else _torch_optimizers(job, parameters)
 
     def step() -> None:
         bag(job.gradients).backward()
@@ -191,8 +194,9 @@ def fsdp2(job: Job, *, is_ours: bool = False) -> Row:
     return Row(values, step, lambda: bag.zero_grad(set_to_none=True))
 
 
+REFERENCE = "ours exact, in place"
 ROWS: dict[str, Callable[[Job], Row]] = {
-    "ours exact, in place": lambda job: ours(job, reducer="exact", in_place=True),
+    REFERENCE: lambda job: ours(job, reducer="exact", in_place=True),
     "ours rs, in place": lambda job: ours(job, reducer="rs", in_place=True),
     "ours rs, copied in": lambda job: ours(job, reducer="rs", in_place=False),
     "DDP + torch": ddp,
@@ -208,7 +212,7 @@ def rows_for(mode: str, wanted: str) -> list[str]:
     if mode == "muon":
         # ZeRO's shards are no matrices, and torch's Muon takes FSDP2's for such
         names = [name for name in names if "Zero" not in name and name != "FSDP2 + torch"]
-    return ["ours exact, in place", *[name for name in names if name != "ours exact, in place"]]
+    return [REFERENCE, *[name for name in names if name != REFERENCE]]
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -291,6 +295,7 @@ def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, 
 def table(
     job: Job, model: str, dtype: str, options: argparse.Namespace, limits: dict[str, float], report: Report
 ) -> None:
+    """Add the rows of one model, dtype and mode, each checked against the first before it is timed."""
     world_size, count, itemsize = dist.get_world_size(), num_elements(job.shapes), job.dtype.itemsize
     f = (world_size - 1) / world_size
     wire = f * count * itemsize * (1 / limits["reduce_scatter"] + 1 / limits["all_gather"]) / 1e6
@@ -310,10 +315,9 @@ def table(
             report.add(mode=job.mode, model=model, dtype=dtype, what=name, note=f"wrong by {error:.2g}, not timed")
         else:
             figures = next(steps)
-            if name == "ours exact, in place" and options.rows == "peers":
-                continue
             ratio = {"floor_ms": floor, "over_floor": figures["ms"] / floor, "error": error}
-            report.add(mode=job.mode, model=model, dtype=dtype, what=name, **figures, **ratio)
+            if name != REFERENCE or options.rows != "peers":
+                report.add(mode=job.mode, model=model, dtype=dtype, what=name, **figures, **ratio)
         steps.close()
         del steps
         gc.collect()

@@ -44,10 +44,9 @@ def dtensor_plan(case: Any, *, graph: bool, repeats: int = 1) -> TheirPlan | Non
 
     Its time is the CPU time of this thread, the least of ``repeats``.
     """
-    mesh = case.src.mesh
-    if not AVAILABLE or case.dst.mesh != mesh or mesh.ranks != tuple(range(mesh.num_ranks)):
+    device_mesh = _device_mesh(case)
+    if device_mesh is None:
         return None
-    device_mesh = DeviceMesh("cpu", torch.arange(mesh.num_ranks).reshape(mesh.sizes), _init_backend=False, _rank=0)
     shape = [n * SCALE if graph else n for n in case.shape]
     specs = [_spec(layout, shape, case.shape, device_mesh) for layout in (case.src, case.dst)]
     if None in specs:
@@ -63,7 +62,15 @@ def dtensor_plan(case: Any, *, graph: bool, repeats: int = 1) -> TheirPlan | Non
         started = time.thread_time()
         steps = _redistribute._gen_transform_infos_non_cached(specs[0], specs[1], graph)
         spent = min(spent, time.thread_time() - started)
-    return _count(steps, list(specs[0].placements), case.shape, mesh.sizes, spent)
+    return _count(steps, list(specs[0].placements), case.shape, case.src.mesh.sizes, spent)
+
+
+def _device_mesh(case: Any) -> DeviceMesh | None:
+    """The mesh of both sides; None where DTensor has no such planners, or the sides have no mesh of ranks in order."""
+    mesh = case.src.mesh
+    if not AVAILABLE or case.dst.mesh != mesh or mesh.ranks != tuple(range(mesh.num_ranks)):
+        return None
+    return DeviceMesh("cpu", torch.arange(mesh.num_ranks).reshape(mesh.sizes), _init_backend=False, _rank=0)
 
 
 def _spec(layout: Layout, shape: Sequence[int], true_shape: Sequence[int], mesh: DeviceMesh) -> Any:
@@ -115,8 +122,5 @@ def _count(
 
 def is_inexpressible(case: Any) -> bool:
     """Whether DTensor cannot say one side of a case: another kind, sizes that do not divide, or two meshes."""
-    mesh = case.src.mesh
-    if not AVAILABLE or case.dst.mesh != mesh or mesh.ranks != tuple(range(mesh.num_ranks)):
-        return True
-    device_mesh = DeviceMesh("cpu", torch.arange(mesh.num_ranks).reshape(mesh.sizes), _init_backend=False, _rank=0)
-    return any(_spec(layout, case.shape, case.shape, device_mesh) is None for layout in case[1:])
+    device_mesh = _device_mesh(case)
+    return device_mesh is None or any(_spec(layout, case.shape, case.shape, device_mesh) is None for layout in case[1:])

@@ -44,7 +44,6 @@ EPS = 1e-10
 class Arm(Protocol):
     """A model with its optimizer, and how the two are saved and restored."""
 
-    title: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -58,7 +57,6 @@ class MuonArm:
 
     model: nn.Module
     optimizer: TritonDistMuonAdamW
-    title: str = "Muon + AdamW (optim-dist)"
 
     @classmethod
     def build(cls, model: nn.Module, lr: float, beside_muon: float) -> MuonArm:
@@ -83,7 +81,6 @@ class AdamWArm:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    title: str = "AdamW (torch.optim)"
 
     @classmethod
     def build(cls, model: nn.Module, lr: float) -> AdamWArm:
