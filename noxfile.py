@@ -23,7 +23,7 @@ NEEDS = {
     "optim-redist": ("optim-utils",),
     "optim-dist": ("optim-utils", "optim-kernels", "optim-redist"),
 }
-TEST_TOOLS = ("--group", f"{ROOT / 'pyproject.toml'}:test")
+SOURCES = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
 PYTEST = ("python", "-m", "pytest", "-q", "--timeout=600")
 
 nox.options.default_venv_backend = "uv"
@@ -65,6 +65,14 @@ def _install(session: nox.Session, *what: str, pin_torch: bool = True) -> None:
     session.install(*what, "--constraint", str(constraint))
 
 
+def _groups(*names: str) -> tuple[str, ...]:
+    """What installs dependency groups of the root."""
+    return tuple(part for name in names for part in ("--group", f"{ROOT / 'pyproject.toml'}:{name}"))
+
+
+TEST_TOOLS = _groups("test")
+
+
 def _source(package: str) -> str:
     return str(ROOT / "packages" / package)
 
@@ -76,18 +84,17 @@ def _tests(package: str) -> str:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style of the code, the direction of its imports, and an audit of the workflows that needs no network."""
-    session.install("--group", f"{ROOT / 'pyproject.toml'}:lint")
+    session.install(*_groups("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    source = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source})
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
     session.run("zizmor", "--offline", "--no-progress", ".github")
 
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """``mypy --strict`` over the sources of all packages."""
-    _install(session, *map(_source, PACKAGES), "--group", f"{ROOT / 'pyproject.toml'}:type")
+    _install(session, *map(_source, PACKAGES), *_groups("type"))
     session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
 
 
@@ -102,8 +109,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.session
 def together(session: nox.Session) -> None:
     """All packages and the benchmarks' own tests in one environment, with coverage."""
-    groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "cov", "bench")]
-    _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
+    _install(session, *map(_source, PACKAGES), *_groups("test", "cov", "bench"))
     session.run("coverage", "erase")
     packages = [_tests(package) for package in PACKAGES]
     # the slow tests and those of times run for each package alone: a tracer slows Python down, and sees into no rank
@@ -232,8 +238,7 @@ def _git(*command: str) -> str:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks at sizes for a CPU; the correctness tests run first."""
-    groups = [f"{ROOT / 'pyproject.toml'}:{group}" for group in ("test", "bench")]
-    _install(session, *map(_source, PACKAGES), *(part for group in groups for part in ("--group", group)))
+    _install(session, *map(_source, PACKAGES), *_groups("test", "bench"))
     session.run(*PYTEST, "-x")
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     for script in sorted((ROOT / "benchmarks").glob("*_benchmark.py")):
@@ -244,5 +249,4 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Everything compiled, on a CUDA host: the python that runs nox, with what is installed there."""
-    source = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
-    session.run(sys.executable, "-m", "pytest", "-q", *session.posargs, env={"PYTHONPATH": source})
+    session.run(sys.executable, "-m", "pytest", "-q", *session.posargs, env={"PYTHONPATH": SOURCES})
