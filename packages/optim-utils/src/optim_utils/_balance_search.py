@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 __all__ = ["Problem", "best_owners", "largest_load", "longest_first", "loads_of", "lower_bound"]
 
@@ -178,82 +179,97 @@ def _best_fit(problem: Problem, size: float) -> list[int] | None:
     return owner
 
 
+class _Assignment:
+    """Who owns what, with the cost and memory that each rank then has, and its (cost, item) by increasing cost."""
+
+    def __init__(self, problem: Problem, owner: Sequence[int]) -> None:
+        self.problem, self.owner = problem, list(owner)
+        self.loads = loads_of(problem.costs, owner, problem.initial_load)
+        self.held = loads_of(problem.memory, owner, [0] * problem.num_ranks)
+        self.items: list[list[tuple[float, int]]] = [[] for _ in range(problem.num_ranks)]
+        for item, rank in enumerate(owner):
+            self.items[rank].append((problem.costs[item], item))
+        for row in self.items:
+            row.sort()
+
+    def move(self, item: int, target: int) -> None:
+        """Give an item to another rank."""
+        source, cost, size = self.owner[item], self.problem.costs[item], self.problem.memory[item]
+        self.owner[item] = target
+        self.items[source].remove((cost, item))
+        insort(self.items[target], (cost, item))
+        self.loads[source] -= cost
+        self.loads[target] += cost
+        self.held[source] -= size
+        self.held[target] += size
+
+
 def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
     """Moves and swaps off the fullest rank, as long as one lowers it without filling another as much."""
-    owner = list(start)
-    loads = loads_of(problem.costs, owner, problem.initial_load)
-    held = loads_of(problem.memory, owner, [0] * problem.num_ranks)
-    # items of each rank by increasing cost
-    items: list[list[tuple[float, int]]] = [[] for _ in range(problem.num_ranks)]
-    for item, rank in enumerate(owner):
-        items[rank].append((problem.costs[item], item))
-    for row in items:
-        row.sort()
+    found = _Assignment(problem, start)
+    loads = found.loads
     looks = 0
     for _ in range(_MAX_SWAPS):
         full = max(range(problem.num_ranks), key=lambda rank: (loads[rank], -rank))
         if loads[full] <= bound * (1 + _CLOSE_ENOUGH) or looks > _MAX_LOOKS:
             break
-        best: tuple[float, int, int, int] | None = None
+        best: tuple[_Exchange, int] | None = None
         for rank in sorted(range(problem.num_ranks), key=lambda rank: (loads[rank], rank)):
             difference = loads[full] - loads[rank]
-            if difference <= 0 or (best is not None and best[0] >= difference / 2):
+            # no exchange gains more than half the difference, and the ranks to come differ less
+            if difference <= 0 or (best is not None and best[0].gain >= difference / 2):
                 break
-            found, looked = _best_exchange(problem, items[full], items[rank], difference, held[full], held[rank])
+            exchange, looked = _best_exchange(found, full, rank)
             looks += looked
-            if found is not None and (best is None or found[0] > best[0]):
-                best = (found[0], rank, found[1], found[2])
+            if exchange is not None and (best is None or exchange.gain > best[0].gain):
+                best = exchange, rank
         if best is None:
             break
-        _, rank, given, taken = best
-        for item, source, target in ((given, full, rank), (taken, rank, full)):
-            if item >= 0:
-                cost, size = problem.costs[item], problem.memory[item]
-                items[source].remove((cost, item))
-                insort(items[target], (cost, item))
-                owner[item] = target
-                loads[source] -= cost
-                loads[target] += cost
-                held[source] -= size
-                held[target] += size
-    return owner
+        exchange, rank = best
+        found.move(exchange.given, rank)
+        if exchange.taken is not None:
+            found.move(exchange.taken, full)
+    return found.owner
 
 
-def _best_exchange(
-    problem: Problem,
-    full: Sequence[tuple[float, int]],
-    other: Sequence[tuple[float, int]],
-    difference: float,
-    held_full: float,
-    held_other: float,
-) -> tuple[tuple[float, int, int] | None, int]:
-    """The (gain, item given, item taken or -1) that lowers the fuller of two ranks most, and how many were looked at.
+class _Exchange(NamedTuple):
+    """An item that a rank gives, the one that it takes for it, and by how much the fuller rank gets lighter."""
+
+    gain: float
+    given: int
+    taken: int | None
+
+
+def _best_exchange(assignment: _Assignment, full: int, other: int) -> tuple[_Exchange | None, int]:
+    """The exchange that lowers ``full`` most, the fuller of two ranks, and how many were looked at.
 
     Giving cost a for b changes the larger load from L to max(L - (a - b), L - difference + (a - b)): the gain is
     min(a - b, difference - (a - b)), at most half the difference.
     """
-    best: tuple[float, int, int] | None = None
-    half = difference / 2
+    memory, cap = assignment.problem.memory, assignment.problem.cap
+    held_full, held_other = assignment.held[full], assignment.held[other]
+    others = assignment.items[other]
+    difference = assignment.loads[full] - assignment.loads[other]
+    # the two neighbours of the ideal partner, and with a cap some further ones
+    reach = 1 if cap == math.inf else 8
+    best: _Exchange | None = None
     looks = 0
     previous = None
-    for cost, item in reversed(full):
-        size = problem.memory[item]
+    for cost, item in reversed(assignment.items[full]):
+        size = memory[item]
         if (cost, size) == previous:
             continue
         previous = (cost, size)
-        candidates = [(0.0, -1)]
-        # the two neighbours of the ideal partner, and with a cap some further ones
-        middle = bisect_left(other, (cost - half, -1))
-        reach = 1 if problem.cap == math.inf else 8
-        candidates += other[max(0, middle - reach) : middle + reach]
-        for partner_cost, partner in candidates:
+        middle = bisect_left(others, (cost - difference / 2, -1))
+        partners: list[tuple[float, int | None]] = [(0.0, None), *others[max(0, middle - reach) : middle + reach]]
+        for partner_cost, partner in partners:
             looks += 1
             moved = cost - partner_cost
             gain = min(moved, difference - moved)
-            if gain <= 0 or (best is not None and gain <= best[0]):
+            if gain <= 0 or (best is not None and gain <= best.gain):
                 continue
-            partner_size = problem.memory[partner] if partner >= 0 else 0
-            if held_other + size - partner_size > problem.cap or held_full - size + partner_size > problem.cap:
+            partner_size = 0 if partner is None else memory[partner]
+            if held_other + size - partner_size > cap or held_full - size + partner_size > cap:
                 continue
-            best = (gain, item, partner)
+            best = _Exchange(gain, item, partner)
     return best, looks
