@@ -431,16 +431,13 @@ def test_a_handle_raises_again_what_went_wrong() -> None:
 def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int, Any]:
     """Every rank's target, with a buffer for every message as over NCCL."""
     ranks = sorted({*made.src.mesh.ranks, *made.dst.mesh.ranks})
-    programs = {rank: stage_programs(made, rank) for rank in ranks}
+    programs = {rank: stage_programs(made, rank, separate=True) for rank in ranks}
     cpu = torch.device("cpu")
     for number, (_, phases) in enumerate(made.phases):
         stages = {rank: programs[rank][number] for rank in ranks}
         targets = {rank: stage.allocate(cpu) for rank, stage in stages.items()}
         for k in range(len(phases)):
-            buffers = {
-                rank: stage.begin(k, sources.get(rank), targets[rank], cpu, separate=True)
-                for rank, stage in stages.items()
-            }
+            buffers = {rank: stage.begin(k, sources.get(rank), targets[rank], cpu) for rank, stage in stages.items()}
             wire = {
                 (rank, message.peer): sent.clone()
                 for rank, stage in stages.items()
@@ -449,8 +446,8 @@ def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int,
             for rank, stage in stages.items():
                 for message, received in zip(stage.phases[k].receives, buffers[rank][1], strict=True):
                     received.copy_(wire[message.peer, rank])
-                stage.local(k, sources.get(rank), targets[rank], separate=True)
-                stage.finish(k, buffers[rank][2], sources.get(rank), targets[rank], separate=True)
+                stage.local(k, sources.get(rank), targets[rank])
+                stage.finish(k, buffers[rank][2], sources.get(rank), targets[rank])
         sources = targets
     return sources
 

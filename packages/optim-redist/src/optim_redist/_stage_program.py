@@ -34,18 +34,22 @@ class StageProgram:
         rank: int,
         dtype: torch.dtype,
         *,
-        src: Layout | None = None,
-        dst: Layout | None = None,
+        src: Layout,
+        dst: Layout,
+        separate: bool,
     ) -> None:
-        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ."""
-        self.rank = rank
+        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ.
+
+        With ``separate`` every message has a buffer of its own, else all of a phase share one.
+        """
         self.dtype = dtype
+        self.separate = separate
         self.bits = bits_type(dtype)
         self.phases = rank_phases(problem, phases, rank)
         # the phases that bring contributions; on ranks that take no part in one, too
         self._reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
-        self.src_shape = _local_shape(src or problem.src, problem.shape, rank)
-        self.dst_shape = _local_shape(dst or problem.dst, problem.shape, rank)
+        self.src_shape = _local_shape(src, problem.shape, rank)
+        self.dst_shape = _local_shape(dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
         self.identity_op = None
         if problem.started and self.dst_shape is not None and rank not in problem.dst_points:
@@ -73,32 +77,30 @@ class StageProgram:
         return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
 
     def begin(
-        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, separate: bool = False
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Pack phase k: the buffers to send, those to receive into, and the phase's own buffer behind the latter."""
-        bound = self._bind(k, src, dst, separate)
+        bound = self._bind(k, src, dst)
         tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
         packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
         bound.packs.run(tensors, packed)
         sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.sends]
-        return (sends, *self.receive_buffers(k, src, dst, device, separate=separate))
+        return (sends, *self.receive_buffers(k, src, dst, device))
 
     def receive_buffers(
-        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, separate: bool = False
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], Tensor]:
         """The buffers to receive phase k into, and the phase's own buffer behind them; of the source only its form."""
-        bound, target = self._bind(k, src, dst, separate), _bits(dst)
+        bound, target = self._bind(k, src, dst), _bits(dst)
         unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
         return [
             view_of(unpacked if which is None else cast(Tensor, target), v) for which, v in bound.receives
         ], unpacked
 
-    def pack_all(
-        self, src: Tensor | None, device: torch.device, *, separate: bool = False
-    ) -> tuple[list[Tensor], Tensor]:
+    def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """What the only phase sends, and what it keeps, in memory of its own; nothing reads the source after that."""
         like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
-        bound, source, stays = self._bind(0, src, like, separate), _bits(src), self.phases[0].stays_from
+        bound, source, stays = self._bind(0, src, like), _bits(src), self.phases[0].stays_from
         packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
         bound.packs.run({"src": source}, packed)
         sends = [
@@ -114,22 +116,20 @@ class StageProgram:
         if kept.numel():
             self.unpack_message(self.phases[0].stays_to, kept, cast(Tensor, dst))
 
-    def local(self, k: int, src: Tensor | None, dst: Tensor | None, *, separate: bool = False) -> None:
+    def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
         """What phase k copies within the rank; reductions do this when they finish."""
         if self.phases[k].stays_from.pieces and not self._reduces(k):
             here: dict[Which, Tensor | None] = {"src": _bits(src)}
-            self._bind(k, src, dst, separate).stays.run(here, _bits(dst))
+            self._bind(k, src, dst).stays.run(here, _bits(dst))
 
-    def finish(
-        self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None, *, separate: bool = False
-    ) -> None:
+    def finish(self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
         """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
             if dst is not None:
                 self.combine(k, slots(self.phases[k].receives, unpacked), src, dst)
         else:
             # the buffer takes the place of the source
-            self._bind(k, src, dst, separate).unpacks.run({"src": unpacked}, _bits(dst))
+            self._bind(k, src, dst).unpacks.run({"src": unpacked}, _bits(dst))
         self.end(k, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
@@ -184,16 +184,16 @@ class StageProgram:
             yield view_of(target, view), slot[place : place + size].view(view[0])
             place += size
 
-    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None, separate: bool) -> Bound:
+    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None) -> Bound:
         return self.phases[k].bind(
-            _rows(src), _rows(dst), self.dtype.itemsize, separate=separate, in_place=not self._reduces(k)
+            _rows(src), _rows(dst), self.dtype.itemsize, separate=self.separate, in_place=not self._reduces(k)
         )
 
     def _reduces(self, k: int) -> bool:
         return self._reducing[k]
 
 
-def stage_programs(plan: Plan, rank: int) -> list[StageProgram]:
+def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[StageProgram]:
     """A rank's part of every stage of a plan."""
     dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
     return [
@@ -202,8 +202,9 @@ def stage_programs(plan: Plan, rank: int) -> list[StageProgram]:
             phases,
             rank,
             dtype,
-            src=None if number else plan.src,
-            dst=plan.dst if number == last else None,
+            src=problem.src if number else plan.src,
+            dst=plan.dst if number == last else problem.dst,
+            separate=separate,
         )
         for number, (problem, phases) in enumerate(plan.phases)
     ]

@@ -81,9 +81,9 @@ class Program:
         self.rank = rank
         self.team = team
         self.dtype = getattr(torch, plan.dtype)
-        self.stages = stage_programs(plan, rank)
         # one buffer a message where the backend can, one for all messages where it cannot
         self._separate = team is not None and team.takes_lists
+        self.stages = stage_programs(plan, rank, separate=self._separate)
         self._native = [
             self._native_reduction(problem) if stage.rounds == 1 else None
             for stage, (problem, _) in zip(plan.stages, plan.phases)
@@ -157,11 +157,11 @@ class Program:
                 _give_up(given)
                 continue
             for k, phase in enumerate(stage.phases):
-                sends, receives, unpacked = stage.begin(k, x, target, device, separate=self._separate)
+                sends, receives, unpacked = stage.begin(k, x, target, device)
                 work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
-                stage.local(k, x, target, separate=self._separate)
+                stage.local(k, x, target)
                 yield work
-                stage.finish(k, unpacked, x, target, separate=self._separate)
+                stage.finish(k, unpacked, x, target)
                 # the next round's buffers take the place of these
                 del sends, receives, unpacked, work
             x = target
@@ -172,14 +172,14 @@ class Program:
         self, stage: StageProgram, x: Tensor | None, out: Tensor | None, device: torch.device
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """A donated source is packed as a whole and given up before the target takes memory."""
-        sends, kept = stage.pack_all(x, device, separate=self._separate)
+        sends, kept = stage.pack_all(x, device)
         _give_up(x)
         target = stage.allocate(device) if out is None else out
-        receives, unpacked = stage.receive_buffers(0, x, target, device, separate=self._separate)
+        receives, unpacked = stage.receive_buffers(0, x, target, device)
         work = self._exchange(stage.phases[0], sends, receives, device)
         stage.unpack_kept(kept, target)
         yield work
-        stage.finish(0, unpacked, x, target, separate=self._separate)
+        stage.finish(0, unpacked, x, target)
         return target
 
     def _run_native(
@@ -222,38 +222,40 @@ class Program:
             self._compared = True
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:
-        first, last = self.stages[0], self.stages[-1]
-        if out is not None and self._out_excess:
+        if out is not None:
+            self._check_out(x, out)
+        self._check_form("source", x, self.stages[0].src_shape)
+        if x is not None and self.plan.donate and not _owns_storage(x):
+            raise LayoutError(
+                f"rank {self.rank}: a source that is donated has to be all of its storage, this one is a view; "
+                "clone it, or leave donate out"
+            )
+
+    def _check_out(self, x: Tensor | None, out: Tensor) -> None:
+        if self._out_excess:
             raise UnsupportedError(
                 f"out would be held from the start, {self._out_excess} bytes above memory_limit="
                 f"{self.plan.memory_limit} in a step before the target is made; call without out, or plan with a limit "
                 "that is higher by so much"
             )
-        if x is not None and out is not None and _overlap(x, out) and not (out is x and self._keeps_all):
+        if x is not None and _overlap(x, out) and not (out is x and self._keeps_all):
             raise LayoutError(
                 f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
                 "of its own memory (the source itself is taken only where all of it stays)"
             )
-        if out is not None and (out.is_conj() or out.is_neg()):
+        if out.is_conj() or out.is_neg():
             raise LayoutError(
                 f"rank {self.rank}: out is a view with a pending conjugation or negation, which cannot be written "
                 "through; give the tensor it views"
             )
-        for what, tensor, expected in (("source", x, first.src_shape), ("out", out, last.dst_shape)):
-            if what == "out" and tensor is None:
-                continue
-            found = None if tensor is None else tuple(tensor.shape)
-            if found != expected:
-                raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
-            if what == "source" and tensor is not None and self.plan.donate and not _owns_storage(tensor):
-                raise LayoutError(
-                    f"rank {self.rank}: a source that is donated has to be all of its storage, this one is a view; "
-                    "clone it, or leave donate out"
-                )
-            if tensor is not None and tensor.dtype != self.dtype:
-                raise LayoutError(
-                    f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}"
-                )
+        self._check_form("out", out, self.stages[-1].dst_shape)
+
+    def _check_form(self, what: str, tensor: Tensor | None, expected: tuple[int, ...] | None) -> None:
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != expected:
+            raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
+        if tensor is not None and tensor.dtype != self.dtype:
+            raise LayoutError(f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}")
 
 
 def _done(result: Tensor) -> Generator[None, None, Tensor]:
