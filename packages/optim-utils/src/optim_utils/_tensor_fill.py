@@ -43,7 +43,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
     """Why the memory of ``live`` cannot take ``loaded``, which fits otherwise, or None: what ``copy_`` would refuse."""
-    local = live.to_local() if is_dtensor(live) else live
+    local = _local(live)
     if local.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, which is written in torch.inference_mode() only"
     if local.layout == torch.strided and any(
@@ -70,15 +70,20 @@ def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         _fill(live, source)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def _storage(tensor: Tensor) -> int:
     """Which storage a tensor lies in; a sparse one shares no memory that counts here."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local = _local(tensor)
     return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
 
 
 def _memory(tensor: Tensor) -> tuple[int, ...]:
     """Which elements of its storage a tensor covers."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local = _local(tensor)
     if local.layout != torch.strided:
         return (-id(tensor),)
     return (_storage(local), local.storage_offset(), *local.shape, *local.stride())
