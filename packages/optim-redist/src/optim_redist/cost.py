@@ -27,6 +27,10 @@ from optim_redist.layout import Axis, Mesh
 
 _FORMAT = "optim-redist.model/1"
 
+# what is supposed of a machine that nobody has measured: the links of an H200 and one 400 Gb/s port a rank
+_RANK_BANDWIDTH, _PORT_BANDWIDTH = 300e9, 50e9  # bytes per second
+_LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
+
 
 @dataclass(frozen=True)
 class Level:
@@ -76,43 +80,52 @@ class Topology:
         levels: the groups whose borders are bottlenecks.
     """
 
-    rank_bandwidth: float = 300e9
-    latency: float = 20e-6
+    rank_bandwidth: float = _RANK_BANDWIDTH
+    latency: float = _LATENCY
     levels: tuple[Level, ...] = ()
 
     @classmethod
-    def flat(cls, num_ranks: int = 0, *, bandwidth: float = 300e9, latency: float = 20e-6) -> Topology:
+    def flat(cls, num_ranks: int = 0, *, bandwidth: float = _RANK_BANDWIDTH, latency: float = _LATENCY) -> Topology:
         """All pairs of ranks alike; ``num_ranks`` only documents how many."""
         del num_ranks
         return cls(bandwidth, latency)
 
     @classmethod
     def nodes(
-        cls, ranks_per_node: int, *, bandwidth: float = 50e9, rank_bandwidth: float = 300e9, latency: float = 30e-6
+        cls,
+        ranks_per_node: int,
+        *,
+        bandwidth: float = _PORT_BANDWIDTH,
+        rank_bandwidth: float = _RANK_BANDWIDTH,
+        latency: float = _NODE_LATENCY,
     ) -> Topology:
         """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
         if ranks_per_node < 1:
             raise RedistError(f"a node has at least one rank, got ranks_per_node={ranks_per_node}")
         level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
-        return cls(rank_bandwidth, 20e-6, (level,))
+        return cls(rank_bandwidth, _LATENCY, (level,))
 
     @classmethod
-    def from_mesh_axis(cls, mesh: Mesh, axis: Axis, *, bandwidth: float = 50e9, name: str = "node") -> Topology:
+    def from_mesh_axis(
+        cls, mesh: Mesh, axis: Axis, *, bandwidth: float = _PORT_BANDWIDTH, name: str = "node"
+    ) -> Topology:
         """Ranks with the same coordinate on ``axis`` form a node; ``bandwidth`` is one rank's share of the border."""
         k = mesh.axis(axis)
         found: list[list[int]] = [[] for _ in range(mesh.sizes[k])]
         for rank, point in mesh.coordinates.items():
             found[point[k]].append(rank)
-        return cls(levels=(Level(name, bandwidth * len(found[0]), 30e-6, members=tuple(map(tuple, found))),))
+        level = Level(name, bandwidth * len(found[0]), _NODE_LATENCY, members=tuple(map(tuple, found)))
+        return cls(levels=(level,))
 
     @classmethod
-    def from_hosts(cls, hosts: Sequence[str], *, bandwidth: float = 50e9) -> Topology:
+    def from_hosts(cls, hosts: Sequence[str], *, bandwidth: float = _PORT_BANDWIDTH) -> Topology:
         """Ranks of the same host name form a node: ``hosts[r]`` is where rank r runs."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
         largest = max(map(len, found.values()))
-        return cls(levels=(Level("node", bandwidth * largest, 30e-6, members=tuple(map(tuple, found.values()))),))
+        level = Level("node", bandwidth * largest, _NODE_LATENCY, members=tuple(map(tuple, found.values())))
+        return cls(levels=(level,))
 
     def groups(self, ranks: Iterable[int]) -> list[tuple[str, tuple[int, ...], float]]:
         """(level, ranks, bandwidth) of every group that holds some but not all of the ranks."""
