@@ -43,10 +43,12 @@ def hierarchical_phases(problem: Problem, topology: Topology) -> list[Phase]:
     """
     if problem.num_contributions > 1:
         raise UnsupportedError("the hierarchical planner moves finished values; reduce first, or use 'relay'")
-    return _Planner(problem, topology).run()
+    return _Draft(problem, topology).phases()
 
 
-class _Planner:
+class _Draft:
+    """The phases while they come about: transfers that are decided, and what is still asked of holders."""
+
     def __init__(self, problem: Problem, topology: Topology) -> None:
         self.problem, self.topology = problem, topology
         self.transfers: list[list[Transfer]] = [[*stays(problem)]]
@@ -57,7 +59,7 @@ class _Planner:
         # elements that ranks send so far
         self.sending = dict.fromkeys(problem.ranks, 0)
 
-    def run(self) -> list[Phase]:
+    def phases(self) -> list[Phase]:
         for dst, needers in self.problem.needers.items():
             self._fetch_groups(dst, needers)
         for hop, transfers in enumerate(relieved(self.inside, bounds_of(self.problem).lb, self.sending)):

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist import _collectives
 from optim_redist._recent import Recent
-from optim_redist._stage_program import StageProgram, slots, stage_programs
+from optim_redist._stage_program import StageProgram, slots
 from optim_redist._views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError
@@ -114,12 +114,12 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
     tensors = {rank: given.get(rank) for rank in ranks}
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
-    for rank in ranks:
-        Program(plan, rank, None)._check(tensors[rank], None)
+    programs = {rank: Program(plan, rank, None) for rank in ranks}
+    for rank, program in programs.items():
+        program._check(tensors[rank], None)
         tensors[rank] = resolved(tensors[rank])
-    programs = {rank: stage_programs(plan, rank) for rank in ranks}
     for number, (_, phases) in enumerate(plan.phases):
-        stages = {rank: programs[rank][number] for rank in ranks}
+        stages = {rank: program.stages[number] for rank, program in programs.items()}
         targets = {rank: stage.allocate(device) for rank, stage in stages.items()}
         for k, phase in enumerate(phases):
             try:
