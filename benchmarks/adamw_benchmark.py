@@ -83,7 +83,7 @@ def main() -> int:
     cases = suite(arguments.suite) if arguments.suite else [case_of(arguments)]
     report = Report("AdamW step" if arguments.suite else f"AdamW step, {cases[0].label}")
     for case in cases:
-        if not add_case(report, case, arguments.peers):
+        if not add_case(report, case, arguments.peers, at_least_calls=arguments.steps, warmups=arguments.warmup):
             return 1
     finish(report, arguments)
     return 0
@@ -113,8 +113,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", default="torch", choices=PEERS)
     parser.add_argument("--json", help="write rows, machine and versions to this file")
     parser.add_argument("--plot", help="draw the device times into this file")
-    parser.add_argument("--steps", type=int, default=200, help="kept for scripts; figures are medians of enough steps")
-    parser.add_argument("--warmup", type=int, default=20, help="as --steps")
+    parser.add_argument("--steps", type=int, default=1, help="time at least so many back to back, and at least .1 s")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     return parser.parse_args()
 
 
@@ -179,8 +179,8 @@ def fitting(case: Case) -> Case:
     return Case("tiny", model_shapes("tiny"), case.dtype, case.options)
 
 
-def add_case(report: Report, case: Case, choice: str) -> bool:
-    """Measure a case and add its rows; whether its first step was right."""
+def add_case(report: Report, case: Case, choice: str, **counts: int) -> bool:
+    """Measure a case and add its rows; whether its first step was right. ``counts`` are for `timing.wall_ms`."""
     error, limit = first_step_error(case)
     if not error <= limit:
         print(f"{case.label}: the first step is wrong, error {error:.3g} of {limit:.3g} allowed; no speed is printed")
@@ -188,7 +188,7 @@ def add_case(report: Report, case: Case, choice: str) -> bool:
     on_gpu = torch.cuda.is_available()
     contenders = {"ours": of_class(TritonAdamW, capturable=on_gpu, **case.arguments)}
     contenders |= peers(choice, case.options.get("max_norm"))
-    rows = measure(contenders, case)
+    rows = measure(contenders, case, counts)
     time = "graph_ms" if on_gpu else "wall_ms"
     own = rows["ours"][time]
     for name, row in rows.items():
@@ -202,7 +202,7 @@ def add_case(report: Report, case: Case, choice: str) -> bool:
     return True
 
 
-def measure(contenders: dict[str, MakeStep], case: Case) -> dict[str, dict[str, Any]]:
+def measure(contenders: dict[str, MakeStep], case: Case, counts: dict[str, int]) -> dict[str, dict[str, Any]]:
     """The figures of each contender; inputs rotate until they exceed three times the L2."""
     on_gpu = torch.cuda.is_available()
     num_sets = timing.num_cold_sets(num_elements(case.shapes) * 4 * case.dtype.itemsize)
@@ -213,13 +213,13 @@ def measure(contenders: dict[str, MakeStep], case: Case) -> dict[str, dict[str, 
         rounds = [{name: make_step} for name, make_step in contenders.items()]
     rows: dict[str, dict[str, Any]] = {}
     for some in rounds:
-        rows |= _measure_side_by_side(some, sets, on_gpu)
+        rows |= _measure_side_by_side(some, sets, on_gpu, counts)
         _free()
     return {name: rows[name] for name in contenders}
 
 
 def _measure_side_by_side(
-    contenders: dict[str, MakeStep], sets: list[Params], on_gpu: bool
+    contenders: dict[str, MakeStep], sets: list[Params], on_gpu: bool, counts: dict[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Device and wall time of all contenders in turn, so that every figure sees the clocks that the others see."""
     rows: dict[str, dict[str, Any]] = {name: {} for name in contenders}
@@ -231,7 +231,7 @@ def _measure_side_by_side(
         try:
             steps[name] = [make_step(params) for params in sets]
             steps[name][0]()
-            timers[name, "wall_ms"] = partial(timing.wall_ms, steps[name], repeats=1)
+            timers[name, "wall_ms"] = partial(timing.wall_ms, steps[name], repeats=1, **counts)
             if on_gpu:
                 rows[name] |= {"host_us": timing.host_us(steps[name][0]), "launches": timing.launches(steps[name][0])}
                 graphs[name] = timing.capture_rounds(steps[name])

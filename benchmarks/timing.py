@@ -92,13 +92,15 @@ def graph_ms(calls: Sequence[Call], *, repeat: int = 1) -> float:
     return replay_ms(capture(rounds), len(rounds))
 
 
-def wall_ms(calls: Sequence[Call], *, at_least_ms: float = 100.0, repeats: int = 3, warmups: int = 3) -> float:
-    """Median over ``repeats`` of the time of back-to-back calls that go on for ``at_least_ms``."""
+def wall_ms(
+    calls: Sequence[Call], *, at_least_ms: float = 100.0, at_least_calls: int = 1, repeats: int = 3, warmups: int = 3
+) -> float:
+    """Median over ``repeats`` of a call's time in ``at_least_calls`` back to back, which go on for ``at_least_ms``."""
     for call in calls:
         for _ in range(warmups):
             call()
     _synchronize()
-    count = 1
+    count = at_least_calls
     figures: list[float] = []
     while len(figures) < repeats:
         start = time.perf_counter()

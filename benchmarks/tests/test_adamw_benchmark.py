@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adamw_benchmark, clip_benchmark
+from benchmarks import adamw_benchmark, clip_benchmark, timing
 from benchmarks.adamw_benchmark import SUITES, Case
 from benchmarks.model_lists import model_shapes
 
@@ -54,6 +54,13 @@ def test_tiny_runs(module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = json.loads(path.read_text())["rows"]
     assert {row["list"].split()[0] for row in rows if "list" in row} == {"tiny"}
     assert all(row["error"] < 0.01 for row in rows if "ours" in row["what"])
+
+
+def test_as_many_calls_as_asked_for_are_timed() -> None:
+    calls: list[int] = []
+    timing.wall_ms([lambda: calls.append(0), lambda: calls.append(1)], at_least_ms=0, at_least_calls=20, warmups=3)
+    # three times
+    assert (calls.count(0), calls.count(1)) == (33, 33)
 
 
 def test_a_tensor_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
