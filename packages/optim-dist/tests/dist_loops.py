@@ -42,3 +42,25 @@ def values(net):
 
 def assert_same(actual, expected):
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
+
+
+class LateWork:
+    """A gather whose result appears when it is waited for."""
+
+    def __init__(self, work, flat, arrived):
+        self.work, self.flat, self.arrived = work, flat, arrived
+
+    def wait(self):
+        self.work.wait()
+        self.flat.copy_(self.arrived)
+
+
+def delay_gathers(optimizer):
+    communicator = optimizer.communicator
+    gather = communicator.all_gather_
+
+    def late(flat):
+        arrived = flat.clone()
+        return LateWork(gather(arrived), flat, arrived)
+
+    communicator.all_gather_ = late

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from dist_cases import Scenarios, device_of, normal
+from dist_loops import delay_gathers
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -17,28 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
 scenario = Scenarios()
-
-
-class LateWork:
-    """A gather whose result appears when it is waited for."""
-
-    def __init__(self, work, flat, arrived):
-        self.work, self.flat, self.arrived = work, flat, arrived
-
-    def wait(self):
-        self.work.wait()
-        self.flat.copy_(self.arrived)
-
-
-def delay_gathers(optimizer):
-    communicator = optimizer.communicator
-    gather = communicator.all_gather_
-
-    def late(flat):
-        arrived = flat.clone()
-        return LateWork(gather(arrived), flat, arrived)
-
-    communicator.all_gather_ = late
 
 
 class Block(nn.Module):

@@ -196,6 +196,77 @@ def a_gradient_changed_after_clipping_is_an_error(rank, world_size):
         optimizer.step()
 
 
+@scenario(1)
+def model_zero_grad_skips_a_clipped_batch_on_one_rank(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    net(batch(rank, 7)).backward()
+    optimizer.clip_grad_norm_(0.001)
+    net.zero_grad()
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 0)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def model_zero_grad_skips_gradients_set_by_hand(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.clip_grad_norm_(0.001)
+    net.zero_grad()
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 0)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def model_zero_grad_between_micro_batches_begins_to_count_again(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=2)
+    twin, twin_optimizer = build(rank)
+    net(batch(rank, 7)).backward()
+    net.zero_grad()
+    for micro in range(2):
+        net(batch(rank, 0, micro)).backward()
+        twin(batch(rank, 0, micro)).backward()
+    optimizer.step()
+    twin_optimizer.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def no_sync_may_begin_behind_other_passes(rank, world_size):
+    """Those before the first one only accumulate, also where the batch is skipped then."""
+    for is_skipped in (False, True):
+        net, optimizer = build(rank)
+        twin, twin_optimizer = build(rank)
+        # on one rank nothing arrives in the plain pass
+        loss = net(batch(rank, 0))
+        if rank == 0:
+            loss.backward()
+        with optimizer.no_sync():
+            net(batch(rank, 0, 1)).backward()
+        if is_skipped:
+            net.zero_grad()
+        else:
+            net(batch(rank, 0, 2)).backward()
+            if rank == 0:
+                twin(batch(rank, 0)).backward()
+            for micro in (1, 2):
+                twin(batch(rank, 0, micro)).backward()
+            optimizer.step()
+            twin_optimizer.step()
+            optimizer.zero_grad()
+            twin_optimizer.zero_grad()
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            model(batch(rank, 1)).backward()
+            opt.step()
+        assert_same(values(net), values(twin))
+
+
 @scenario(2)
 def model_zero_grad_skips_a_batch(rank, world_size):
     twin, twin_optimizer = build(rank)

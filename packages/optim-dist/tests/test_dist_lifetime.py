@@ -80,6 +80,25 @@ def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
 
 
 @scenario(2)
+def a_group_comes_while_another_is_frozen(rank, world_size):
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    optimizer = TritonDistAdamW(net.layers[:2].parameters(), reducer="exact")
+    twin_optimizers = [TritonDistAdamW(twin.layers[:2].parameters(), reducer="exact")]
+    for step in range(3):
+        for model in (net, twin):
+            model.layers[0].requires_grad_(step != 1)
+        if step == 1:
+            optimizer.add_param_group({"params": net.layers[2:].parameters(), "lr": 0.1})
+            twin_optimizers.append(TritonDistAdamW(twin.layers[2:].parameters(), lr=0.1, reducer="exact"))
+        for model, optimizers in ((net, [optimizer]), (twin, twin_optimizers)):
+            model(batch(rank, step)).backward()
+            for opt in optimizers:
+                opt.step()
+            model.zero_grad()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
 def state_dict_at_an_equal_plan(rank, world_size):
     net, optimizer = build(rank)
     for step in range(2):
@@ -127,6 +146,15 @@ def full_state_to_torch_and_back(rank, world_size):
         model(batch(rank, 2)).backward()
         opt.step()
     assert_same(values(net), values(twin))
+
+
+@scenario(1, 2)
+def full_state_is_a_copy(rank, world_size):
+    """Schedulers change an lr that is a tensor in place."""
+    _, optimizer = build(rank, lr=torch.tensor(0.5))
+    full = optimizer.full_state_dict()
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert rank or full["param_groups"][0]["lr"] == 0.5
 
 
 @scenario(2)
@@ -191,6 +219,25 @@ def a_new_optimizer_takes_over(rank, world_size):
     assert_same(*found)
 
 
+@scenario(2)
+def an_end_in_the_midst_of_unequal_reductions(rank, world_size):
+    for is_closed in (True, False):
+        net, old = build(rank, accumulation_steps=1)
+        before = values(net)
+        # the last layers are reduced first: one rank has begun, the other has not
+        net(batch(rank, 0), skip=3 if rank else 0).backward()
+        if is_closed:
+            old.close()
+        new = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net, reducer="exact")
+        assert_same(values(net), before)
+        new.zero_grad()
+        twin, twin_optimizer = build(rank)
+        for model, opt in ((net, new), (twin, twin_optimizer)):
+            model(batch(rank, 1)).backward()
+            opt.step()
+        assert_same(values(net), values(twin))
+
+
 class Arriving:
     """A gather whose result appears when it is waited for."""
 
@@ -211,6 +258,20 @@ def a_closed_optimizer_takes_no_part_in_clipping(rank, world_size):
     optimizer.step()
     with pytest.raises(RuntimeError, match="closed"):
         closed.step()
+
+
+@scenario(1, 2)
+def clipping_is_by_the_newest_optimizer_of_the_parameters(rank, world_size):
+    net, older = build(rank)
+    optimizer = TritonDistAdamW(net.parameters())
+    net(batch(rank, 0)).backward()
+    assert torch.equal(clip_grad_norm_(net.parameters(), 1.0), optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+    part = TritonDistAdamW(net.layers[:1].parameters())
+    with pytest.raises(ValueError, match="have got a newer optimizer, others have not"):
+        clip_grad_norm_(net.parameters(), 1.0)
+    part.close()
+    older.close()
 
 
 @scenario(2)

@@ -132,6 +132,21 @@ def the_smaller_of_two_limits_counts(rank, world_size):
         assert_same(values(net), values(twin))
 
 
+@scenario(1, 2)
+def the_smallest_limit_of_several_calls_counts(rank, world_size):
+    net, optimizer = build(rank)
+    twin, twin_optimizer = build(rank)
+    for step in range(2):
+        for model in (net, twin):
+            model(batch(rank, step)).backward()
+        norms = [clip_grad_norm_(net.parameters(), limit).item() for limit in (1.0, 0.1, float("inf"))]
+        assert norms == [twin_optimizer.clip_grad_norm_(0.1).item()] * 3
+        for opt in (optimizer, twin_optimizer):
+            opt.step()
+            opt.zero_grad()
+    assert_same(values(net), values(twin))
+
+
 @scenario(2)
 def nonfinite_gradients_on_one_rank_skip_the_step_on_all(rank, world_size):
     net, optimizer = build(rank, skip_nonfinite=True, max_norm=1.0)
@@ -207,6 +222,39 @@ def scale_is_divided_out_without_unscale(rank, world_size):
     torch.testing.assert_close(optimizer.grad_norm, twin_optimizer.grad_norm)
     for left, right in zip(values(net), values(twin)):
         torch.testing.assert_close(left, right)
+
+
+@scenario(1, 2)
+def a_scaler_that_sees_no_gradient_of_an_optimizer_on_a_rank(rank, world_size):
+    device = device_of(rank)
+    twin, twin_optimizer = build(rank)
+    net = Net(device)
+    first, second = (TritonDistAdamW(layers.parameters(), lr=0.05, reducer="exact") for layers in split(net))
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    for step in range(2):
+        # without gradients of the second: one rank, or all
+        loss, twin_loss = (
+            only_first(model, batch(rank, step)) if rank == 0 else model(batch(rank, step)) for model in (net, twin)
+        )
+        scaler.scale(loss).backward()
+        twin_loss.backward()
+        for opt in (first, second):
+            scaler.step(opt)
+            opt.zero_grad()
+        scaler.update()
+        twin_optimizer.step()
+        twin_optimizer.zero_grad()
+    assert_same(values(net), values(twin))
+
+
+def split(net):
+    return net.layers[:2], net.layers[2:]
+
+
+def only_first(net, x):
+    for layer in net.layers[:2]:
+        x = torch.tanh(layer(x))
+    return x.square().sum()
 
 
 @scenario(2)

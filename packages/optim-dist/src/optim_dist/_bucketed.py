@@ -65,10 +65,10 @@ class BucketedParameters:
             self._reducer = Exact(self._communicator, options.reduce_dtype, options.reduced_dtype, self.buckets)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
-        if self.reduction is not None:
-            self.reduction.close()
-        self.reduction = BackwardReduction(self.buckets, self._reducer, options.accumulation_steps, options.overlap)
-        weakref.finalize(self, self.reduction.close)
+        if self.reduction is None:
+            self.reduction = BackwardReduction(options.accumulation_steps, options.overlap)
+            weakref.finalize(self, self.reduction.close)
+        self.reduction.extend(new, self._reducer)
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()
@@ -220,7 +220,7 @@ class BucketedParameters:
 
     def detach(self) -> None:
         """Finish what is under way, and release hooks."""
-        self.finish_launched()
+        self.drop()  # others may have launched more than this rank
         self.wait()
         if self.reduction is not None:
             self.reduction.close()

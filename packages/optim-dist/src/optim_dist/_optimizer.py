@@ -171,10 +171,7 @@ class DistOptimizer(LiveOptimizer):
         with torch.no_grad():
             self._reduce()
             if self._options.max_norm is not None:
-                chosen = self._factor
                 self.clip_grad_norm_(self._options.max_norm)
-                if chosen is not None and self._factor is not None:
-                    self._factor = torch.minimum(self._factor, chosen)  # as if clipped twice
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
             self._update(self._context(clip_factor))
@@ -198,7 +195,7 @@ class DistOptimizer(LiveOptimizer):
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self._check_open()
         self._check_left_out()
-        if self._bucketed.reduce(len(self.plan.parameters)):
+        if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
             self._factor = None  # of gradients that were dropped since
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
@@ -211,7 +208,8 @@ class DistOptimizer(LiveOptimizer):
                     "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
                     "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
                 )
-            found_inf = found_inf.reshape(1).float()
+            # a scaler that has seen no gradient of ours on this rank gives the number 0
+            found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=self._communicator.device).reshape(1)
             if self._bucketed.buckets:
                 # the scaler saw gradients before they were added, or while they were
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
@@ -310,7 +308,10 @@ class DistOptimizer(LiveOptimizer):
 
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
         """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
-        self._factor, self.grad_norm = factor, norm
+        # of several the smallest, as gradients that are clipped again and again have it
+        self._factor = factor if self._factor is None else torch.minimum(self._factor, factor)
+        self.grad_norm = norm
+        self._resident.note_clipped()
 
     # state
 

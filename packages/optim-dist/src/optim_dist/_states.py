@@ -6,6 +6,7 @@ A rank's ``state_dict()`` has torch's form; over several ranks its tensors are t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -134,7 +135,8 @@ def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communica
         }
     )
     listed = listed_parameters(optimizer)
-    full: dict[str, Any] = {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
+    # copies of tensors in groups too: schedulers change an lr in place
+    full: dict[str, Any] = {"state": {}, "param_groups": copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         state: dict[str, Tensor] = {}
         if spec.sharding:

@@ -42,7 +42,7 @@ class Member:
     gradient: Tensor
     address: int
     reduced_version: int = -1
-    arrivals: int = 0  # backward passes outside no_sync() since the last step
+    arrivals: int = 0  # backward passes since the last step that may reduce
     arrived: bool = False  # any backward pass since the last step
     entered: bool = False  # the forward of a module that holds it has run since the last step
 

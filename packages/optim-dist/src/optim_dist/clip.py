@@ -2,7 +2,8 @@
 
     factor = min(1, max_norm / (norm + 1e-6))
 
-stays on the device and is read by the next ``step()``; ``.grad`` in memory is not scaled.
+stays on the device and is read by the next ``step()``; ``.grad`` in memory is not scaled. Of several before one step
+the smallest counts; each call returns the norm of unscaled gradients.
 """
 
 from __future__ import annotations
@@ -58,17 +59,25 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
     if optimizers and len(optimizers) == len(items):
         return optimizers
     wanted = {id(item) for item in items}
-    found, covered = [], set()
-    for optimizer in live_optimizers():
+    found: list[LiveOptimizer] = []
+    covered: set[int] = set()
+    # the newest first: an older one over the same parameters may just not be gone yet
+    for optimizer in reversed(live_optimizers()):
         trained = optimizer.trained_ids()
-        if trained & wanted:
-            if not trained <= wanted:
-                raise ValueError(
-                    f"only some of the parameters of a {type(optimizer).__name__} were given; gradients are clipped "
-                    "by one norm: pass all of them, or the optimizer"
-                )
-            found.append(optimizer)
-            covered |= trained
+        if not (trained & wanted) - covered:
+            continue
+        if not trained <= wanted:
+            raise ValueError(
+                f"only some of the parameters of a {type(optimizer).__name__} were given; gradients are clipped "
+                "by one norm: pass all of them, or the optimizer"
+            )
+        if trained & covered:
+            raise ValueError(
+                f"some of the parameters of a {type(optimizer).__name__} have got a newer optimizer, others have not; "
+                "close() the one that is not used any more, or pass the optimizers"
+            )
+        found.insert(0, optimizer)
+        covered |= trained
     foreign = [item for item in items if id(item) not in covered and item.requires_grad]
     if foreign or not found:
         shapes = ", ".join(str(tuple(item.shape)) for item in foreign[:4])

@@ -8,6 +8,7 @@ is launched by ``launch_all``. Launching early is allowed only when the loop has
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,20 +23,27 @@ from optim_dist.reducers import Reducer
 class BackwardReduction:
     """Counts gradients in, and launches the reductions of buckets in plan order."""
 
-    def __init__(
-        self, buckets: Sequence[Bucket], reducer: Reducer, accumulation_steps: int | None, overlap: bool
-    ) -> None:
-        self.buckets = buckets
-        self.reducer = reducer
+    reducer: Reducer  # that of all buckets; ``extend`` gives it
+
+    def __init__(self, accumulation_steps: int | None, overlap: bool) -> None:
+        self.buckets: list[Bucket] = []
         self.overlap = overlap
         self.passes = accumulation_steps or 1
         self.eager = overlap and accumulation_steps is not None
         self.paused = False
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._next = 0
-        self._latest: Member | None = None  # the last of this step to get a gradient
+        # the last of this step to get a gradient, and that
+        self._latest: tuple[Member, weakref.ref[Tensor]] | None = None
         self._streams: set[Any] = set()
-        self._handles = [
+        self._handles: list[Any] = []
+
+    def extend(self, buckets: Sequence[Bucket], reducer: Reducer) -> None:
+        """Take more buckets behind those that there are."""
+        self.buckets += buckets
+        self.reducer = reducer
+        # of these alone: parameters that were frozen since they came cannot be given a hook
+        self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
             for bucket in buckets
             for member in bucket.members
@@ -101,14 +109,14 @@ class BackwardReduction:
             if self._all_dropped(member):
                 self.drop()
             bucket.check_arrival(member)
-            member.arrived, self._latest = True, member
-            if self.paused:
+            gradient = member.parameter.grad
+            assert gradient is not None, "hooks run behind the accumulation"
+            member.arrived, self._latest = True, (member, weakref.ref(gradient))
+            if self.paused or not self.eager:
                 return
             member.arrivals += 1
             if member.arrivals == self.passes:
                 bucket.missing -= 1
-            if not self.eager:
-                return
             if bucket.gradients.is_cuda:
                 self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
             while self._is_next_ready:
@@ -126,12 +134,19 @@ class BackwardReduction:
 
     def _all_dropped(self, arriving: Member) -> bool:
         """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""
-        latest = self._latest
-        if latest is None or (latest is not arriving and latest.parameter.grad is not None) or not self._is_due:
-            return False
-        others = (m for bucket in self.buckets for m in bucket.members if m.arrived and m is not arriving)
+        if self._latest is None:
+            if not self.started:
+                return False  # nothing has arrived or was reduced since the last step
+        else:
+            latest, gradient = self._latest
+            found = latest.parameter.grad
+            if found is not None and (latest is not arriving or found is gradient()):
+                return False
         # a gradient that autograd made anew is not in the bucket yet
-        return arriving.parameter.grad is not arriving.gradient and all(m.parameter.grad is None for m in others)
+        if arriving.parameter.grad is arriving.gradient:
+            return False
+        others = (m for b in self.buckets for m in b.members if (b.launched or m.arrived) and m is not arriving)
+        return all(m.parameter.grad is None for m in others)
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]

@@ -9,6 +9,7 @@ A DTensor's gradient exists on all ranks of its mesh or on none: that is how FSD
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -48,6 +49,8 @@ class ResidentParameters:
         self._members: list[Resident] = []
         self._muon: ShardedMuon | None = None
         self._gradients = LocalGradients()
+        # gradients of which a norm was taken for clipping, while they are there
+        self._clipped: list[tuple[Tensor, weakref.ref[Tensor]]] = []
 
     def extend(
         self, specs: Sequence[ParameterSpec], entries: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
@@ -81,9 +84,20 @@ class ResidentParameters:
         found = zip(self._members, self._gradients.of([member.entry for member in self._members]), strict=True)
         return [gradient for member, gradient in found if gradient is not None and member.is_counted]
 
+    def note_clipped(self) -> None:
+        """Remember which gradients there are."""
+        parameters = [member.entry.parameter for member in self._members]
+        self._clipped = [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
+
+    @property
+    def were_dropped(self) -> bool:
+        """Whether all gradients are gone that were there when they were clipped, as after ``model.zero_grad()``."""
+        return bool(self._clipped) and all(reference() is not p.grad for p, reference in self._clipped)
+
     def restart(self) -> None:
         """Forget this step's gradients."""
         self._gradients.forget()
+        self._clipped = []
 
     def update(
         self,
