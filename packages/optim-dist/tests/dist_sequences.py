@@ -1,0 +1,275 @@
+"""Optimizers over ranks beside one process that sees every rank's gradients, for random sequences of operations.
+
+Every rank draws the same operations. The process beside it, the twin, is plain: torch's AdamW, or the optimizers of
+``optim_kernels``, on the whole model. It computes the gradients of all ranks, rank by rank, and steps with their
+average or sum. All is in fp64, so that what differs by more than the fp32 factors of clipping and averaging is a fault.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import normal, sum_in_rank_order
+from dist_loops import delay_gathers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
+from optim_kernels import TritonMuon, TritonMuonAdamW
+
+KINDS = ("adamw", "muon", "muon_adamw")
+LATE, FROZEN = 4, 5  # layers: of a group that may be added later, and not trained
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Interruption(Exception):
+    """Raised by the user's code inside backward."""
+
+
+class Net(nn.Module):
+    """Layers in any order, a tied embedding, a scalar, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.layers[FROZEN].requires_grad_(False)
+        self.double()
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(0.4 * normal(tuple(parameter.shape), 31, number))
+
+    def forward(self, tokens: Tensor, path: list[int], interrupted_at: int | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for number, place in enumerate(path):
+            x = x + torch.tanh(self.layers[place](x))
+            if number == interrupted_at:
+                x.register_hook(_interrupt)
+        return F.linear(x * self.scale, self.embed.weight).logsumexp(-1).mean() + self.empty.sum()
+
+
+def _interrupt(gradient: Tensor) -> None:
+    raise Interruption
+
+
+def groups_of(kind: str, net: Net, with_late: bool) -> list[list[dict[str, Any]]]:
+    """For each optimizer of a kind its groups."""
+    late = {id(parameter) for parameter in net.layers[LATE].parameters()}
+    named = [(name, p) for name, p in net.named_parameters() if id(p) not in late]
+    muon = {"params": [pair for pair in named if ".weight" in pair[0] and "layers" in pair[0]], "lr": 0.02}
+    muon |= {"ns_dtype": torch.float64, "weight_decay": 0.1, "momentum": 0.9, "missing_grad": "skip"}
+    adamw = {"params": [pair for pair in named if pair not in muon["params"]], "lr": 0.03, "eps": 1e-6}
+    if kind == "adamw":
+        found = [[{**muon, "lr": 0.02, "amsgrad": True}, adamw]]
+        for key in ("ns_dtype", "momentum", "missing_grad"):
+            del found[0][0][key]
+    elif kind == "muon":
+        found = [[muon], [adamw]]
+    else:
+        found = [[{**muon, "kind": "muon"}, {**adamw, "kind": "adamw"}]]
+    if with_late:
+        found[-1].append(late_group(kind, net))
+    return found
+
+
+def late_group(kind: str, net: Net) -> dict[str, Any]:
+    named = [(f"late.{name}", parameter) for name, parameter in net.layers[LATE].named_parameters()]
+    return {"params": named, "lr": 0.05, "eps": 1e-6, **({"kind": "adamw"} if kind == "muon_adamw" else {})}
+
+
+@dataclass
+class Arm:
+    """A model and its optimizers."""
+
+    net: Net
+    optimizers: list[Any]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [
+            p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"] if p.requires_grad
+        ]
+
+
+class Beside:
+    """Ours and the twin, and what is known of the gradients; subclasses have operations."""
+
+    def __init__(self, seed: int, rank: int, world_size: int, folder: Path, log: list[str]) -> None:
+        self.seed, self.rank, self.world_size, self.folder, self.log = seed, rank, world_size, folder, log
+        self.draw = random.Random(f"{world_size}-{seed}")
+        self.count = 0
+        self.alone = dist.new_group([rank], use_local_synchronization=True)
+        self.kind = self.draw.choice(KINDS)
+        self.with_late = False
+        self.saved: list[Any] = []
+        self.former: list[Any] = []  # optimizers that others took over from, still there
+        net = Net()
+        self.ours = Arm(net, self.build(net))
+        twin = Net()
+        self.twin = Arm(twin, self.build_twin(twin))
+        # of each rank, as the twin has computed them
+        self.gradients: list[list[Tensor | None]] = [[None for _ in net.parameters()] for _ in range(world_size)]
+        self.summed: list[Tensor | None] | None = None  # over ranks, clipped
+        self.stepped = False  # the gradients were used by a step
+        self.dropped = False  # the model has set reduced gradients to None
+
+    # building
+
+    def build(self, net: Net) -> list[Any]:
+        draw = self.draw
+        self.options: dict[str, Any] = {
+            "reducer": draw.choice(["rs", "exact"]),
+            "bucket_mb": draw.choice([1e-5, 1e-4, 5e-4, None]),
+            "average": draw.random() < 0.8,
+            "overlap": draw.random() < 0.8,
+            "accumulation_steps": draw.choice([None, None, 1, 2]),
+            "max_norm": draw.choice([None, None, 0.05]),
+            "skip_nonfinite": draw.random() < 0.3,
+            "debug": draw.random() < 0.2,
+        }
+        with_model = draw.random() < 0.6
+        late_gathers = draw.random() < 0.7
+        self.say(f"build {self.kind} {self.options} model={with_model}")
+        optimizers = self.optimizers(net, **self.options, model=net if with_model else None)
+        if late_gathers:
+            for optimizer in optimizers:
+                delay_gathers(optimizer)
+        self.eager = self.options["overlap"] and self.options["accumulation_steps"] is not None
+        self.waits_by_itself = not with_model or not self.options["overlap"]
+        self.passes = 0  # outside no_sync since the last step
+        return optimizers
+
+    def optimizers(self, net: Net, **options: Any) -> list[Any]:
+        groups = groups_of(self.kind, net, self.with_late)
+        if self.kind == "adamw":
+            return [TritonDistAdamW(groups[0], **options)]
+        if self.kind == "muon":
+            return [TritonDistMuon(groups[0], variant="keller", **options), TritonDistAdamW(groups[1], **options)]
+        return [TritonDistMuonAdamW(groups[0], variant="keller", **options)]
+
+    def build_twin(self, net: Net) -> list[Any]:
+        groups = groups_of(self.kind, net, self.with_late)
+        if self.kind == "adamw":
+            return [torch.optim.AdamW(groups[0])]
+        if self.kind == "muon":
+            return [TritonMuon.keller(groups[0]), torch.optim.AdamW(groups[1])]
+        return [TritonMuonAdamW([{"variant": "keller", **group} for group in groups[0]])]
+
+    # running
+
+    def say(self, text: str) -> None:
+        self.log.append(text)
+
+    def check(self) -> None:
+        """Hyperparameters, gradients that are still a rank's own, and parameters, which may have to be waited for."""
+        for ours, theirs in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
+            for mine, wanted in zip(ours.param_groups, theirs.param_groups, strict=True):
+                assert float(mine["lr"]) == pytest.approx(float(wanted["lr"]))
+                assert mine["weight_decay"] == wanted["weight_decay"]
+        named = dict(self.ours.net.named_parameters())
+        for (name, p), gradient in zip(named.items(), self.gradients[self.rank], strict=True):
+            assert (p.grad is None) == (gradient is None), name
+            if gradient is not None and not self.reduced:
+                close(p.grad, gradient, name)
+        if not self.waits_by_itself and self.draw.random() < 0.5:
+            return
+        if not self.waits_by_itself:
+            self.draw.choice([self.wait, self.ours.net.state_dict])()
+        for (name, p), theirs in zip(named.items(), self.twin.net.parameters(), strict=True):
+            close(p.detach(), theirs.detach(), name)
+
+    @property
+    def launched(self) -> bool:
+        """Whether reductions may have been launched under backward."""
+        return self.eager and self.passes >= (self.options["accumulation_steps"] or 1) and self.world_size > 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients are no longer each rank's own."""
+        return self.launched or self.summed is not None or self.stepped
+
+    def simulate(self, act: Callable[[Arm, int], Any]) -> list[Any]:
+        """``act`` on the twin with every rank's gradients in turn."""
+        results = []
+        for rank, gradients in enumerate(self.gradients):
+            self.put(gradients)
+            results.append(act(self.twin, rank))
+            self.gradients[rank] = [p.grad for p in self.twin.net.parameters()]
+        return results
+
+    def on_each_rank(self, act: Callable[[Arm, int], Any]) -> None:
+        """``act`` on our model and on the twin; what it returns must be the same."""
+        mine = act(self.ours, self.rank)
+        wanted = self.simulate(act)[self.rank]
+        if mine is not None:
+            close(mine, wanted, "result")
+
+    def put(self, gradients: list[Tensor | None]) -> None:
+        for p, gradient in zip(self.twin.net.parameters(), gradients, strict=True):
+            p.grad = gradient
+
+    def put_sums(self) -> None:
+        """The twin gets what a step sees."""
+        if self.summed is None:
+            divisor = self.world_size if self.options["average"] else 1
+            sums = [sum_in_rank_order(list(each)) for each in zip(*self.gradients, strict=True)]
+            self.summed = [None if each is None else each / divisor for each in sums]
+        self.put(self.summed)
+
+    def of_rank(self, rank: int) -> random.Random:
+        return random.Random(f"{self.seed}-{self.count}-{rank}-{len(self.log)}")
+
+    def wait(self) -> None:
+        for optimizer in self.ours.optimizers:
+            optimizer.wait()
+
+    def loss(self, arm: Arm, draw: random.Random, is_interrupted: bool = False) -> Tensor:
+        """Of a batch that leaves out some layers, never the first."""
+        tokens = torch.tensor([draw.randrange(7) for _ in range(3)])
+        path = [0, *(place for place in range(1, 6) if draw.random() < 0.6)]
+        draw.shuffle(path)
+        at = len(path) - 1 if self.eager else draw.randrange(len(path))
+        return arm.net(tokens, path, at if is_interrupted else None)
+
+    def accumulate(self, arm: Arm, rank: int, scale: float = 1.0) -> Tensor:
+        draw = self.of_rank(rank)
+        loss = self.loss(arm, draw)
+        # Where backward reduces, ranks without any gradient could not tell that others have reductions to give up.
+        if self.eager or self.dropped or scale != 1.0 or draw.random() < 0.9:
+            (loss * scale).backward()
+        return loss.detach()
+
+    def compare_states(self) -> None:
+        for ours, theirs in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
+            compare_state(ours.full_state_dict().get("state", {}), theirs)
+
+
+def close(found: Tensor, wanted: Tensor, what: str) -> None:
+    torch.testing.assert_close(found, wanted, **CLOSE, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+def compare_state(ours: dict[int, dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """A whole state beside torch's; of what has had no gradient torch has none."""
+    theirs = optimizer.state_dict()["state"]
+    for number, state in ours.items():
+        for key, value in state.items():
+            if number in theirs:
+                close(value.double(), torch.as_tensor(theirs[number][key]).double(), f"state {number} {key}")
+            else:
+                assert not value.any(), (number, key)
+    if ours:
+        missing = {number: state for number, state in theirs.items() if number not in ours}
+        assert not any(value.any() for state in missing.values() for value in state.values()), missing

@@ -1,0 +1,449 @@
+"""Random sequences of what users do to optimizers between steps: over ranks as in one process, after each of them.
+
+An operation is a method; one that makes no sense at the moment returns False and has done nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import shutil
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import normal
+from dist_sequences import LATE, Arm, Beside, Interruption, Net, close, compare_state, late_group
+from torch import Tensor
+
+from optim_dist import checkpoint, clip_grad_norm_
+from optim_utils.testing import run_ranks
+
+
+class Sequence(Beside):
+    """Runs operations that every rank draws alike, with data of its own."""
+
+    def run(self, length: int) -> None:
+        while self.count < length:
+            operation = self.draw.choice(OPERATIONS)
+            place = len(self.log)
+            self.say(operation.__name__)
+            if operation(self) is False:
+                del self.log[place:]
+            else:
+                self.count += 1
+                self.check()
+        self.wait()
+        self.check()
+        self.compare_states()
+        for optimizer in self.ours.optimizers:
+            optimizer.close()
+
+    # gradients
+
+    def backward(self) -> bool | None:
+        if self.reduced or (self.eager and self.passes >= (self.options["accumulation_steps"] or 1)):
+            return False
+        self.on_each_rank(self.accumulate)
+        self.passes += 1
+        self.dropped = False
+        return None
+
+    def backward_without_sync(self) -> bool | None:
+        if self.reduced or (self.eager and self.passes >= (self.options["accumulation_steps"] or 1)):
+            return False
+        with ExitStack() as stack:
+            for optimizer in self.ours.optimizers:
+                stack.enter_context(optimizer.no_sync())
+            self.on_each_rank(self.accumulate)
+        if self.options["overlap"] and not self.eager:
+            self.eager, self.passes = True, 0
+        self.dropped = False
+        return None
+
+    def interrupted_backward(self) -> bool | None:
+        if self.reduced or (self.eager and self.passes):
+            return False
+
+        def act(arm: Arm, rank: int) -> None:
+            with pytest.raises(Interruption):
+                self.loss(arm, self.of_rank(rank), is_interrupted=True).backward()
+
+        self.on_each_rank(act)
+        if self.eager:
+            self.passes = self.options["accumulation_steps"] or 1
+        self.dropped = False
+        return None
+
+    def zero_grad(self) -> bool | None:
+        how, none = self.draw.choice(["optimizer", "model", "parameters"]), self.draw.random() < 0.7
+        is_underway = (self.launched or self.summed is not None) and not self.stepped
+        if (is_underway and not (none or how == "optimizer")) or (how == "parameters" and is_underway):
+            return False
+        self.say(f"{how} {none}")
+
+        def act(arm: Arm, rank: int) -> None:
+            if how == "optimizer":
+                arm.zero_grad(none)
+            elif how == "model":
+                arm.net.zero_grad(none)
+            else:
+                for p in arm.net.parameters():
+                    if none:
+                        p.grad = None
+                    elif p.grad is not None:
+                        p.grad.zero_()
+
+        self.on_each_rank(act)
+        self.dropped = (self.dropped or is_underway) and how != "optimizer"
+        self.summed, self.stepped, self.passes = None, False, 0
+        return None
+
+    def edit_gradients(self) -> bool | None:
+        if self.reduced or self.dropped or (self.eager and self.passes):
+            return False
+        kinds = ["keep", "clone", "none", "half", "new", "gaps", *(["inf"] if self.options["skip_nonfinite"] else [])]
+
+        def act(arm: Arm, rank: int) -> None:
+            draw = self.of_rank(rank)
+            for number, p in enumerate(arm.trained):
+                how, value = draw.choice(kinds), normal(tuple(p.shape), draw.randrange(9999), number).double()
+                if how == "none":
+                    p.grad = None
+                elif how == "new":
+                    p.grad = value
+                elif how == "gaps":
+                    p.grad = torch.stack((value, value), -1)[..., 0]
+                elif how == "inf" and p.numel() and draw.random() < 0.1:
+                    p.grad = torch.full_like(p, float("inf"))
+                elif how == "clone" and p.grad is not None:
+                    p.grad = p.grad.clone()
+                elif how == "half" and p.grad is not None:
+                    p.grad = p.grad * 0.5
+
+        self.on_each_rank(act)
+        return None
+
+    def freeze_or_thaw(self) -> None:
+        place = self.draw.randrange(1, 4)
+        is_trained = not self.ours.net.layers[place].weight.requires_grad
+        self.say(f"layer {place} {is_trained}")
+        for arm in (self.ours, self.twin):
+            arm.net.layers[place].requires_grad_(is_trained)
+
+    # steps
+
+    def clip(self) -> bool | None:
+        if self.stepped or self.dropped:
+            return False
+        order, limit = self.draw.choice([2.0, 1.0, 3.0, float("inf")]), self.draw.choice([1e-3, 0.1, 1e6, float("inf")])
+        how = self.draw.choice(["each", "together", "parameters"])
+        if self.options["skip_nonfinite"]:
+            how = "each"  # else what is infinite in one optimizer's gradients makes the others skip too
+        self.say(f"{how} {order} {limit}")
+        is_first = self.summed is None
+        self.put_sums()
+        # torch has no maximum of an empty tensor
+        theirs = [
+            [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+            for optimizer in self.twin.optimizers
+        ]
+        if how == "each":
+            found = [optimizer.clip_grad_norm_(limit, order) for optimizer in self.ours.optimizers]
+        elif how == "together":
+            found, theirs = [clip_grad_norm_(self.ours.optimizers, limit, order)], [list(chain(*theirs))]
+        else:
+            ours = [p for o in self.ours.optimizers for group in o.param_groups for p in group["params"]]
+            found, theirs = [clip_grad_norm_(ours, limit, order)], [list(chain(*theirs))]
+        wanted = [torch.nn.utils.clip_grad_norm_(parameters, limit, order) for parameters in theirs]
+        if is_first:
+            close(torch.stack(found).double(), torch.stack([norm.double() for norm in wanted]), "norm")
+        return None
+
+    def step(self) -> bool | None:
+        if self.stepped or self.dropped:
+            return False
+        for optimizer in self.ours.optimizers:
+            optimizer.step()
+        self.put_sums()
+        self.step_twin()
+        return None
+
+    def step_twin(self, scaler: Any = None) -> None:
+        for optimizer in self.twin.optimizers:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+            if self.options["skip_nonfinite"] and not torch.isfinite(norm):
+                continue
+            if self.options["max_norm"] is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    [p for group in optimizer.param_groups for p in group["params"]], self.options["max_norm"], norm
+                )
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        self.stepped, self.passes = True, 0
+
+    def step_with_closure(self) -> bool | None:
+        if self.dropped:
+            return False
+
+        def closure(arm: Arm, rank: int) -> Tensor:
+            arm.zero_grad()
+            return self.accumulate(arm, rank)
+
+        first, *others = self.ours.optimizers
+        mine = first.step(lambda: closure(self.ours, self.rank))
+        for optimizer in others:
+            optimizer.step()
+        wanted = self.simulate(closure)[self.rank]
+        close(mine, wanted, "loss")
+        self.summed = None
+        self.put_sums()
+        self.step_twin()
+        return None
+
+    def scaled_step(self) -> bool | None:
+        """By a ``GradScaler``, perhaps with an infinity on one rank."""
+        if self.dropped:
+            return False
+        draw = self.draw
+        scale, poisoned = draw.choice([2.0, 1024.0]), draw.choice([None, None, *range(self.world_size)])
+        passes = self.options["accumulation_steps"] or 1
+        unscaled = not (self.eager and self.world_size > 1) and draw.random() < 0.5
+        self.say(f"scale {scale} poisoned {poisoned} unscaled {unscaled}")
+        self.zero_grad_of_all()
+        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for _ in range(2)]
+        for scaler in scalers:
+            scaler.scale(torch.zeros(()))
+        for _ in range(passes):
+            self.say("pass")
+            self.on_each_rank(lambda arm, rank: self.accumulate(arm, rank, float("inf") if rank == poisoned else scale))
+        ours, theirs = scalers
+        if unscaled:
+            for optimizer in self.ours.optimizers:
+                ours.unscale_(optimizer)
+        for optimizer in self.ours.optimizers:
+            ours.step(optimizer)
+        self.put_sums()
+        for optimizer in self.twin.optimizers:
+            theirs.unscale_(optimizer)
+        self.step_twin(theirs)
+        return None
+
+    def zero_grad_of_all(self) -> None:
+        self.on_each_rank(lambda arm, rank: arm.zero_grad())
+        self.summed, self.stepped, self.passes = None, False, 0
+
+    def forget_zero_grad(self) -> bool | None:
+        """A second backward pass on top of sums: refused by every rank that has some."""
+        if self.world_size == 1 or not self.stepped:
+            return False
+        trained = {id(p) for p in self.ours.trained}
+        counted = list(self.ours.net.parameters())
+        if not all(
+            any(g is not None and id(p) in trained and p.numel() for p, g in zip(counted, each))
+            for each in self.gradients
+        ):
+            return False
+        with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
+            self.ours.net(torch.arange(7), [0, 1, 2, 3, LATE]).backward()
+        self.ours.net.layers[LATE].zero_grad()
+        self.twin.net.layers[LATE].zero_grad()
+        self.on_each_rank(lambda arm, rank: arm.net.zero_grad())
+        self.zero_grad_of_all()
+        return None
+
+    # options and groups
+
+    def tell_a_group(self) -> None:
+        number, place = self.draw.randrange(9), self.draw.randrange(9)
+        changes: dict[str, Any] = {
+            "lr": self.draw.choice([0.0, 0.01, torch.tensor(0.02)]),
+            "weight_decay": self.draw.choice([0.0, 0.2]),
+            "maximize": self.draw.random() < 0.3,
+        }
+        self.say(str(changes))
+        for arm in (self.ours, self.twin):
+            optimizer = arm.optimizers[number % len(arm.optimizers)]
+            group = optimizer.param_groups[place % len(optimizer.param_groups)]
+            group.update(copy.deepcopy(changes))
+            if "betas" in group:
+                group["betas"] = (0.8, 0.95)
+            if "momentum" in group:
+                group["momentum"] = 0.7
+
+    def schedule(self) -> None:
+        for arm in (self.ours, self.twin):
+            for optimizer in arm.optimizers:
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9).step()
+
+    def add_a_group(self) -> bool | None:
+        if self.with_late or (self.reduced and not self.stepped) or self.passes or self.dropped:
+            return False
+        self.with_late = True
+        for arm in (self.ours, self.twin):
+            arm.optimizers[-1].add_param_group(late_group(self.kind, arm.net))
+        return None
+
+    # what reads
+
+    def evaluate(self) -> None:
+        mode = self.draw.choice([torch.no_grad, torch.inference_mode])
+        with mode():
+            found = [self.loss(arm, self.of_rank(0)) for arm in (self.ours, self.twin)]
+        close(*found, "evaluation")
+
+    def copy_the_model(self) -> None:
+        other = copy.deepcopy(self.ours.net)
+        for left, right in zip(other.parameters(), self.twin.net.parameters(), strict=True):
+            close(left.detach(), right.detach(), "copy")
+        other.zero_grad()
+        other(torch.arange(7), [0, 1, LATE]).backward()
+
+    def take_part_elsewhere(self) -> None:
+        total = torch.full((3,), self.rank + 1.0)
+        dist.all_reduce(total)
+        assert total.tolist() == [sum(range(self.world_size + 1))] * 3
+
+    # state out and in
+
+    def change_parameters(self) -> None:
+        self.wait()
+        for arm in (self.ours, self.twin):
+            with torch.no_grad():
+                for p in arm.net.parameters():
+                    p.mul_(0.9)
+
+    def save(self) -> None:
+        file = io.BytesIO()
+        torch.save([self.ours.net.state_dict(), [o.state_dict() for o in self.ours.optimizers]], file)
+        theirs = copy.deepcopy([self.twin.net.state_dict(), [o.state_dict() for o in self.twin.optimizers]])
+        self.saved.append((file, theirs, self.full_states(), [o.plan.hash for o in self.ours.optimizers]))
+
+    def load(self) -> bool | None:
+        found = [entry for entry in self.saved if len(entry[1][1][-1]["param_groups"]) == self.num_groups]
+        if not found:
+            return False
+        file, theirs, full, hashes = self.draw.choice(found)
+        file.seek(0)
+        net, states = torch.load(file, weights_only=True)
+        self.ours.net.load_state_dict(net)
+        is_same = hashes == [o.plan.hash for o in self.ours.optimizers] and self.draw.random() < 0.7
+        for optimizer, state, whole in zip(self.ours.optimizers, states, full, strict=True):
+            optimizer.load_state_dict(state) if is_same else optimizer.load_full_state_dict(whole)
+        self.twin.net.load_state_dict(theirs[0])
+        for optimizer, state in zip(self.twin.optimizers, theirs[1], strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+        self.compare_states()
+        return None
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.ours.optimizers[-1].param_groups)
+
+    def full_states(self) -> list[Any]:
+        found = [optimizer.full_state_dict() for optimizer in self.ours.optimizers]
+        dist.broadcast_object_list(found, src=0)
+        return found
+
+    def swap_states(self) -> None:
+        """Ours go on from theirs, theirs from ours."""
+        full = self.full_states()
+        for ours, theirs, state in zip(self.ours.optimizers, self.twin.optimizers, full, strict=True):
+            ours.load_full_state_dict(copy.deepcopy(theirs.state_dict()))
+            theirs.load_state_dict(copy.deepcopy(state))
+
+    def checkpoint(self) -> None:
+        """To one rank and back."""
+        self.zero_grad_of_all()
+        net = Net()
+        alone = self.optimizers(net, process_group=self.alone)
+        path = self.folder / f"{self.seed}-{self.count}"
+        for number, (ours, other, theirs) in enumerate(zip(self.ours.optimizers, alone, self.twin.optimizers)):
+            checkpoint.save(path / f"all-{number}", self.ours.net, ours, extra=self.count)
+            assert checkpoint.load(path / f"all-{number}", net, other) == self.count
+            compare_state(other.full_state_dict()["state"], theirs)
+            if self.rank == 0:
+                checkpoint.save(path / f"one-{number}", net, other)
+            dist.barrier()
+            checkpoint.load(path / f"one-{number}", self.ours.net, ours)
+            other.close()
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(path)
+
+    def build_anew(self) -> bool | None:
+        """Over the same parameters, with or without the state, the former closed or not."""
+        if self.dropped:
+            return False
+        for arm in (self.ours, self.twin):
+            for layer in arm.net.layers[:LATE]:
+                layer.requires_grad_(True)  # what is frozen then is not trained later
+        full, is_fresh, is_closed = self.full_states(), self.draw.random() < 0.3, self.draw.random() < 0.5
+        was_launched = self.launched
+        self.say(f"fresh {is_fresh} closed {is_closed}")
+        if is_closed:
+            for optimizer in self.ours.optimizers:
+                optimizer.close()
+        else:
+            self.former += self.ours.optimizers
+        self.ours.optimizers = self.build(self.ours.net)
+        for optimizer, state in zip(self.ours.optimizers, full):
+            if not is_fresh:
+                optimizer.load_full_state_dict(state)
+        if is_fresh:
+            self.twin.optimizers = self.build_twin(self.twin.net)
+        if was_launched or self.reduced:
+            self.zero_grad_of_all()
+        return None
+
+
+OPERATIONS = [
+    *[Sequence.backward] * 5,
+    *[Sequence.step] * 5,
+    *[Sequence.zero_grad] * 5,
+    *[Sequence.backward_without_sync, Sequence.edit_gradients, Sequence.clip] * 2,
+    Sequence.interrupted_backward,
+    Sequence.step_with_closure,
+    Sequence.scaled_step,
+    Sequence.forget_zero_grad,
+    Sequence.freeze_or_thaw,
+    Sequence.tell_a_group,
+    Sequence.schedule,
+    Sequence.add_a_group,
+    Sequence.evaluate,
+    Sequence.copy_the_model,
+    Sequence.take_part_elsewhere,
+    Sequence.compare_states,
+    Sequence.change_parameters,
+    Sequence.save,
+    Sequence.load,
+    Sequence.swap_states,
+    Sequence.checkpoint,
+    Sequence.build_anew,
+]
+
+
+def run(rank: int, world_size: int, seeds: range, length: int, folder: str) -> None:
+    for seed in seeds:
+        log: list[str] = []
+        try:
+            Sequence(seed, rank, world_size, Path(folder), log).run(length)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sequences(world_size: int, tmp_path: Path) -> None:
+    run_ranks(run, world_size, range(3), 25, str(tmp_path), timeout=120)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("first", range(1000, 1300, 20))
+def test_many_sequences(world_size: int, first: int, tmp_path: Path) -> None:
+    run_ranks(run, world_size, range(first, first + 20), 40, str(tmp_path), timeout=240)
