@@ -82,7 +82,9 @@ class Sequence(Beside):
     def zero_grad(self) -> bool | None:
         how, none = self.draw.choice(["optimizer", "model", "parameters"]), self.draw.random() < 0.7
         is_underway = (self.launched or self.summed is not None) and not self.stepped
-        if (is_underway and not (none or how == "optimizer")) or (how == "parameters" and is_underway):
+        # what only writes zeros is no end of a step that has begun to be reduced, or to count its passes
+        has_begun = is_underway or (self.eager and self.passes > 0 and not self.stepped)
+        if how != "optimizer" and ((has_begun and not none) or (is_underway and how == "parameters")):
             return False
         self.say(f"{how} {none}")
 

@@ -92,7 +92,7 @@ class ResidentParameters:
     @property
     def were_dropped(self) -> bool:
         """Whether all gradients are gone that were there when they were clipped, as after ``model.zero_grad()``."""
-        return bool(self._clipped) and all(reference() is not p.grad for p, reference in self._clipped)
+        return bool(self._clipped) and all(p.grad is None or p.grad is not gradient() for p, gradient in self._clipped)
 
     def restart(self) -> None:
         """Forget this step's gradients."""
