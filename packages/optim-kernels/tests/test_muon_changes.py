@@ -123,6 +123,35 @@ def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
 
 
 @IMPLS
+def test_a_parameter_may_be_transposed_where_it_is(impl: str) -> None:
+    changed, moved = twins(impl, 8, 8)
+    steps(changed, moved, count=3)
+    p, q = (optimizer.param_groups[0]["params"][0] for optimizer in (changed, moved))
+    p.data, q.data = p.data.t(), q.data.t().contiguous()
+    p.grad, q.grad = torch.ones(2, 8, 8, device=DEVICE).tril()
+    changed.step()
+    moved.step()
+    assert_alike(changed, moved)
+
+
+@IMPLS
+def test_a_parameter_may_be_cut_where_it_is(impl: str) -> None:
+    """What lay behind it had been written, and memory behind the gradient read."""
+    changed, moved = twins(impl, 8, 6)
+    steps(changed, moved, count=3)
+    before = changed.param_groups[0]["params"][0].data
+    for optimizer in (changed, moved):
+        ((p, state),) = optimizer.state.items()
+        p.grad = None
+        for tensor in (p, state["momentum_buffer"]):
+            tensor.data = tensor.data[:4] if optimizer is changed else tensor.data[:4].clone()
+    rest = before[4:].clone()
+    steps(changed, moved)
+    assert torch.equal(before[4:], rest)
+    assert_alike(changed, moved)
+
+
+@IMPLS
 def test_storage_formats_may_change_between_steps(impl: str) -> None:
     p = parameter(8, 12, dtype=torch.bfloat16)
     optimizer = muon([p], impl, master_weights="fp32")

@@ -81,8 +81,10 @@ class _Updated:
     def __init__(self, entries: Sequence[MuonEntry]) -> None:
         self._params = [entry.param for entry in entries]
         self._addresses = [p.data_ptr() for p in self._params]
+        # ``p.data = p.data.t()`` and ``p.data = p.data[:4]`` leave the address
+        self._shapes, self._layouts = list(map(_size, self._params)), list(map(_stride, self._params))
         self._dtypes = [entry.grad.dtype for entry in entries]
-        # where all are contiguous, that is asked for instead: shapes cannot change, and it costs less
+        # where all are contiguous, that is asked for instead: their shapes are the parameters', and it costs less
         self._contiguous = all(entry.grad.is_contiguous() for entry in entries)
         self._strides = [entry.grad.stride() for entry in entries]
         held = [(entry.state, key) for entry in entries for key in entry.state if isinstance(entry.state[key], Tensor)]
@@ -99,6 +101,8 @@ class _Updated:
             return None
         if list(map(_data_ptr, self._params)) != self._addresses:
             return None
+        if list(map(_size, self._params)) != self._shapes or list(map(_stride, self._params)) != self._layouts:
+            return None
         if not all(map(is_, map(dict.get, self._states, self._keys), self._tensors)):
             return None
         # their ``.data`` may have been replaced
@@ -107,7 +111,7 @@ class _Updated:
         return given
 
 
-_data_ptr, _is_contiguous, _stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
+_data_ptr, _is_contiguous, _size, _stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size, Tensor.stride
 
 
 def _options_of(group: Mapping[str, Any]) -> list[Any]:
