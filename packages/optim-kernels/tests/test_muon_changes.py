@@ -152,6 +152,15 @@ def test_a_parameter_may_be_cut_where_it_is(impl: str) -> None:
 
 
 @IMPLS
+def test_random_rounding_of_parameters_with_gaps(impl: str) -> None:
+    p = nn.Parameter(torch.randn(8, 12, device=DEVICE).bfloat16()[:, :6])
+    optimizer = muon([p], impl, stochastic_rounding=True)
+    before = p.detach().clone()
+    steps(optimizer)
+    assert not torch.equal(p, before)
+
+
+@IMPLS
 def test_storage_formats_may_change_between_steps(impl: str) -> None:
     p = parameter(8, 12, dtype=torch.bfloat16)
     optimizer = muon([p], impl, master_weights="fp32")

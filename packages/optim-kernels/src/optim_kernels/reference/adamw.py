@@ -236,11 +236,12 @@ def write(stored: Tensor, value: Tensor, bits: Rounding | None, stream: int) -> 
 
 
 def _random_bits(stored: Tensor, bits: Rounding, stream: int) -> Tensor:
-    """16 random bits for each element, counted in memory order from the parameter's start."""
+    """16 random bits for each element, counted in memory order from the parameter's start, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride()))
     flat = packed_philox_uint16(
         bits.seed,
         bits.parameter,
-        stored.numel(),
+        last + 1 if stored.numel() else 0,
         stream=stream,
         step=bits.step,
         offset=bits.start,
