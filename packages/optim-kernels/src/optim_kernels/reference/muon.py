@@ -14,7 +14,8 @@ For one matrix (r × c) with parameter p, gradient g, momentum buffer B and, wit
     p <- p − lr' O − lr' λ p [O p ≥ 0]                              ``cautious``
 
 The arithmetic is in fp32, or fp64 where a tensor is fp64, whatever the tensors are stored in: O comes from the
-unrounded B, and every stored value is rounded once. Gradients are never written.
+unrounded B (in the kernels from B as it is stored), and every stored value is rounded once. Gradients are never
+written.
 """
 
 from __future__ import annotations
