@@ -489,6 +489,36 @@ def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> Non
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[:3]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("view", [transposed, cut])
+def test_a_parameter_may_become_a_view_of_itself(view: Any, impl: Any) -> None:
+    """At the address that it had: kernels would go through it in its old order, or beyond its end."""
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        (p,) = make_params(((64, 64),))
+        optimizer: Any = make([p], lr=0.1) if make is torch.optim.AdamW else TritonAdamW([p], lr=0.1, impl=impl)
+        for _ in range(3):
+            optimizer.step()
+        whole = p.data
+        p.grad, p.data = None, view(p.data)
+        p.grad = torch.randn(64, 64, device=DEVICE)[: len(p)]
+        for state in vars(optimizer)["state"].values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].data = view(state[key].data)
+        optimizer.step()
+        runs.append(whole)
+    torch.testing.assert_close(*runs, rtol=2e-5, atol=2e-6)
+
+
 def test_a_gradient_that_becomes_sparse_is_refused_without_kernels_too() -> None:
     (p,) = make_params(((6, 5),))
     optimizer = TritonAdamW([p], impl="torch")

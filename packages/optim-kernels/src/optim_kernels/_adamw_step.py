@@ -53,7 +53,8 @@ class AdamWStep:
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._grad_dtypes = [grad.dtype for grad in grads if grad is not None]
-        self._addresses = self._where(params)
+        self._param_kinds = KnownKinds()
+        self._seen = self._look_at(params, self._param_kinds)
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
             [local(param).detach() for param in params],
@@ -73,12 +74,13 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where the plan has them.
+        """Whether these parameters lie where and as the plan has them.
 
         A tensor that stays may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a storage that is
-        freed for a while.
+        freed for a while. Or it is another at its address: ``tensor.data = tensor.data.t()``.
         """
-        return self._where(params) == self._addresses
+        seen = self._look_at(params, self._param_kinds)
+        return seen.addresses == self._seen.addresses and seen.kinds == self._seen.kinds
 
     def has_its_states(self) -> bool:
         """Whether the tensors of the parameters' states are those of the plan, and lie where it has them."""
@@ -93,12 +95,12 @@ class AdamWStep:
                 return False
         return all(map(is_, held, self._held)) and list(map(Tensor.data_ptr, self._stored)) == self._stored_addresses
 
-    def _where(self, params: list[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, map(local, params) if self._has_dtensors else params))
-
     def look_at(self, grads: list[Tensor]) -> TensorList:
         """This step's gradients, as norm and update take them."""
-        return TensorList(list(map(local, grads)) if self._has_dtensors else grads, self._kinds)
+        return self._look_at(grads, self._kinds)
+
+    def _look_at(self, tensors: list[Tensor], known: KnownKinds) -> TensorList:
+        return TensorList(list(map(local, tensors)) if self._has_dtensors else tensors, known)
 
     def fits(self, grads: TensorList) -> bool:
         """Whether these gradients are of the dtypes that the plan is for."""
