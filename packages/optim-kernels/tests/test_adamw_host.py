@@ -489,6 +489,39 @@ def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> Non
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("impl", "gpu", "impl must be one of"),
+        ("master_weights", "fp32", r"param_groups\[1\].* is torch.float32"),
+        ("max_norm", -1.0, "all groups are clipped together"),
+        ("max_norm", 2.0, "all groups are clipped together"),
+        ("norm_type", 1.0, "all groups are clipped together"),
+    ],
+)
+def test_options_that_are_wrong_by_now_are_refused(option: str, value: Any, words: str) -> None:
+    params = make_params(((6, 5), (4, 3)))
+    optimizer = TritonAdamW([{"params": [p]} for p in params])
+    optimizer.step()
+    optimizer.param_groups[1][option] = value
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    for p, expected in zip(params, before, strict=True):
+        assert torch.equal(p, expected)
+
+
+def test_the_limit_of_the_norm_may_change() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, max_norm=1.0)
+    optimizer.step()
+    optimizer.param_groups[0]["max_norm"] = 2.0
+    optimizer.step()
+    optimizer.param_groups[0]["max_norm"] = 0.0
+    with pytest.raises(ValueError, match="max_norm must be positive or None, got 0"):
+        optimizer.step()
+
+
 def transposed(tensor: Tensor) -> Tensor:
     return tensor.t()
 
@@ -596,7 +629,7 @@ def test_a_demand_for_kernels_is_heard_after_the_first_step_too() -> None:
     optimizer.step()
     params[0].data = params[0].data.double()
     params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(RuntimeError, match=r"impl='triton' cannot update weight: its dtype is torch.float64"):
+    with pytest.raises(RuntimeError, match=r"impl='triton' asks for.*weight cannot have.*float64.*impl='auto'"):
         optimizer.step()
 
 

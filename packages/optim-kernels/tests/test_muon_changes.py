@@ -218,6 +218,45 @@ def test_a_second_moment_of_other_matrices_is_refused(impl: str) -> None:
         steps(optimizer)
 
 
+def test_what_one_plan_refuses_leaves_all_as_they_were() -> None:
+    p, q = parameter(8, 12), parameter(8, 12)
+    optimizer = muon([{"params": [p]}, {"params": [q], "beta2": 0.9}], "triton")
+    steps(optimizer)
+    state = optimizer.state[q]
+    state["second_momentum_buffer"] = state["second_momentum_buffer"].bfloat16()
+    before = [p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()]
+    with pytest.raises(ValueError, match="second_moment"):
+        steps(optimizer)
+    torch.testing.assert_close([p.detach(), optimizer.state[p]["momentum_buffer"]], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "words"),
+    [
+        ("muon", "impl", "gpu", "impl must be one of"),
+        ("muon", "max_norm", -1.0, "max_norm must be None or above 0, got -1"),
+        ("muon", "max_norm", 2.0, "max_norm is 2.0 in the first group, but None"),
+        ("adamw", "impl", "gpu", "impl must be one of"),
+        ("adamw", "max_norm", 2.0, "max_norm is None in the first group, but 2.0"),
+        ("adamw", "amsgrad", True, "TritonMuonAdamW has no such option"),
+    ],
+)
+def test_options_of_both_kinds_that_are_wrong_by_now_are_refused(
+    kind: str, option: str, value: Any, words: str
+) -> None:
+    params = parameter(8, 12), parameter(4, 4)
+    optimizer = TritonMuonAdamW([{"params": [p], "kind": kind} for p, kind in zip(params, ("muon", "adamw"))])
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    next(group for group in optimizer.param_groups if group["kind"] == kind)[option] = value
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    for p, expected in zip(params, before, strict=True):
+        assert torch.equal(p, expected)
+
+
 @IMPLS
 def test_second_moments_are_loaded_in_the_dtype_of_the_arithmetic(impl: str) -> None:
     """nanochat keeps them in the parameter's."""

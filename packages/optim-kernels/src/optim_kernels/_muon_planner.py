@@ -58,7 +58,7 @@ class MuonPlanner:
         With ``state``, the optimizer's, the step is remembered for `repeat`.
         """
         batches: dict[_Key, _Batch] = {}
-        others = False
+        others: list[tuple[Mapping[str, Any], list[MuonEntry]]] = []
         for group, members in entries:
             rest = []
             for entry in members:
@@ -66,14 +66,16 @@ class MuonPlanner:
                     _add(batches, group, entry)
                 else:
                     rest.append(entry)
-            others |= bool(rest)
-            step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+            if rest:
+                others.append((group, rest))
         self._drop_outdated()
+        self._steady = None
+        # what they refuse they refuse before anything has moved
+        self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
+        for group, rest in others:
+            step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         factor = gradient_scale(clip_factor, grad_scale)
-        self._steady, self._latest = None, []
-        for key, batch in batches.items():
-            plan = self._plan_for(key, batch)
-            self._latest.append(plan)
+        for plan, batch in zip(self._latest, batches.values()):
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
         as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)
         if state is not None and as_given and not others:

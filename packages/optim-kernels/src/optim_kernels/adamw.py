@@ -48,6 +48,7 @@ __all__ = ["TritonAdamW"]
 _OWN_OPTIONS = ("state_dtype", "master_weights", "impl")
 
 _group_params = itemgetter("params")
+_clipping = itemgetter("max_norm", "norm_type")
 # What a prepared step depends on; the other options are read anew by every step, or when a state is made.
 _planned_options = itemgetter(
     "amsgrad",
@@ -141,9 +142,12 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_impl(group["impl"])
+        self._check_clipping(group)
+        self._check_paths(group, self._parameter_names())
+
+    def _check_clipping(self, group: dict[str, Any]) -> None:
         first = self.param_groups[0]
-        if (group["max_norm"], group["norm_type"]) != (first["max_norm"], first["norm_type"]):
+        if _clipping(group) != _clipping(first):
             raise ValueError(
                 f"all groups are clipped together: max_norm and norm_type are {first['max_norm']}, "
                 f"{first['norm_type']} in the first group, but {group['max_norm']}, {group['norm_type']} in another"
@@ -152,12 +156,20 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             raise ValueError(f"max_norm must be positive or None, got {group['max_norm']}")
         names = self._parameter_names()
         for param in group["params"]:
+            check_max_norm(group["max_norm"], param, names[param])
+
+    def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
+        """Raise where parameters cannot be stored, or updated, as the group asks for."""
+        check_impl(group["impl"])
+        for param in group["params"]:
             check_storage(param, names[param], group["state_dtype"], group["master_weights"])
             reason = why_not_kernels(param, group)
             if reason is not None and (group["fused"] or group["impl"] == "triton"):
                 asked = "fused=True" if group["fused"] else "impl='triton'"
-                raise RuntimeError(f"{asked} asks for the kernels, but {names[param]} cannot have them: {reason}")
-            check_max_norm(group["max_norm"], param, names[param])
+                raise RuntimeError(
+                    f"{asked} asks for the kernels, but {names[param]} cannot have them: {reason}; give it to a group "
+                    "with impl='auto'"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -204,7 +216,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             prepared = self._prepared = self._prepare(params, grads)
         grad_scale, found_inf = self._loss_scaling()
         clip_factor = whole(clip_factor)
-        max_norm = self.param_groups[0]["max_norm"]
+        max_norm = self._max_norm()
         if max_norm is not None:
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
             clip_factor = self._clip(all_grads, max_norm, grad_scale, clip_factor)
@@ -220,6 +232,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
         names = self._parameter_names()
+        for group in self.param_groups:
+            self._check_paths(group, names)
         members = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         places: list[int] = []
         with_torch: dict[int, TorchPart] = {}
@@ -234,11 +248,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 )
             group = self.param_groups[members[place]]
             reason = why_not_kernels(param, group)
-            if reason is not None and group["impl"] == "triton":
-                raise RuntimeError(
-                    f"impl='triton' cannot update {names[param]}: {reason}; construct the optimizer with impl='auto' "
-                    "or 'torch'"
-                )
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 places.append(place)
@@ -273,6 +282,14 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         state.update(made)
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
+
+    def _max_norm(self) -> float | None:
+        """What all groups are to be clipped to now."""
+        (max_norm, norm_type), *others = map(_clipping, self.param_groups)
+        if (max_norm is not None and not max_norm > 0) or any(other != (max_norm, norm_type) for other in others):
+            for group in self.param_groups:
+                self._check_clipping(group)
+        return max_norm
 
     def _clip(
         self, grads: TensorList, max_norm: float, grad_scale: Tensor | None, clip_factor: Tensor | None

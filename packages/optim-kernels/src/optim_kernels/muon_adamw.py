@@ -37,10 +37,14 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "maximize": False,
 }
-# What a prepared step depends on.
-_options = itemgetter("impl")
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
+_max_norm = itemgetter("max_norm")
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """What a prepared step depends on."""
+    return [group["impl"], *map(group.get, _NOT_HERE)]
 
 
 class TritonMuonAdamW(MuonGroups):
@@ -143,7 +147,10 @@ class TritonMuonAdamW(MuonGroups):
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
         """The factor that ``max_norm`` asks for; the norm is that of the unscaled gradients."""
-        max_norm = self.param_groups[0]["max_norm"]
+        max_norm, *others = map(_max_norm, self.param_groups)
+        if (max_norm is not None and not max_norm > 0) or any(other != max_norm for other in others):
+            for group in self.param_groups:
+                self._check_clipping(group)
         if max_norm is None:
             return None
         grads = [p.grad for group in self.param_groups for p in group["params"]]
@@ -206,6 +213,8 @@ class TritonMuonAdamW(MuonGroups):
         self, groups: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor | None]
     ) -> PreparedStep:
         """Make the states of AdamW parameters with gradients, and sort them by what updates them."""
+        for group in groups:
+            _check_choices(group)
         names = self._parameter_names()
         members = [number for number, group in enumerate(groups) for _ in group["params"]]
         places: list[int] = []
@@ -282,8 +291,8 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
     return why_not_triton(p) or (None if is_dense(local(p)) else "its elements are not dense in memory")
 
 
-def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
-    """torch.optim.AdamW's conditions, in its words, and what is `TritonAdamW`'s alone."""
+def _check_choices(group: dict[str, Any]) -> None:
+    """`_check_adamw_group` of what is no number; where tensors are on the device, those cost a synchronisation."""
     check_impl(group["impl"])
     for option in _NOT_HERE:
         if group.get(option):
@@ -291,6 +300,11 @@ def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
                 f"{option}={group[option]!r} in a group with kind='adamw': TritonMuonAdamW has no such option; give "
                 "these parameters to a TritonAdamW of their own"
             )
+
+
+def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
+    """torch.optim.AdamW's conditions, in its words, and what is `TritonAdamW`'s alone."""
+    _check_choices(group)
     for p in group["params"]:
         if not p.is_floating_point():
             raise ValueError(
