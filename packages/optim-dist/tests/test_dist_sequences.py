@@ -434,7 +434,7 @@ def run(rank: int, world_size: int, seeds: range, length: int, folder: str) -> N
         log: list[str] = []
         try:
             Sequence(seed, rank, world_size, Path(folder), log).run(length)
-        except BaseException as error:
+        except Exception as error:
             raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
 
 

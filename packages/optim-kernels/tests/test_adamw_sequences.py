@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from torch import Tensor, nn
+from random_tensors import laid_out, random
+from torch import nn
 
 from optim_kernels import TritonAdamW
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(), (0,), (1,), (5,), (4, 3), (2, 3, 2, 5), (17, 31)]
 ARMS: list[Callable[..., torch.optim.Optimizer]] = [
     torch.optim.AdamW,
@@ -39,23 +39,6 @@ changes = st.one_of(
     st.tuples(st.just("maximize"), st.booleans()),
     st.tuples(st.just("amsgrad"), st.just(False)),
 )
-
-
-def random(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def laid_out(tensor: Tensor, how: str) -> Tensor:
-    """The same numbers, otherwise in memory."""
-    if how == "transposed" and tensor.ndim == 2:
-        return tensor.t().contiguous().t()
-    if how == "transposed" and tensor.ndim == 4:
-        return tensor.to(memory_format=torch.channels_last)
-    if how == "gaps" and tensor.ndim > 0:
-        return torch.stack((tensor, tensor), -1)[..., 0]
-    if how == "expanded" and tensor.ndim > 0:
-        return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor
-    return tensor
 
 
 @dataclass

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from muon_model import MASTERS, Group, Known, is_flattened, value_of
+from random_tensors import laid_out, random
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
@@ -33,7 +34,6 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MATRICES = [(4, 6), (6, 4), (4, 4), (5, 3), (1, 5), (5, 1), (0, 4), (2, 3, 2), (4, 2, 1, 3)]
 ANY_SHAPES = [(), (5,), (4, 3), (0, 4), (2, 3, 2)]
 # What storage there is in one run: the parameters' dtype, and options of Muon groups.
@@ -110,23 +110,6 @@ new_groups = st.fixed_dictionaries(
 gradients = st.lists(
     st.sampled_from(["new", "new", "kept", "none", "transposed", "gaps", "expanded", "half"]), min_size=1, max_size=3
 )
-
-
-def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def laid_out(tensor: Tensor, how: str) -> Tensor:
-    """The same numbers, otherwise in memory; "expanded": the first line's, for all."""
-    if how == "transposed" and tensor.ndim == 2:
-        return tensor.t().contiguous().t()
-    if how == "transposed" and tensor.ndim == 4:
-        return tensor.to(memory_format=torch.channels_last)
-    if how == "gaps" and tensor.ndim > 0:
-        return torch.stack((tensor, tensor), -1)[..., 0]
-    if how == "expanded" and tensor.ndim > 0 and tensor.shape[0]:
-        return tensor[:1].expand(tensor.shape)
-    return tensor
 
 
 def same(one: Any, other: Any) -> bool:

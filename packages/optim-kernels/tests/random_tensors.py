@@ -1,0 +1,27 @@
+"""Random tensors for tests, and other ways to lay them out in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def laid_out(tensor: Tensor, how: str) -> Tensor:
+    """The same numbers, otherwise in memory; "expanded": the first line's, for all."""
+    if how == "transposed" and tensor.ndim == 2:
+        return tensor.t().contiguous().t()
+    if how == "transposed" and tensor.ndim == 4:
+        return tensor.to(memory_format=torch.channels_last)
+    if how == "gaps" and tensor.ndim > 0:
+        return torch.stack((tensor, tensor), -1)[..., 0]
+    if how == "expanded" and tensor.ndim > 0 and tensor.shape[0]:
+        return tensor[:1].expand(tensor.shape)
+    return tensor
