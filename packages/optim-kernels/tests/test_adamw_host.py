@@ -278,6 +278,21 @@ def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
     assert torch.equal(first, before[0])
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_without_groups_nothing_happens_until_there_are_some(max_norm: float | None) -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, max_norm=max_norm, impl="triton")
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    optimizer.step()
+    assert "0 launches" in optimizer.explain()
+    assert all(map(torch.equal, params, before))
+    optimizer.param_groups = groups
+    optimizer.step()
+    assert not any(map(torch.equal, params, before))
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_without_gradients_nothing_happens(impl: Any) -> None:
     params = make_params()

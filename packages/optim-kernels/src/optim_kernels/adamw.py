@@ -285,8 +285,11 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
     def _max_norm(self) -> float | None:
         """What all groups are to be clipped to now."""
-        (max_norm, norm_type), *others = map(_clipping, self.param_groups)
-        if (max_norm is not None and not max_norm > 0) or any(other != (max_norm, norm_type) for other in others):
+        clippings = [_clipping(group) for group in self.param_groups]
+        if not clippings:
+            return None
+        max_norm, _ = clippings[0]
+        if (max_norm is not None and not max_norm > 0) or any(other != clippings[0] for other in clippings):
             for group in self.param_groups:
                 self._check_clipping(group)
         return max_norm
@@ -349,7 +352,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         if self._prepared is None:
             return ["not planned before the first step"]
         plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
-        launches = plan.num_launches + (1 if self.param_groups[0]["max_norm"] is not None else 0)
+        launches = plan.num_launches + any(group["max_norm"] is not None for group in self.param_groups)
         footer = [f"{launches} launch{'es' * (launches != 1)} a step"]
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
