@@ -243,7 +243,9 @@ class Sequence(Beside):
         """A second backward pass on top of sums: refused by every rank that has some."""
         if self.world_size == 1 or not self.stepped:
             return False
-        trained = {id(p) for p in self.ours.trained}
+        # the late layer may have come after the step, when its gradient was there already
+        late = {id(p) for p in self.ours.net.layers[LATE].parameters()}
+        trained = {id(p) for p in self.ours.trained} - late
         counted = list(self.ours.net.parameters())
         if not all(
             any(g is not None and id(p) in trained and p.numel() for p, g in zip(counted, each))
