@@ -247,8 +247,22 @@ def test_clipping_is_what_the_groups_say() -> None:
     give_gradients(matrices + rest, 1)
     optimizer.step()
     torch.testing.assert_close(optimizer.grad_norm, norm)
-    with pytest.raises(ValueError, match="max_norm must be None or above 0, got -1"):
+    with pytest.raises(ValueError, match="max_norm must be positive or None, got -1"):
         mixed(matrices, rest, max_norm=-1.0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_without_groups_nothing_happens_until_there_are_some(max_norm: float | None) -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest, max_norm=max_norm)
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    give_gradients(matrices + rest, 0)
+    before = [p.detach().clone() for p in matrices + rest]
+    optimizer.step()
+    assert all(map(torch.equal, matrices + rest, before))
+    optimizer.param_groups = groups
+    optimizer.step()
+    assert not any(map(torch.equal, matrices + rest, before))
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split16"])

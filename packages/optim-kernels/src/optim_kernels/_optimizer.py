@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from optim_kernels._dtensors import is_dtensor
-
 _logger = logging.getLogger(__name__)
 
 # What the state of a parameter may have with a number for each of its elements.
@@ -154,15 +152,6 @@ def check_capture(optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
             "least one group; construct the optimizer with capturable=True"
-        )
-
-
-def check_max_norm(max_norm: float | None, param: Tensor, name: str) -> None:
-    """Raise ``ValueError`` where gradients of other ranks belong to the norm that ``max_norm`` is about."""
-    if max_norm is not None and is_dtensor(param):
-        raise ValueError(
-            f"max_norm needs the gradients of all ranks, and {name} is a DTensor; clip with optim_dist, whose "
-            "optimizers reduce the norm"
         )
 
 

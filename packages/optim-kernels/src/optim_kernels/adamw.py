@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from optim_kernels import reference
 from optim_kernels._adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._adamw_state import (
     MasterWeights,
@@ -29,10 +28,10 @@ from optim_kernels._adamw_step import PreparedStep, TorchPart
 from optim_kernels._adamw_torch import step_with_torch
 from optim_kernels._dtensors import whole
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizer import (
     check_capture,
-    check_max_norm,
     hooked_step,
     log_fallback,
     run_closure,
@@ -48,7 +47,6 @@ __all__ = ["TritonAdamW"]
 _OWN_OPTIONS = ("state_dtype", "master_weights", "impl")
 
 _group_params = itemgetter("params")
-_clipping = itemgetter("max_norm", "norm_type")
 # What a prepared step depends on; the other options are read anew by every step, or when a state is made.
 _planned_options = itemgetter(
     "amsgrad",
@@ -142,21 +140,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        self._check_clipping(group)
+        check_clipping(self, group)
         self._check_paths(group, self._parameter_names())
-
-    def _check_clipping(self, group: dict[str, Any]) -> None:
-        first = self.param_groups[0]
-        if _clipping(group) != _clipping(first):
-            raise ValueError(
-                f"all groups are clipped together: max_norm and norm_type are {first['max_norm']}, "
-                f"{first['norm_type']} in the first group, but {group['max_norm']}, {group['norm_type']} in another"
-            )
-        if group["max_norm"] is not None and not group["max_norm"] > 0:
-            raise ValueError(f"max_norm must be positive or None, got {group['max_norm']}")
-        names = self._parameter_names()
-        for param in group["params"]:
-            check_max_norm(group["max_norm"], param, names[param])
 
     def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
@@ -216,10 +201,12 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             prepared = self._prepared = self._prepare(params, grads)
         grad_scale, found_inf = self._loss_scaling()
         clip_factor = whole(clip_factor)
-        max_norm = self._max_norm()
+        max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:
+            if clip_factor is not None:
+                raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
-            clip_factor = self._clip(all_grads, max_norm, grad_scale, clip_factor)
+            self.grad_norm, clip_factor = norm_and_factor(self._norms, all_grads, max_norm, norm_type, grad_scale)
         if prepared.kernels is not None:
             prepared.kernels.run(
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
@@ -282,30 +269,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         state.update(made)
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
-
-    def _max_norm(self) -> float | None:
-        """What all groups are to be clipped to now."""
-        clippings = [_clipping(group) for group in self.param_groups]
-        if not clippings:
-            return None
-        max_norm, _ = clippings[0]
-        if (max_norm is not None and not max_norm > 0) or any(other != clippings[0] for other in clippings):
-            for group in self.param_groups:
-                self._check_clipping(group)
-        return max_norm
-
-    def _clip(
-        self, grads: TensorList, max_norm: float, grad_scale: Tensor | None, clip_factor: Tensor | None
-    ) -> Tensor | None:
-        """The factor that ``max_norm`` asks for; the norm is that of the unscaled gradients."""
-        if clip_factor is not None:
-            raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
-        norm, factor = self._norms.norm_and_factor(grads, self.param_groups[0]["norm_type"], max_norm)
-        if grad_scale is not None:
-            norm = norm / grad_scale.to(norm)
-            factor = reference.clip_factor(norm, max_norm)
-        self.grad_norm = norm
-        return factor
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.

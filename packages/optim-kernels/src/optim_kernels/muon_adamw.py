@@ -8,7 +8,6 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -18,12 +17,12 @@ from optim_kernels import _nanochat_checkpoints as nanochat
 from optim_kernels._adamw_step import PreparedStep, TorchPart
 from optim_kernels._dtensors import local, whole
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._muon_entries import check_state_in_capture
 from optim_kernels._muon_groups import variant_options
 from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._optimizer import check_capture, check_max_norm, hooked_step, run_closure, text_table
-from optim_kernels.clip import clip_factor as factor_of
+from optim_kernels._optimizer import check_capture, hooked_step, run_closure, text_table
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import TensorList, is_dense
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of
@@ -39,7 +38,6 @@ ADAMW_DEFAULTS: dict[str, Any] = {
 }
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
-_max_norm = itemgetter("max_norm")
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
@@ -93,7 +91,7 @@ class TritonMuonAdamW(MuonGroups):
         super().add_param_group(group)
         self._adamw = None
         try:
-            self._check_clipping(self.param_groups[-1])
+            check_clipping(self, self.param_groups[-1])
             if self._is_muon(group):
                 self._check_muon_group(self.param_groups[-1])
             else:
@@ -102,25 +100,13 @@ class TritonMuonAdamW(MuonGroups):
             self._withdraw_last_group()
             raise
 
-    def _check_clipping(self, group: dict[str, Any]) -> None:
-        max_norm, of_first = group["max_norm"], self.param_groups[0]["max_norm"]
-        if max_norm != of_first:
-            raise ValueError(
-                f"all groups are clipped together: max_norm is {of_first} in the first group, but {max_norm} in another"
-            )
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be None or above 0, got {max_norm}")
-        names = self._parameter_names()
-        for p in group["params"]:
-            check_max_norm(max_norm, p, names[p])
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._adamw, self._norms = None, GradientNorms(self.defaults["impl"])
         names = self._parameter_names()
         for group in self.param_groups:
             group.setdefault("max_norm", self.defaults["max_norm"])
-            self._check_clipping(group)
+            check_clipping(self, group)
             if not self._is_muon(group):
                 _check_adamw_group(group, names)
 
@@ -146,19 +132,13 @@ class TritonMuonAdamW(MuonGroups):
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
-        """The factor that ``max_norm`` asks for; the norm is that of the unscaled gradients."""
-        max_norm, *others = map(_max_norm, self.param_groups)
-        if (max_norm is not None and not max_norm > 0) or any(other != max_norm for other in others):
-            for group in self.param_groups:
-                self._check_clipping(group)
+        """The factor that ``max_norm`` asks for."""
+        max_norm, norm_type = clipping_of_step(self)
         if max_norm is None:
             return None
         grads = [p.grad for group in self.param_groups for p in group["params"]]
-        norm, factor = self._norms.norm_and_factor([grad for grad in grads if grad is not None], 2.0, max_norm)
-        if grad_scale is not None:
-            norm = norm / grad_scale.to(norm)
-            factor = factor_of(norm, max_norm)
-        self.grad_norm = norm
+        given = [grad for grad in grads if grad is not None]
+        self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
         return factor
 
     def _prepared_adamw(self, groups: list[dict[str, Any]]) -> tuple[PreparedStep, TensorList]:
