@@ -240,3 +240,29 @@ class PreparedStep:
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
         return tensors if self._places is None else [tensors[place] for place in self._places]
+
+
+def prepared_for(
+    groups: Sequence[Group],
+    params: list[Tensor],
+    grads: list[Tensor | None],
+    states: Mapping[Tensor, State] | None,
+    *,
+    known: PreparedStep | None,
+    prepare: Callable[[], PreparedStep],
+) -> tuple[PreparedStep, TensorList]:
+    """What the step needs, ``known`` from an earlier one or prepared anew, and the gradients that kernels will read.
+
+    Args:
+        states: as for ``PreparedStep.is_for``.
+        prepare: refuses gradients that are not dense.
+    """
+    if known is None or not known.is_for(groups, params, grads, states) or not known.has_dense_gradients():
+        known = prepare()
+    try:
+        seen = known.look_at(grads)
+    except RuntimeError:
+        # no address: a gradient has become sparse, which the next line says better
+        prepare()
+        raise
+    return known if known.fits(seen) else prepare(), seen

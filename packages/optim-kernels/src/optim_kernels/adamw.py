@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -24,7 +25,7 @@ from optim_kernels._adamw_state import (
     plain_state,
     torch_state,
 )
-from optim_kernels._adamw_step import PreparedStep, TorchPart
+from optim_kernels._adamw_step import PreparedStep, TorchPart, prepared_for
 from optim_kernels._adamw_torch import step_with_torch
 from optim_kernels._dtensors import whole
 from optim_kernels._gradient_norm import GradientNorms
@@ -185,20 +186,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         loss = run_closure(closure)
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
-        prepared = self._prepared
         states = None if self._access.is_private else self._own_state
-        if prepared is None or not prepared.is_for(self.param_groups, params, grads, states):
-            prepared = self._prepared = self._prepare(params, grads)
-        try:
-            seen = prepared.look_at(grads)
-        except RuntimeError:
-            # no address: a gradient has become sparse, which the next line says better
-            self._prepare(params, grads)
-            raise
-        if not prepared.has_dense_gradients():
-            self._prepare(params, grads)
-        if not prepared.fits(seen):
-            prepared = self._prepared = self._prepare(params, grads)
+        prepare = partial(self._prepare, params, grads)
+        prepared, seen = prepared_for(self.param_groups, params, grads, states, known=self._prepared, prepare=prepare)
+        self._prepared = prepared
         grad_scale, found_inf = self._loss_scaling()
         clip_factor = whole(clip_factor)
         max_norm, norm_type = clipping_of_step(self)

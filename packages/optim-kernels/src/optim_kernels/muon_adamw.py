@@ -8,13 +8,14 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from optim_kernels import _nanochat_checkpoints as nanochat
-from optim_kernels._adamw_step import PreparedStep, TorchPart
+from optim_kernels._adamw_step import PreparedStep, TorchPart, prepared_for
 from optim_kernels._dtensors import local, whole
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._group_clipping import check_clipping, clipping_of_step, norm_and_factor
@@ -126,7 +127,11 @@ class TritonMuonAdamW(MuonGroups):
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
         # what it refuses it refuses before Muon has moved anything
-        adamw, seen = self._prepared_adamw(adamw_groups)
+        params = [p for group in adamw_groups for p in group["params"]]
+        grads = [p.grad for p in params]
+        prepare = partial(self._prepare_adamw, adamw_groups, params, grads)
+        adamw, seen = prepared_for(adamw_groups, params, grads, self.state, known=self._adamw, prepare=prepare)
+        self._adamw = adamw
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
         self._step_adamw(adamw_groups, adamw, seen, scaling)
         return loss
@@ -140,27 +145,6 @@ class TritonMuonAdamW(MuonGroups):
         given = [grad for grad in grads if grad is not None]
         self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
         return factor
-
-    def _prepared_adamw(self, groups: list[dict[str, Any]]) -> tuple[PreparedStep, TensorList]:
-        """What the step of AdamW's groups needs, and the gradients that kernels will read."""
-        params = [p for group in groups for p in group["params"]]
-        grads = [p.grad for p in params]
-        prepared = self._adamw
-        if (
-            prepared is None
-            or not prepared.is_for(groups, params, grads, self.state)
-            or not prepared.has_dense_gradients()
-        ):
-            prepared = self._adamw = self._prepare_adamw(groups, params, grads)
-        try:
-            seen = prepared.look_at(grads)
-        except RuntimeError:
-            # no address: a gradient has become sparse, which the next line says better
-            self._prepare_adamw(groups, params, grads)
-            raise
-        if not prepared.fits(seen):
-            prepared = self._adamw = self._prepare_adamw(groups, params, grads)
-        return prepared, seen
 
     def _step_adamw(
         self,
