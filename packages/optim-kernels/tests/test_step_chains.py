@@ -137,7 +137,7 @@ def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: py
         moment = torch.empty(max(shape), device="meta") if group["beta2"] is not None else None
         tensors.append(MuonTensors(p, grad, buffer, moment))
     ns = replace(ns_config_of(group), dtype=torch.float16)
-    return MuonPlan.build(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
+    return MuonPlan(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
 
 
 def takes_step_chain_on_a_gpu(
@@ -188,4 +188,4 @@ def test_a_plan_refuses_tensors_of_another_shape(which: str) -> None:
     )
     (group,) = TritonMuon([nn.Parameter(p)]).param_groups
     with pytest.raises(ValueError, match=rf"{which}\[0\] must have its parameter's shape \(8, 32\), got \(4, 32\)"):
-        MuonPlan.build([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)
+        MuonPlan([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)

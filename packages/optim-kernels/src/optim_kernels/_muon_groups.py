@@ -17,7 +17,7 @@ from torch import Tensor
 from optim_kernels._adamw_state import MOMENT_DTYPES
 from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import PLAIN_TYPES, check_impl
-from optim_kernels.orthogonalization import NSConfig
+from optim_kernels._ns_config import NSConfig, hashable
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
 
@@ -115,7 +115,7 @@ def rule_of(group: Mapping[str, Any]) -> MuonRule:
 
 def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     """The group's orthogonalisation."""
-    return _ns_config(*(_hashable(group[key]) for key in _NS_KEYS))
+    return _ns_config(*(hashable(group[key]) for key in _NS_KEYS))
 
 
 _RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
@@ -140,10 +140,6 @@ def _rule(
 def _ns_config(*values: Any) -> NSConfig:
     names = ("coefficients", "steps", "method", "dtype", "restarts", "norm_scale", "eps", "eps_mode")
     return NSConfig(**dict(zip(names, values, strict=True)))
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ class MuonPlanner:
         plan = self._plans.get(key)
         if plan is None or plan.address_key != tuple(t.address_key() for t in batch.tensors):
             group = batch.groups[0]
-            plan = MuonPlan.build(
+            plan = MuonPlan(
                 batch.tensors,
                 rule=rule_of(group),
                 ns=ns_config_of(group),

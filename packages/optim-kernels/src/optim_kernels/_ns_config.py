@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -145,3 +145,8 @@ class NSConfig:
 def _slope(triples: Sequence[Triple]) -> float:
     """At 0, of the polynomial of these steps: how much it enlarges the smallest singular values."""
     return prod(abs(a) for a, _, _ in triples)
+
+
+def hashable(value: Any) -> Any:
+    """An option of `NSConfig` that may be a list, of lists perhaps, as tuples."""
+    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value

@@ -28,7 +28,7 @@ from torch import Tensor
 from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
 from optim_kernels._iterations import TorchProducts, iterate, normalize
-from optim_kernels._ns_config import RESTARTS, Coefficients, EpsMode, Method, NSConfig
+from optim_kernels._ns_config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, hashable
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 __all__ = [
@@ -71,7 +71,7 @@ def newton_schulz(
         TypeError: integer, complex or sparse input, or what is no tensor.
     """
     check_impl(impl)
-    values = (_hashable(coefficients), steps, method, compute_dtype, _hashable(restarts), norm_scale, eps, eps_mode)
+    values = (hashable(coefficients), steps, method, compute_dtype, hashable(restarts), norm_scale, eps, eps_mode)
     if not isinstance(x, Tensor):
         results = _many(x, values, impl)
         if out is None:
@@ -93,10 +93,6 @@ orthogonalize = newton_schulz
 def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tensor:
     """`newton_schulz` of one tensor with the options of ``config``."""
     return _one(x, _values(config), impl)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _into(out: Tensor, result: Tensor) -> Tensor:

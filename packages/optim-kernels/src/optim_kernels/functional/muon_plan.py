@@ -114,11 +114,6 @@ class MuonPlan:
         self._has_run = False
         self.refresh([t.grad for t in tensors])
 
-    @classmethod
-    def build(cls, tensors: Sequence[MuonTensors], **options: Any) -> MuonPlan:
-        """The plan of a list of parameters; see the class."""
-        return cls(tensors, **options)
-
     def run(
         self,
         hyper: Sequence[Sequence[float | Tensor]],
