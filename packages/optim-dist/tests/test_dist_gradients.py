@@ -172,6 +172,24 @@ def forgetting_zero_grad_is_an_error(rank, world_size):
 
 
 @scenario(2)
+def a_forgotten_zero_grad_may_be_made_up_for(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    twin, twin_optimizer = build(rank)
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        # what is reduced is the last to get a gradient on one rank, the first on the other
+        for parameter in (model.layers[0] if rank else model).parameters():
+            parameter.grad = torch.ones_like(parameter)
+        opt.step()
+    with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
+        net(batch(rank, 1)).backward()
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        opt.zero_grad()
+        model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2)
 def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
     net(batch(rank, 0)).backward()

@@ -108,18 +108,19 @@ class BackwardReduction:
         def gradient_arrived(_: Tensor) -> None:
             if self._all_dropped(member):
                 self.drop()
-            bucket.check_arrival(member)
             gradient = member.parameter.grad
             assert gradient is not None, "hooks run behind the accumulation"
             member.arrived, self._latest = True, (member, weakref.ref(gradient))
-            if self.paused or not self.eager:
-                return
-            member.arrivals += 1
-            if member.arrivals == self.passes:
-                bucket.missing -= 1
-            if bucket.gradients.is_cuda:
-                self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
-            while self._is_next_ready:
+            is_counted = self.eager and not self.paused
+            if is_counted:
+                member.arrivals += 1
+                if member.arrivals == self.passes:
+                    bucket.missing -= 1
+                if bucket.gradients.is_cuda:
+                    self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
+            # one that is refused counts: other ranks may have launched reductions before they refuse theirs
+            bucket.check_arrival(member)
+            while is_counted and self._is_next_ready:
                 self._launch()
 
         return gradient_arrived
