@@ -142,7 +142,8 @@ class Sequence(Beside):
     def clip(self) -> bool | None:
         if self.stepped or self.dropped:
             return False
-        order, limit = self.draw.choice([2.0, 1.0, 3.0, float("inf")]), self.draw.choice([1e-3, 0.1, 1e6, float("inf")])
+        # torch adds 1e-6 to the norm, so that to clip again takes more off, of small limits much
+        order, limit = self.draw.choice([2.0, 1.0, 3.0, float("inf")]), self.draw.choice([1e-2, 0.1, 1e6, float("inf")])
         how = self.draw.choice(["each", "together", "parameters"])
         if self.options["skip_nonfinite"]:
             how = "each"  # else what is infinite in one optimizer's gradients makes the others skip too
