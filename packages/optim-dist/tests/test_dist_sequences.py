@@ -143,7 +143,7 @@ class Sequence(Beside):
         if self.stepped or self.dropped:
             return False
         # torch adds 1e-6 to the norm, so that to clip again takes more off, of small limits much
-        order, limit = self.draw.choice([2.0, 1.0, 3.0, float("inf")]), self.draw.choice([1e-2, 0.1, 1e6, float("inf")])
+        order, limit = self.draw.choice([2.0, 1.0, 3.0, float("inf")]), self.draw.choice([0.05, 0.1, 1e6, float("inf")])
         how = self.draw.choice(["each", "together", "parameters"])
         if self.options["skip_nonfinite"]:
             how = "each"  # else what is infinite in one optimizer's gradients makes the others skip too
