@@ -339,6 +339,26 @@ def _other_features(rank: int, world_size: int) -> list[str]:
         check("other ranks", torch.equal(onto_pair.to_local(), full[:4] if rank == 1 else full[4:]))
     back = redistribute(onto_pair, first, [Shard(1)])
     check("back from other ranks", torch.equal(back.to_local(), full[:, 2 * rank : 2 * rank + 2]))
+
+    scalar = DTensor.from_local(torch.tensor(2.0), first, [Replicate()])
+    onto_pair = redistribute(scalar, pair, [Replicate()])
+    check("no dimensions on other ranks", onto_pair.shape == () and onto_pair.stride() == ())
+    check("no dimensions and back", redistribute(onto_pair, first, [Replicate()]).to_local().item() == 2)
+    empty = distribute_tensor(torch.zeros(3, 0, 2), first, [Shard(0)])
+    check("stride of nothing", redistribute(empty, None, [Replicate()]).stride() == empty.stride() == (2, 2, 1))
+
+    check("counted from the last", redistribute(plain, None, [Shard(-1), Shard(-2)]).placements == (Shard(1), Shard(0)))
+    for wanted, order in (([Shard(-3), Shard(0)], None), ([Shard(0)] * 2, {2: (1, 0)}), ([Shard(0)] * 2, {-3: (1, 0)})):
+        try:
+            redistribute(plain, None, wanted, shard_order=order)
+            check(f"{wanted} {order} is refused", False)
+        except LayoutError as error:
+            check(f"refusal of {wanted} {order}", "the tensor has 2 dimensions" in str(error))
+        except UnsupportedError:
+            check("only torch 2.9 has no order", FLAT and order is not None)
+    if not FLAT:
+        ordered = redistribute(plain, None, [Shard(-2)] * 2, shard_order={-2: (1, 0)})
+        check("order counted from the last", torch.equal(ordered.to_local(), full[2 * place : 2 * place + 2]))
     return wrong
 
 

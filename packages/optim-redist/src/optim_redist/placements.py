@@ -76,10 +76,11 @@ def layout_from(
             if not -num_dims <= placement.tensor_dim < num_dims:
                 raise LayoutError(f"{placement} on axis {axis}: the tensor has {num_dims} dimensions")
             axes_of.setdefault(placement.tensor_dim % num_dims, []).append(axis)
-    orders = {
-        tensor_dim % num_dims if num_dims else tensor_dim: tuple(axes)
-        for tensor_dim, axes in (shard_order or {}).items()
-    }
+    orders: ShardOrder = {}
+    for tensor_dim, axes in (shard_order or {}).items():
+        if not -num_dims <= tensor_dim < num_dims:
+            raise LayoutError(f"shard_order names dimension {tensor_dim}, the tensor has {num_dims} dimensions")
+        orders[tensor_dim % num_dims] = tuple(axes)
     for tensor_dim, cutting in orders.items():
         if sorted(cutting) != axes_of.get(tensor_dim, []):
             raise LayoutError(

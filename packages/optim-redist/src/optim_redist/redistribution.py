@@ -78,7 +78,7 @@ def redistribute(
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
     mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
-    order = tuple((dim, tuple(axes)) for dim, axes in (as_shard_order(shard_order) or {}).items())
+    order = tuple((_counted(dim, dtensor.ndim), axes) for dim, axes in (as_shard_order(shard_order) or {}).items())
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
         raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
     place = _Place(mesh, tuple(_normalized(p, dtensor.ndim) for p in placements), order, forward_dtype)
@@ -90,9 +90,15 @@ def redistribute(
 
 
 def _normalized(placement: Placement, num_dims: int) -> Placement:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + num_dims)
+    # in torch 2.9 a strided shard is a Shard, too
+    if type(placement) is Shard:
+        return Shard(_counted(placement.dim, num_dims))
     return placement
+
+
+def _counted(tensor_dim: int, num_dims: int) -> int:
+    """A dimension counted from the first, if it was counted from the last; others stay, and are refused by name."""
+    return tensor_dim + num_dims if -num_dims <= tensor_dim < 0 else tensor_dim
 
 
 class _Redistribute(torch.autograd.Function):
@@ -143,8 +149,11 @@ def _when_arrived(handle: Handle, dtensor: DTensor, place: _Place, local: Tensor
 def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor) -> DTensor:
     """The rank's part as a DTensor; a part that did not move keeps the strides it had."""
     shape = dtensor.shape
-    stride = dtensor.stride() if moved is local else tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
-    part = moved if moved is not None else local.new_empty(0)
+    # a stride of torch is at least 1, also where sizes are 0
+    dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
+    stride = dtensor.stride() if moved is local else dense
+    # from_local empties it, but takes the form of a tensor without dimensions from it
+    part = moved if moved is not None else local.new_empty(0 if shape else ())
     if not place.order:
         return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
     # only the private specification of newer versions takes an order of axes
