@@ -182,6 +182,23 @@ def test_an_output_without_memory_shares_none() -> None:
     assert program(meta, out) is out
 
 
+def test_an_output_elsewhere_or_without_a_place_for_each_element_is_refused() -> None:
+    program = compile(plan((4,), "float32", Layout(Mesh(1), [None]), Layout(Mesh(1), [None])))
+    with pytest.raises(LayoutError, match="the source tensor is on cpu, out on meta"):
+        program(torch.ones(4), torch.empty(4, device="meta"))
+    with pytest.raises(LayoutError, match="out is expanded"):
+        program(torch.ones(4), torch.empty(1).expand(4))
+
+
+def test_a_source_that_torch_cannot_free_is_not_donated() -> None:
+    layout = Layout(Mesh(1), [None])
+    part = torch.frombuffer(bytearray(16), dtype=torch.float32)
+    with pytest.raises(LayoutError, match="this one's memory is not torch's own"):
+        redistribute_local(part, (4,), layout, Layout(Mesh(1), [0]), donate=True)
+    moved = redistribute_local(part.clone(), (4,), layout, Layout(Mesh(1), [0]), donate=True)
+    assert moved.tolist() == [0.0] * 4
+
+
 def test_pending_conjugation_and_negation_are_resolved() -> None:
     mesh = Mesh(2)
     z = torch.complex(_numbered((2, 2)).float(), _numbered((2, 2)).float() + 4).conj()

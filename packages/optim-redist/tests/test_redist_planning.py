@@ -21,6 +21,7 @@ from redist_cases import FAMILIES, Case, example_cases, random_case
 from optim_redist import (
     CommModel,
     Layout,
+    LayoutError,
     Mesh,
     Plan,
     PlanInfeasibleError,
@@ -393,3 +394,11 @@ def test_the_assignment_is_the_best_of_all() -> None:
         best = max(sum(gain[k][p[k]] for k in range(n)) for p in permutations(range(n)))
         assert sorted(found) == list(range(n))
         assert sum(gain[k][found[k]] for k in range(n)) == best
+
+
+@pytest.mark.parametrize("size", [8.0, True, "8", None], ids=repr)
+def test_sizes_are_integers(size: Any) -> None:
+    layout = Layout(Mesh(2), [0])
+    for call in (lambda: plan((size,), "int8", layout, layout), lambda: bounds((size,), layout, layout)):
+        with pytest.raises(LayoutError, match="sizes must be integers, got"):
+            call()

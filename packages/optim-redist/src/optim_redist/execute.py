@@ -57,11 +57,12 @@ def redistribute_local(
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
-            It has to be all of its storage, and is empty afterwards unless it is the result.
+            It has to be all of its storage, which torch can free, and is empty afterwards unless it is the result.
         copy: without it, a part of the source that becomes the target may come back as a view.
 
     Raises:
-        LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory.
+        LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory or on
+            another device.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
         UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost, or if
             ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps.

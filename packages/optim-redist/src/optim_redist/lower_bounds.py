@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from optim_redist._inside import Inside
+from optim_redist._mesh import int_tuple
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
@@ -106,7 +107,7 @@ def bounds(
 
     ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
     """
-    return bounds_of(Problem(shape, src, dst), topology, itemsize=itemsize)
+    return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst), topology, itemsize=itemsize)
 
 
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from optim_redist._candidates import phases_of
 from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._lazy import lazy
-from optim_redist._mesh import coordinates, grid_points
+from optim_redist._mesh import coordinates, grid_points, int_tuple
 from optim_redist._recent import Recent
 from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
@@ -245,6 +245,7 @@ def plan(
     key = (tuple(shape), name, src, dst, relabel, cost_model, topology, *options)
     known = _plans.find(key)
     if known is None:
+        shape = int_tuple(shape, "sizes")
         if dst.partial:
             check_started(Problem(shape, src, dst).started_ops, name)
         model = cost_model or CommModel.preset("flat")
@@ -252,7 +253,7 @@ def plan(
             model = replace(model, topology=topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        known = _as_written(_decided(tuple(shape), itemsize(name), src, dst, model, *options), name, src, dst)
+        known = _as_written(_decided(shape, itemsize(name), src, dst, model, *options), name, src, dst)
         _plans.put(key, known)
     return known
 

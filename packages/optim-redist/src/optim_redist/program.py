@@ -230,6 +230,11 @@ class Program:
                 f"rank {self.rank}: a source that is donated has to be all of its storage, this one is a view; "
                 "clone it, or leave donate out"
             )
+        if x is not None and self.plan.donate and not x.untyped_storage().resizable():
+            raise LayoutError(
+                f"rank {self.rank}: torch frees a donated source, and this one's memory is not torch's own (NumPy's, "
+                "perhaps); clone it, or leave donate out"
+            )
 
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:
         if self._out_excess:
@@ -238,10 +243,16 @@ class Program:
                 f"{self.plan.memory_limit} in a step before the target is made; call without out, or plan with a limit "
                 "that is higher by so much"
             )
+        if x is not None and x.device != out.device:
+            raise LayoutError(f"rank {self.rank}: the source tensor is on {x.device}, out on {out.device}")
         if x is not None and _overlap(x, out) and not (out is x and self._keeps_all):
             raise LayoutError(
                 f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
                 "of its own memory (the source itself is taken only where all of it stays)"
+            )
+        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+            raise LayoutError(
+                f"rank {self.rank}: out is expanded, with several of its elements in one place; give memory for each"
             )
         if out.is_conj() or out.is_neg():
             raise LayoutError(
