@@ -359,6 +359,14 @@ def _other_features(rank: int, world_size: int) -> list[str]:
     if not FLAT:
         ordered = redistribute(plain, None, [Shard(-2)] * 2, shard_order={-2: (1, 0)})
         check("order counted from the last", torch.equal(ordered.to_local(), full[2 * place : 2 * place + 2]))
+        # a gradient of another dtype, back to an order of axes
+        for dtypes in ({"forward_dtype": torch.bfloat16}, {"backward_dtype": torch.float64}):
+            ordered = redistribute(plain, None, [Shard(0)] * 2, shard_order={0: (1, 0)}).requires_grad_()
+            moved = redistribute(ordered, None, [Replicate()] * 2, **dtypes)
+            weights = DTensor.from_local(full.to(moved.dtype), device_mesh, [Replicate()] * 2)
+            (came,) = torch.autograd.grad(moved, ordered, weights)
+            check(f"order of the gradient, {dtypes}", Layout.from_dtensor(came) == Layout.from_dtensor(ordered))
+            check(f"gradient, {dtypes}", torch.equal(came.to_local(), full[2 * place : 2 * place + 2]))
     return wrong
 
 

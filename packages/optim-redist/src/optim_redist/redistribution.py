@@ -28,12 +28,13 @@ from optim_redist.program import Handle
 
 
 class _Place(NamedTuple):
-    """Where a DTensor lives, and the dtype in which it travels there."""
+    """Where a DTensor lives, the dtype in which it travels there, and the one that it has then, if that is another."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     order: tuple[tuple[int, tuple[int, ...]], ...]
     dtype: torch.dtype | None
+    arrives_as: torch.dtype | None = None
 
     def layout(self, shape: Sequence[int]) -> Layout:
         return _layout(self.mesh, tuple((type(p), p) for p in self.placements), tuple(shape), self.order)
@@ -110,14 +111,13 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in dtensor.placements)
         order = tuple((shard_order_of(dtensor) or {}).items())
-        ctx.back = _Place(dtensor.device_mesh, placements, order, backward_dtype)
-        ctx.dtype, ctx.memory_limit = dtensor.dtype, memory_limit
+        ctx.back = _Place(dtensor.device_mesh, placements, order, backward_dtype, dtensor.dtype)
+        ctx.memory_limit = memory_limit
         return _move(dtensor, place, memory_limit)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, None, None, None]:
-        gradient = _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit)
-        return gradient.to(ctx.dtype), None, None, None
+        return _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit), None, None, None
 
 
 def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False) -> Any:
@@ -154,6 +154,9 @@ def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tenso
     stride = dtensor.stride() if moved is local else dense
     # from_local empties it, but takes the form of a tensor without dimensions from it
     part = moved if moved is not None else local.new_empty(0 if shape else ())
+    if place.arrives_as is not None:
+        # torch's operations forget orders of axes
+        part = part.to(place.arrives_as)
     if not place.order:
         return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
     # only the private specification of newer versions takes an order of axes
