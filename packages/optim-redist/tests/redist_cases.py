@@ -185,7 +185,8 @@ def combined(layout: Layout, shape: Sequence[int], locals: dict[int, Any]) -> An
         key = (number, tuple(map(tuple, indices)))
         assert torch.equal(seen.setdefault(key, locals[rank]), locals[rank]), f"replicas differ on rank {rank}"
         if all(indices):
-            part[torch.meshgrid(*map(torch.tensor, indices), indexing="ij")] = locals[rank]
+            where = torch.meshgrid(*map(torch.tensor, indices), indexing="ij") if indices else ...
+            part[where] = locals[rank]
     for _, part in sorted(parts.items()):
         full = part if full is None else combine[layout.partial[0][1]](full, part)
     scale = prod(layout.mesh.sizes[axis] for axis, op in layout.partial if op == "avg")
