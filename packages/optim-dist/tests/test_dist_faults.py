@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from optim_dist import TritonDistAdamW, _manifest, checkpoint
@@ -130,3 +131,26 @@ def test_what_fails_on_one_rank_in_a_checkpoint_is_an_error_on_all(tmp_path):
         for text, (*_, expected) in zip(texts, [*SAVE_FAULTS, *LOAD_FAULTS], strict=True):
             assert text.startswith(f"checkpoint {tmp_path}/x was not ")
             assert text.endswith(f":\n  {expected}")
+
+
+def test_ranks_of_torchrun_without_a_process_group_are_refused(monkeypatch):
+    parameters = [("w", nn.Parameter(torch.ones(100)))]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    TritonDistAdamW(parameters)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="torchrun started 2 ranks, but there is no process group; call"):
+        TritonDistAdamW(parameters)
+
+
+def step_after_the_group_was_made(rank, world_size, folder):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+    parameter.grad = torch.ones(100)
+    with pytest.raises(RuntimeError, match="built for one rank, before the process group of 2; build it after"):
+        optimizer.step()
+
+
+def test_a_process_group_that_was_made_too_late_is_an_error(tmp_path):
+    run_ranks(step_after_the_group_was_made, 2, str(tmp_path), init_process_group=False)

@@ -13,6 +13,7 @@ waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas ab
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -67,6 +68,7 @@ class Communicator:
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
+            _refuse_lone_ranks()
             self.rank, self.world_size, self.ranks = 0, 1, [0]
         else:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -78,6 +80,15 @@ class Communicator:
         self.group = group
         self.device = device
         self.traffic = traffic or Traffic()
+
+    def check_ranks(self) -> None:
+        """Refuse ranks that came together after the optimizer had been built for one alone."""
+        is_alone = self.world_size == 1 and self.group is None
+        if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"this optimizer was built for one rank, before the process group of {dist.get_world_size()}; build it "
+                "after torch.distributed.init_process_group()"
+            )
 
     @property
     def bytes_sent(self) -> int:
@@ -158,6 +169,15 @@ class Communicator:
     def _count(self, flat: Tensor) -> None:
         self.traffic.num_calls += 1
         self.traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+
+
+def _refuse_lone_ranks() -> None:
+    """Ranks of torchrun without a process group would each train a model of their own."""
+    if dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise RuntimeError(
+            f"torchrun started {os.environ['WORLD_SIZE']} ranks, but there is no process group; call "
+            "torch.distributed.init_process_group() before building the optimizer"
+        )
 
 
 def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:

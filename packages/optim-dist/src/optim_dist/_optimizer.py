@@ -194,6 +194,7 @@ class DistOptimizer(LiveOptimizer):
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self._check_open()
+        self._communicator.check_ranks()
         self._check_left_out()
         if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
             self._factor = None  # of gradients that were dropped since
