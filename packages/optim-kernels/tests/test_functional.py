@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import platform
+import sys
 from typing import Any
 
 import pytest
@@ -224,3 +227,22 @@ def test_what_the_reference_cannot_update_is_refused() -> None:
             step(torch.ones(4).to(dtype), torch.ones(4).to(dtype))
     with pytest.raises(ValueError, match=r"grads\[0\] must have its parameter's shape \(4,\)"):
         step(torch.ones(4), torch.ones(1))
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="MAP_32BIT")
+def test_one_tensor_at_an_address_below_4_gib():
+    """Where Python is no position-independent program, as Debian's, memory of the C heap begins there."""
+    map_32bit = 0x40
+
+    def low(values: Tensor) -> Tensor:
+        memory = mmap.mmap(-1, 4 * values.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_32bit)
+        tensor = torch.frombuffer(memory, dtype=FP32).copy_(values)
+        assert tensor.data_ptr() < 2**32
+        return tensor
+
+    made = [torch.randn(50), torch.randn(50), torch.zeros(50), torch.zeros(50), torch.zeros(1)]
+    p, g, m, v, step = map(low, made)
+    adamw_([p], [g], [m], [v], steps=step.reshape(()), impl="triton", **OPTIONS)
+    expected, grad, *moments, count = made
+    adamw_([expected], [grad], *([x] for x in moments), steps=count.reshape(()), impl="torch", **OPTIONS)
+    torch.testing.assert_close(p, expected)

@@ -1,9 +1,9 @@
 """The one door to Triton: what kernels need beside ``triton.language``, compiled and interpreted alike.
 
 Kernel modules import ``triton`` and ``tl`` from here, and nothing imports them before a kernel is wanted: the package
-works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks three things,
-and each has one helper: products of bf16 (``dot``), autotuning (``tuned``), and rounding when a value is narrowed
-(``narrow``).
+works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks four things,
+and each has one helper: products of bf16 (``dot``), autotuning (``tuned``), rounding when a value is narrowed
+(``narrow``), and the types of arguments (``wide``).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ __all__ = [
     "triton",
     "tuned",
     "wait_for_previous",
+    "wide",
 ]
 
 INTERPRETED = tl.constexpr(is_interpreted())
@@ -154,6 +155,12 @@ def narrow(x, dtype: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True).to(tl.bfloat16)
     return x.to(dtype)
+
+
+@triton.jit
+def wide(number):
+    """The 64-bit number that an argument is annotated as; the interpreter gives it the type of its value."""
+    return number.to(tl.int64)
 
 
 def tuned(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:

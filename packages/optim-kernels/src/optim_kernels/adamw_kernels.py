@@ -22,7 +22,7 @@ from optim_kernels._adamw_chunk import update_chunk
 from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, Format
 from optim_kernels._adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
 from optim_kernels._chunks import read_chunk
-from optim_kernels._triton import after_previous, before_next, tl, triton
+from optim_kernels._triton import after_previous, before_next, tl, triton, wide
 
 __all__ = [
     "FP32_MASTER",
@@ -213,17 +213,17 @@ def adamw_kernel_of_one(
     first = chunk.to(tl.int64) * CHUNK
     end = tl.minimum(first + CHUNK, numel)
     update_chunk(
-        (param, grad, slice_stride, exp_avg, exp_avg_sq, max_exp_avg_sq, master),
-        (exp_avg_scale, exp_avg_sq_scale),
+        (wide(param), wide(grad), slice_stride, wide(exp_avg), wide(exp_avg_sq), wide(max_exp_avg_sq), wide(master)),
+        (wide(exp_avg_scale), wide(exp_avg_sq_scale)),
         first,
         end,
         chunk < num_full,
         # the tensor's last chunk is its first in the launch, so nobody waits for what it leaves
         end == numel,
-        (found_inf, present.to(tl.pointer_type(tl.float32))),
+        (found_inf, wide(present).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + group * _HYPERPARAMETERS_SIZE,
-        step.to(tl.pointer_type(tl.float32)),
+        wide(step).to(tl.pointer_type(tl.float32)),
         (seed, place, start),
         memos,
         counters,
