@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import FAMILIES, random_case
 
+import optim_redist
 from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged, Strided
 from optim_redist.index_sets import elements, intersect, interval, num_below, positions, size, take
 
@@ -139,6 +143,15 @@ def test_sets_of_a_long_cyclic_dimension_are_short() -> None:
     assert sum(map(size, sets)) == n
     common = intersect(sets[3], interval(12345, n - 54321))
     assert size(common) == len(range(12347, n - 54321, 8))
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    tree = ast.parse(inspect.getsource(optim_redist))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(seen) == optim_redist.__all__
+    for name, module in seen.items():
+        assert getattr(optim_redist, name) is getattr(importlib.import_module(module), name)
 
 
 def test_planning_imports_no_torch() -> None:

@@ -108,11 +108,11 @@ def exchange(
     for number, stream in enumerate(wanted):
         mine = [read(part.file, name, stream.key) for name, part in stream.own(stream.before, rank)]
         source = torch.cat(mine) if mine else torch.empty(0, dtype=stream.dtype)
-        layouts = [
+        before, after = (
             Layout(mesh, [((0,), Intervals(stream.rows(segments, len(ranks))))])
             for segments in (stream.before, stream.after)
-        ]
-        items[f"{number:04d}"] = Item(source.to(device), (sum(stream.sizes),), *layouts)
+        )
+        items[f"{number:04d}"] = Item(source.to(device), (sum(stream.sizes),), before, after)
     arrived = redistribute_many(items, group=group)
     parts: dict[str, dict[str, Tensor]] = {}
     for stream, target in zip(wanted, arrived.values()):

@@ -6,7 +6,35 @@ Names are loaded when they are first used, so that describing layouts, bounds an
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see; the rest of this module is what runs
+    from optim_redist import dist, optim
+    from optim_redist.calibration import calibrate
+    from optim_redist.collective_costs import Cost, CostModel, IdealLowerBoundsCM, TextbookCM
+    from optim_redist.cost import CommModel, Topology
+    from optim_redist.errors import (
+        LayoutError,
+        NotRepresentableError,
+        PlanInfeasibleError,
+        PlanMismatchError,
+        RedistError,
+        UnsupportedError,
+    )
+    from optim_redist.execute import redistribute_local, simulate
+    from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Layout, Mesh, Ragged, Strided
+    from optim_redist.lower_bounds import Bounds, bounds
+    from optim_redist.many import Item, redistribute_many
+    from optim_redist.moves import Step
+    from optim_redist.multi_axis import MultiAxisDist
+    from optim_redist.ownership import same_ownership
+    from optim_redist.parsing import parse_layout
+    from optim_redist.plan_text import explain
+    from optim_redist.planning import Plan, plan
+    from optim_redist.program import Handle, Program, compile
+    from optim_redist.redistribution import redistribute
+    from optim_redist.redistributors import MemoryConstrainedRedist, NaiveGathererRedist, OptimalRedist, Redistributor
+    from optim_redist.verification import Verification, verify
 
 _MODULE_OF = {
     "calibration": ["calibrate"],
@@ -40,17 +68,66 @@ _HOME = {name: module for module, names in _MODULE_OF.items() for name in names}
 # what `import optim_redist as tc` finds under the notebook's names
 _NAMESPACES = ["dist", "optim"]
 
-__all__ = sorted([*_HOME, *_NAMESPACES])
+__all__ = [
+    "Block",
+    "Bounds",
+    "Chunk",
+    "CommModel",
+    "Cost",
+    "CostModel",
+    "Cyclic",
+    "Handle",
+    "IdealLowerBoundsCM",
+    "Intervals",
+    "Item",
+    "Layout",
+    "LayoutError",
+    "MemoryConstrainedRedist",
+    "Mesh",
+    "MultiAxisDist",
+    "NaiveGathererRedist",
+    "NotRepresentableError",
+    "OptimalRedist",
+    "Plan",
+    "PlanInfeasibleError",
+    "PlanMismatchError",
+    "Program",
+    "Ragged",
+    "RedistError",
+    "Redistributor",
+    "Step",
+    "Strided",
+    "TextbookCM",
+    "Topology",
+    "UnsupportedError",
+    "Verification",
+    "bounds",
+    "calibrate",
+    "compile",
+    "dist",
+    "explain",
+    "optim",
+    "parse_layout",
+    "plan",
+    "redistribute",
+    "redistribute_local",
+    "redistribute_many",
+    "same_ownership",
+    "simulate",
+    "verify",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMESPACES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else no name would be missing
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMESPACES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
