@@ -174,8 +174,10 @@ def lowest(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def compat(session: nox.Session, package: str) -> None:
-    """Versions are independent: the package against the lowest siblings its bounds admit, and each dependent's
-    newest version, as it was when that version was set, against the package as it is now."""
+    """Versions are independent: against the lowest siblings that bounds admit, and against the newest dependents.
+
+    A sibling or dependent is taken as it was when its version was set.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pins = [_wheel_of_version(sibling, version, folder) for sibling, version in _lowest_siblings(package).items()]

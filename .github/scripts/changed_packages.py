@@ -32,6 +32,7 @@ def affected(paths: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command = ["git", "diff", "--name-only", f"{sys.argv[1]}...HEAD"]
+    # a file that moved counts where it was, too
+    command = ["git", "diff", "--name-only", "--no-renames", f"{sys.argv[1]}...HEAD"]
     changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
     print(json.dumps(affected([path for path in changed if path])))
