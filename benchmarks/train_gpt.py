@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -47,11 +48,10 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         f"{settings.batch_size} x {settings.context} bytes; text: {corpus.source}, "
         f"{len(corpus.train):,} training and {len(corpus.validation):,} validation bytes"
     )
-    results = [
-        _run(arm, lr, settings, corpus, options, display)
-        for arm in options.arms
-        for lr in _learning_rates(arm, options)
-    ]
+    runs = [(arm, lr) for arm in options.arms for lr in _learning_rates(arm, options)]
+    if not options.resume:
+        _remove_earlier_run([_checkpoints(arm, lr, options) for arm, lr in runs], is_first_rank)
+    results = [_run(arm, lr, settings, corpus, options, display) for arm, lr in runs]
     if is_first_rank and all(r.history.validation for r in results):
         display.table(HEADER, [r.row() for r in results])
         about = {
@@ -77,17 +77,29 @@ def _learning_rates(arm: str, options: argparse.Namespace) -> list[float]:
     return [factor * lr for factor in SWEEP] if options.sweep else [lr]
 
 
+def _checkpoints(arm: str, lr: float, options: argparse.Namespace) -> Path:
+    return options.out / f"checkpoints-{f'{arm}-{lr:g}' if options.sweep else arm}"
+
+
+def _remove_earlier_run(folders: list[Path], is_first_rank: bool) -> None:
+    """Of all arms before the first one starts: what a run that is interrupted resumes from is its own."""
+    if is_first_rank:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def _run(
     arm: str, lr: float, settings: Settings, corpus: Corpus, options: argparse.Namespace, display: Display
 ) -> Result:
-    name = f"{arm}-{lr:g}" if options.sweep else arm
     with display.progress(TITLES[arm], settings.steps) as progress:
         history = train(
             arm,
             lr,
             settings,
             corpus,
-            checkpoints=options.out / f"checkpoints-{name}",
+            checkpoints=_checkpoints(arm, lr, options),
             resume=options.resume,
             stop_at=options.stop_at,
             progress=progress,
@@ -137,17 +149,26 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(TITLES), default=list(TITLES), help="what to train")
     parser.add_argument("--lr", type=float, help="learning rate of the arms (default: the tuned one of each)")
     parser.add_argument("--sweep", action="store_true", help="train every arm at half, once and twice its rate")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences a step, over all ranks")
-    parser.add_argument("--context", type=int, default=128, help="bytes a sequence")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="clip gradients to this global norm")
+    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="sequences a step, over all ranks (default: %(default)s)"
+    )
+    parser.add_argument("--context", type=int, default=128, help="bytes a sequence (default: %(default)s)")
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, help="of all gradients; clipped to it (default: %(default)s)"
+    )
     parser.add_argument("--data", type=Path, help="a text file or folder (default: the standard library's sources)")
-    parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for results and checkpoints")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train_gpt"),
+        help="folder of results and checkpoints (default: %(default)s)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--stop-at", type=int, help="stop after this step, leaving a checkpoint to --resume from")
-    parser.add_argument("--eval-batches", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-batches", type=int, default=8, help="of a validation (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the activations")
     options = parser.parse_args(arguments)

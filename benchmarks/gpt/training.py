@@ -7,7 +7,6 @@ of ranks trains on the same data and the loss curves agree up to the order of th
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -98,7 +97,7 @@ def train(
     torch.manual_seed(settings.seed)
     model = GPT(settings.config).to(settings.device)
     arm = build_arm(arm_name, model, lr, beside_muon=settings.beside_muon)
-    history = _restore(arm, checkpoints, curve) if resume else _start_over(checkpoints, rank)
+    history = _restore(arm, checkpoints, curve) if resume else History()
     validation = corpus.validation_batches(
         num_batches=settings.eval_batches, batch_size=settings.batch_size, context=settings.context
     )
@@ -141,15 +140,6 @@ def _restore(arm: Arm, checkpoints: Path, curve: dict[str, Any]) -> History:
             f"{checkpoints} belongs to another run: {listed}; give the same settings, or leave out --resume"
         )
     return History(**saved["history"])
-
-
-def _start_over(checkpoints: Path, rank: int) -> History:
-    """A run that is not resumed replaces the one before it."""
-    if rank == 0:
-        shutil.rmtree(checkpoints, ignore_errors=True)
-    if dist.is_initialized():
-        dist.barrier()
-    return History()
 
 
 def _step(arm: Arm, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Callable[[], float]]:

@@ -60,6 +60,21 @@ def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict) -> Non
     assert losses(run(tmp_path, "--resume")) == losses(one_rank)
 
 
+def test_interrupted_run_resumes_from_nothing_of_an_earlier_one(
+    tmp_path: Path, one_rank: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "--arms", "adamw", "--seed", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "train", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    assert losses(run(tmp_path, "--resume")) == losses(one_rank)
+
+
+def raise_interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), "--stop-at", "2", "--arms", "adamw"])
     with pytest.raises(ValueError, match="seed was 0, now 1"):
