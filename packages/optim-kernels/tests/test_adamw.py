@@ -213,7 +213,7 @@ def test_channels_last_and_replaced_state_are_followed() -> None:
 
 def test_fallback_is_visible(caplog: pytest.LogCaptureFixture) -> None:
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = TritonAdamW([p])
+    optimizer = TritonAdamW([p], max_norm=1.0)
     p.grad = torch.ones_like(p)
     with caplog.at_level(logging.INFO, logger="optim_kernels"):
         optimizer.step()
@@ -221,6 +221,7 @@ def test_fallback_is_visible(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
     assert "torch" in optimizer.explain()
     assert "cpu" in optimizer.explain()
+    assert "0 launches a step" in optimizer.explain()
 
 
 def test_differentiable_goes_through_the_step() -> None:

@@ -306,7 +306,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         if self._prepared is None:
             return ["not planned before the first step"]
         plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
-        launches = plan.num_launches + any(group["max_norm"] is not None for group in self.param_groups)
+        is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
+        launches = plan.num_launches + (is_clipping and plan.num_launches > 0)
         footer = [f"{launches} launch{'es' * (launches != 1)} a step"]
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
