@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
-from benchmarks.model_lists import ONE, Shape, make_parameters, model_shapes, num_elements
+from benchmarks.model_lists import ONE, Shape, make_parameters, model_shapes, num_elements, size
 from benchmarks.report import Report, clocks
 from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import TritonAdamW, reference
@@ -102,7 +102,7 @@ def finish(report: Report, arguments: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=int, nargs="+", help="one tensor of this shape instead of a model")
+    parser.add_argument("--shape", type=size, nargs="+", help="one tensor of this shape instead of a model")
     parser.add_argument("--model", default="gpt2_124m", help="gpt2_124m, gpt2_1.56b, d20 or tiny")
     parser.add_argument("--suite", choices=sorted(SUITES), help="many rows in one process, with one table at the end")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])

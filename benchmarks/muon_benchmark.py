@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements
+from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements, size
 from benchmarks.newton_schulz_peers import installed_peers
 from benchmarks.report import Report, clocks
 from benchmarks.timing import COPY_BYTES_PER_SECOND
@@ -235,8 +235,8 @@ def plans_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=2048, help="one square matrix of this size")
-    parser.add_argument("--shape", type=int, nargs="+", help="a matrix, or a batch of matrices, of this shape")
+    parser.add_argument("--dim", type=size, default=2048, help="one square matrix of this size")
+    parser.add_argument("--shape", type=size, nargs="+", help="a matrix, or a batch of matrices, of this shape")
     parser.add_argument("--suite", action="store_true", help="all shapes of the suite")
     parser.add_argument("--model", help="the matrices of gpt2_124m, gpt2_1.56b, d20 or tiny, full step")
     parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])

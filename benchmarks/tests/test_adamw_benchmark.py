@@ -71,3 +71,13 @@ def test_a_tensor_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whats = [row["what"] for row in json.loads(table.read_text())["rows"]]
     assert {"ours", "torch fused", "torch foreach", "torch for-loop", "floor"} <= set(whats)
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("module", [adamw_benchmark, clip_benchmark], ids=["adamw", "clip"])
+def test_shapes_that_are_none_are_refused(
+    module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--shape", "4", "0"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "a size is a whole number from 1 on, got '0'" in capsys.readouterr().err
