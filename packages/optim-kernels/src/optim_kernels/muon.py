@@ -140,7 +140,8 @@ def _merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any]) -> di
 class TritonMuon(MuonGroups):
     """Muon for the matrices ``[..., M, N]`` among a model's parameters.
 
-    The first nine arguments are those of ``torch.optim.Muon``, with its order and defaults.
+    The first nine arguments are those of ``torch.optim.Muon``, with its order and defaults. The update is that of
+    ``optim_kernels.reference.muon``.
 
     Args:
         ns_coefficients: a triple, a list of triples or a name of ``COEFFICIENTS``.

@@ -47,7 +47,7 @@ def _options(group: dict[str, Any]) -> list[Any]:
 
 
 class TritonMuonAdamW(MuonGroups):
-    """One optimizer for a whole model.
+    """One optimizer for a whole model: the updates of ``optim_kernels.reference.muon`` and ``.adamw``.
 
     Args:
         param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and any option of `TritonMuon`, or of AdamW
