@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,11 +112,76 @@ def test_every_other_operation_is_refused_by_name() -> None:
         (lambda: q + 1, "aten.add"),
         (lambda: q.mul_(2), "aten.mul_"),
         (lambda: q[0], "aten.select"),
+        (lambda: torch.cat([q, q]), "aten.cat"),
+        (lambda: torch._foreach_add_([torch.zeros(6, 12)], [q]), "aten._foreach_add_"),
     ):
         with pytest.raises(NotImplementedError, match=rf"{name}.*LowBitTensor of shape \(6, 12\).*\.dequantize\(\)"):
             operation()
     with pytest.raises(NotImplementedError, match=r"aten\.view"):
         q.view(-1)
+
+
+def test_what_would_read_memory_that_is_not_there_is_refused() -> None:
+    """Of torch's own methods one gave what happens to lie in memory, others killed the process."""
+    q = example(INT8)
+    for read in (
+        lambda: np.from_dlpack(q),
+        lambda: torch.from_dlpack(q),
+        lambda: q.apply_(lambda x: x),
+        lambda: q.map2_(q, q, lambda x, y, z: x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"shape \(6, 12\) has no memory of numbers for .*\.dequantize"):
+            read()
+    with pytest.raises(NotImplementedError, match=r"can't be torch.sparse_coo"):
+        torch.empty_like(q, layout=torch.sparse_coo)
+
+
+@every_format
+def test_data_can_be_exchanged(fmt: LowBitFormat) -> None:
+    q, other = example(fmt), quantize(torch.randn(3, 8).bfloat16(), DYNAMIC8)
+    assert same_bits(q.data, q)
+    assert storage(q.data.codes) == storage(q.codes)
+    kept = q
+    q.data = other
+    assert q is kept
+    assert (q.shape, q.dtype) == (other.shape, torch.bfloat16)
+    assert same_bits(q, other)
+    assert torch.equal(dequantize(q), dequantize(other))
+    with pytest.raises(TypeError, match=r"of shape \(3, 8\) must be a LowBitTensor, got a Tensor"):
+        q.data = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_copies_of_parameters_are_parameters(is_parameter: bool, requires_grad: bool) -> None:
+    q = example(INT8)
+    tensor = torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), torch.load(file, weights_only=True)):
+        assert isinstance(twin, torch.nn.Parameter) == is_parameter
+        assert (twin.requires_grad, twin.is_leaf) == (requires_grad, True)
+        assert same_bits(twin, q)
+        assert storage(twin.codes) != storage(q.codes)
+
+
+def test_a_module_can_hold_them() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(example(INT8, seed=seed), requires_grad=False)
+            self.register_buffer("moment", example(MOMENT8, seed=seed))
+
+    module, other = Holder(0), copy.deepcopy(Holder(1))
+    assert dict(other.named_parameters()).keys() == {"weight"}
+    other.load_state_dict(module.state_dict())
+    for twin in (other, copy.deepcopy(module), module.to(torch.bfloat16)):
+        assert same_bits(twin.weight.detach(), example(INT8))
+        assert same_bits(twin.moment, example(MOMENT8))
+    assert module.weight.dtype == module.moment.dtype == torch.bfloat16
+    module.load_state_dict({"weight": torch.ones(6, 12), "moment": torch.ones(6, 12)})
+    assert torch.equal(dequantize(module.weight), torch.ones(6, 12, dtype=torch.bfloat16))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

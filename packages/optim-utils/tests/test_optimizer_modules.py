@@ -397,6 +397,53 @@ def test_assign_lets_what_has_no_memory_take_over_the_loaded_tensor():
     assert torch.equal(live, t)
 
 
+class Named(Bag):
+    default = None
+    __slots__ = ("empty_slot",)
+
+    @property
+    def root(self) -> int:
+        return 1
+
+    def compute(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["root", "compute", "state_dict", "__class__", "__dict__", "non_state_attributes"])
+def test_assign_replaces_nothing_that_belongs_to_the_class(name):
+    bag = Named(t=torch.zeros(1))
+    report = bag.load_state_dict({"t": torch.ones(1), name: torch.ones(1)}, assign=True)
+    assert [issue.path for issue in report.unexpected] == [f'["{name}"]']
+    assert bag.t == 1
+    assert list(bag.__dict__) == ["t"]
+
+
+def test_assign_fills_defaults_and_slots():
+    bag, t = Named(), torch.ones(1)
+    assert bag.load_state_dict({"default": t, "empty_slot": t}, assign=True, strict=True).ok
+    assert bag.default is bag.empty_slot is t
+
+
+@pytest.mark.parametrize("parameter", [False, True], ids=["tensor", "parameter"])
+@pytest.mark.parametrize(("dtype", "cast"), [(torch.int64, True), (torch.bfloat16, False)], ids=str)
+def test_assign_does_not_change_the_kind_of_a_tensor(dtype, cast, parameter):
+    meta = torch.zeros(2, device="meta")
+    bag = Bag(t=torch.zeros(1), m=torch.nn.Parameter(meta) if parameter else meta)
+    state = {"t": torch.ones(1), "m": torch.ones(2, dtype=dtype)}
+    with pytest.raises(StateLoadError) as error:
+        bag.load_state_dict(state, assign=True, cast=cast, strict=True)
+    assert [(issue.path, issue.kind) for issue in error.value.report.mismatched] == [('["m"]', "dtype")]
+    assert bag.t == 0
+    assert not bag.load_state_dict(state, assign=True, cast=cast).ok
+    assert (bag.t, bag.m.is_meta) == (1, True)
+
+
+def test_names_that_are_no_state_are_not_the_letters_of_a_string():
+    with pytest.raises(TypeError, match=r"non_state_attributes of Forgotten .* 'cache'; write \('cache',\)"):
+
+        class Forgotten(OptimizerModule):
+            non_state_attributes = "cache"
+
+
 def test_a_refused_load_changes_nothing_and_reports_every_problem():
     def make(value: float) -> Bag:
         entries = {f"t{i}": torch.full((3,), value) for i in range(49)}
@@ -617,6 +664,17 @@ def test_the_own_tensors_may_come_back_in_another_order():
     assert bag.a is a
     assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
     assert buffer.tolist() == [3, 4, 5, 0, 1, 2]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_the_own_sparse_tensors_may_come_back_in_another_order(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: support of these layouts is in beta state
+        bag = Bag(**{name: (factor * torch.eye(3)).to_sparse(layout=layout) for name, factor in (("a", 1), ("b", 2))})
+    state = bag.state_dict()
+    bag.load_state_dict({"a": state["b"], "b": state["a"]}, strict=True)
+    assert torch.equal(bag.a.to_dense(), 2 * torch.eye(3))
+    assert torch.equal(bag.b.to_dense(), torch.eye(3))
 
 
 # ------------------------------------------------------------------ reports

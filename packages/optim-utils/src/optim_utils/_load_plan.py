@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from optim_utils._state_walk import (
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import fill_all, find_mismatch, why_unwritable
+from optim_utils._tensor_fill import fill_all, find_mismatch, fits_dtype, why_unwritable
 from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory, or one that cannot be written
@@ -122,8 +123,7 @@ class LoadPlan:
             else:
                 self.miss(old, (*path, name))
         for name, value in entries.items():
-            can_be_named = isinstance(name, str) and name not in live.non_state_attributes
-            tensor = self._taken_over(value) if can_be_named else None
+            tensor = self._taken_over(value) if _is_free(live, name) else None
             if tensor is not None:
                 self._loaded((*path, name), None, tensor)
                 self._write_attribute(live, name, tensor)
@@ -191,6 +191,9 @@ class LoadPlan:
             return live
         mismatch = find_mismatch(live, loaded, cast=self.cast)
         if mismatch == "device" and live.is_meta and self.assign:
+            if not fits_dtype(live, loaded, cast=self.cast):
+                self._mismatch(path, "dtype", live, loaded)
+                return live
             self._loaded(path, live, loaded)
             is_parameter = isinstance(live, torch.nn.Parameter)
             return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
@@ -316,6 +319,14 @@ class LoadPlan:
 
     def _mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
         self.report.add(path, kind, describe(live), describe(loaded))
+
+
+def _is_free(live: Stateful, name: object) -> bool:
+    """Whether a tensor can become the attribute ``name`` that ``live`` lacks: no method, no property of its class."""
+    if not isinstance(name, str) or name in live.non_state_attributes:
+        return False
+    of_class = next((vars(base)[name] for base in type(live).__mro__ if name in vars(base)), None)
+    return of_class is None or isinstance(of_class, Tensor | MemberDescriptorType)
 
 
 def _exact_number(kind: type, loaded: Tensor) -> int | float | None:

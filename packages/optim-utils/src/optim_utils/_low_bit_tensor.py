@@ -7,12 +7,13 @@ decodes anything: codes and scales are moved as they are. Arithmetic is refused;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit_blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
@@ -24,6 +25,17 @@ aten = torch.ops.aten
 
 # what a tensor can pass for; `to_plain` stores the position, so the order stays
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _refusal(name: str) -> Any:
+    """A method that refuses what would read the memory of a tensor, without torch asking `__torch_dispatch__`."""
+
+    def method(self: LowBitTensor, *args: object, **options: object) -> None:
+        raise NotImplementedError(
+            f"a LowBitTensor of shape {tuple(self.shape)} has no memory of numbers for {name}: use its .dequantize()"
+        )
+
+    return method
 
 
 class LowBitTensor(Tensor):
@@ -110,14 +122,32 @@ class LowBitTensor(Tensor):
     def is_shared(self) -> bool:
         return all(part is None or part.is_shared() for part in self.parts)
 
+    def _set_data(self, new: object) -> None:
+        if not isinstance(new, LowBitTensor):
+            raise TypeError(
+                f"the data of a LowBitTensor of shape {tuple(self.shape)} must be a LowBitTensor, got a "
+                f"{type(new).__name__}; copy_ quantizes numbers"
+            )
+        # torch's own setter changes shape, dtype and device, and does not know of the parts
+        vars(torch._C.TensorBase)["data"].__set__(self, new)
+        self.codes, self.scale, self.offset = new.parts
+        self.fmt = new.fmt
+
+    data: Any = property(lambda self: self.detach(), _set_data)
+
+    apply_ = _refusal("apply_")
+    map2_ = _refusal("map2_")
+    __dlpack__ = _refusal("__dlpack__")
+    __dlpack_device__ = _refusal("__dlpack_device__")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
         if id(self) not in memo:
-            memo[id(self)] = self.clone()
+            memo[id(self)] = _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
         arguments = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
-        return rebuild_low_bit_tensor, arguments
+        return rebuild_low_bit_tensor, (*arguments, self.requires_grad, isinstance(self, nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[LowBitFormat, torch.dtype]]:
         names = ["codes", "scale"] if self.offset is None else ["codes", "scale", "offset"]
@@ -152,9 +182,17 @@ def rebuild_low_bit_tensor(
     format_ints: dict[str, int],
     shape: tuple[int, ...],
     dtype: torch.dtype,
+    requires_grad: bool = False,
+    is_parameter: bool = False,
 ) -> LowBitTensor:
     """What unpickling calls; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
-    return LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
+    tensor = LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
+    return _as_leaf(tensor, requires_grad, is_parameter)
+
+
+def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
+    """A tensor that nobody else holds yet, as a leaf or a parameter; it keeps its class."""
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([rebuild_low_bit_tensor])
@@ -190,7 +228,8 @@ def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBit
 
 
 def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
-    found = next((arg for arg in args if isinstance(arg, LowBitTensor)), None)
+    tensors = itertools.chain.from_iterable(arg if isinstance(arg, list | tuple) else (arg,) for arg in args)
+    found = next((arg for arg in tensors if isinstance(arg, LowBitTensor)), None)
     return None if found is None else tuple(found.shape)
 
 
@@ -218,16 +257,17 @@ def _like(
     dtype: torch.dtype | None = None,
     device: Any = None,
     layout: object = None,
-    pin_memory: object = None,
+    pin_memory: bool | None = None,
     memory_format: object = None,
 ) -> LowBitTensor:
-    _check_conversion(x, dtype)
-    return x.with_parts(lambda part: make(part, device=device), dtype=dtype)
+    _check_conversion(x, dtype, layout)
+    return x.with_parts(lambda part: make(part, device=device, pin_memory=bool(pin_memory)), dtype=dtype)
 
 
-def _check_conversion(x: LowBitTensor, dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {dtype}; use .dequantize()")
+def _check_conversion(x: LowBitTensor, dtype: torch.dtype | None, layout: object) -> None:
+    for wanted, known in ((dtype, DTYPES), (layout, (torch.strided,))):
+        if wanted is not None and wanted not in known:
+            raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {wanted}; use .dequantize()")
 
 
 def _to_copy(
@@ -240,7 +280,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: object = None,
 ) -> LowBitTensor:
-    _check_conversion(x, dtype)
+    _check_conversion(x, dtype, layout)
     # The dtype is only what dequantize() gives: codes and scales keep theirs.
     return x.with_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
 

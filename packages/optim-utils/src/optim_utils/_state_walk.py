@@ -39,6 +39,15 @@ class Stateful:
     #: names of attributes that are not state
     non_state_attributes: ClassVar[Collection[str]] = ()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(cls.non_state_attributes, str):
+            # every letter and part of it would count as a name
+            raise TypeError(
+                f"non_state_attributes of {cls.__name__} must be a collection of names, got the string "
+                f"{cls.non_state_attributes!r}; write ({cls.non_state_attributes!r},)"
+            )
+
     def state_attributes(self) -> Iterator[tuple[str, Any]]:
         """The attributes in order: those of ``__dict__``, then the filled ``__slots__``, base classes first."""
         for name, value in getattr(self, "__dict__", {}).items():

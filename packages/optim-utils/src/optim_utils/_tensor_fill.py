@@ -33,9 +33,12 @@ def find_mismatch(live: Tensor, loaded: Tensor, *, cast: bool) -> Mismatch | Non
     # copying from or to a tensor without memory would silently do nothing
     if live.is_meta != loaded.is_meta:
         return "device"
-    if live.dtype != loaded.dtype and not (cast and live.is_floating_point() and loaded.is_floating_point()):
-        return "dtype"
-    return None
+    return None if fits_dtype(live, loaded, cast=cast) else "dtype"
+
+
+def fits_dtype(live: Tensor, loaded: Tensor, *, cast: bool) -> bool:
+    """Whether both have one dtype, or with ``cast`` both a floating-point one."""
+    return live.dtype == loaded.dtype or (cast and live.is_floating_point() and loaded.is_floating_point())
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -76,8 +79,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which storage a tensor lies in; a sparse one shares no memory that counts here."""
+    """Which storage a tensor lies in: of a compressed one its values; `copy_` gives a COO one new memory."""
     local = _local(tensor)
+    if local.layout in _COMPRESSED:
+        local = local.values()
     return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
 
 
