@@ -195,6 +195,11 @@ def test_the_string_form_of_a_key_wins_over_the_int():
     assert load_into([1], {0: 1, "0": 2}) == [2]
     assert load_into({0: 1}, {0: 1, "0": 2}) == {0: 2}
     assert load_into({0: 1, "0": 5}, {0: 3, "0": 4}) == {0: 3, "0": 4}
+    assert load_into([1], {"0": 2, 0: 1}) == [2]
+    assert load_into([[1, 2]], {"0": {"0": 5}, 0: {0: 3, 1: 4}}) == [[5, 4]]
+    # the order is that of what was loaded
+    assert list(load_into(OrderedDict(), {"b": 1})) == ["b"]
+    assert list(load_into(OrderedDict({3: 1, "a": 1}), {"3": 2, "a": 2})) == [3, "a"]
 
 
 def test_loaded_values_are_copies():
@@ -508,6 +513,17 @@ def test_low_bit_tensors_are_stored_plain_and_restored_to_the_bit():
         live.load_state_dict(cast, strict=True)
     with pytest.raises(StateLoadError):
         live.load_state_dict({"q": Bag(q=quantize(x[:7], UINT8_AFFINE)).state_dict()["q"]})
+
+
+def test_codes_for_numbers_are_of_another_type():
+    bag = Bag(first=torch.zeros(1), a=torch.zeros(64))
+    state = {"first": torch.ones(1), "a": quantize(torch.ones(64), INT8)}
+    with pytest.raises(StateLoadError) as error:
+        bag.load_state_dict(state, strict=True)
+    assert [(issue.path, issue.kind) for issue in error.value.report.mismatched] == [('["a"]', "type")]
+    assert bag.first == 0
+    assert not bag.load_state_dict(state).ok
+    assert (bag.first, bag.a.sum()) == (1, 0)
 
 
 def test_a_subclass_may_load_in_its_own_way():

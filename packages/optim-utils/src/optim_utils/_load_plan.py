@@ -186,7 +186,8 @@ class LoadPlan:
         return live
 
     def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
-        if not isinstance(loaded, Tensor):
+        # codes are no numbers: they are never decoded on the way
+        if not isinstance(loaded, Tensor) or isinstance(loaded, LowBitTensor):
             self._mismatch(path, "type", live, loaded)
             return live
         mismatch = find_mismatch(live, loaded, cast=self.cast)

@@ -93,10 +93,16 @@ def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
         return None
     keys = set(live)
     renamed = {str(key): key for key in keys if type(key) is int and str(key) not in keys}
-    entries = {key: value for key, value in loaded.items() if key not in renamed}
-    for name, key in renamed.items():
-        if name in loaded:
-            entries[key] = _merged(entries[key], loaded[name]) if key in entries else loaded[name]
+    entries: dict[Any, Any] = {}
+    # in the loaded order, which a dict of plain values takes over
+    for name, value in loaded.items():
+        key = renamed.get(name, name)
+        if key not in entries:
+            entries[key] = value
+        elif name in renamed:
+            entries[key] = _merged(entries[key], value)
+        else:
+            entries[key] = _merged(value, entries[key])
     return entries
 
 
