@@ -310,6 +310,13 @@ def test_rows_are_cut_anywhere_along_leading_dimensions(fmt: LowBitFormat) -> No
     assert [tuple(part.shape) for part in whole.split([8, 11], dim=-1)] == [(5, 3, 8), (5, 3, 11)]
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (0, 4, 2), (4, 0), (2, 0, 3)], ids=str)
+def test_what_is_empty_is_cut_anywhere(shape: tuple[int, ...]) -> None:
+    q = quantize(torch.zeros(shape), INT8.with_(block_size=64))
+    for dim in range(len(shape)):
+        assert [part.shape for part in q.split(1, dim)] == [part.shape for part in torch.zeros(shape).split(1, dim)]
+
+
 def test_unaligned_cuts_name_the_next_aligned_offset() -> None:
     flat = quantize(torch.randn(6, 20), INT8.with_(block_size=8))
     with pytest.raises(ValueError, match=r"element 20 .* next aligned offset is 24, the next aligned index 2"):

@@ -351,9 +351,9 @@ def cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
         return x.with_parts(lambda part: part.narrow(0, 0, part.shape[0]))
     if fmt.layout == "rows" and dim < last:
         return x.with_parts(lambda part: part.narrow(dim, start, stop - start), new_shape)
-    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it.
-    unit = math.prod(shape[dim + 1 :])
-    if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
+    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it; no flat ones if x is empty.
+    unit = math.prod(shape[dim + 1 :]) if fmt.layout == "rows" or x.numel() else 0
+    if unit and fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
         raise ValueError(
             f"flat blocks of a tensor of shape {shape} run across dimension {dim}: cut it along dimension 0, or use "
             'layout="rows"'
