@@ -170,6 +170,18 @@ def test_equal_dtypes_share_the_stored_tuple() -> None:
     assert (quantized.quantized_value[0] == 7).all()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_stored_tensors_may_be_given_in_another_order(compiled: bool) -> None:
+    stored = QuantizedTensorList([(torch.full((4,), float(i)), None, None) for i in range(3)], torch.float32)
+
+    def rotate() -> None:
+        first, *others = stored.dequantize()
+        stored.quantize([*others, first])
+
+    (torch.compile(rotate, fullgraph=True, backend="aot_eager") if compiled else rotate)()
+    assert [value[0].item() for value in stored.quantized_value] == [1, 2, 0]
+
+
 def test_wrong_arguments() -> None:
     value = torch.randn(3)
     hint = QuantizedTensorList.__init__.__annotations__["quantized_data"]

@@ -62,15 +62,22 @@ def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
 def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write into each (live, loaded) pair's live tensor. Collective, on the mesh's ranks, where one is a DTensor.
 
-    The loaded tensors may be the live ones in another order: what would be overwritten before it is read is copied.
+    The loaded tensors may be the live ones in another order.
     """
+    for (live, _), source in zip(pairs, lasting_sources(pairs)):
+        _fill(live, source)
+
+
+def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The loaded tensor of each (live, loaded) pair; a copy where writing another live tensor could change it."""
+    if torch.compiler.is_compiling():
+        # it cannot see storages; what need not be copied its program does not copy
+        return [loaded.clone() for _, loaded in pairs]
     written = {_storage(live) for live, _ in pairs}
-    sources = [
+    return [
         loaded.clone() if _storage(loaded) in written and _memory(loaded) != _memory(live) else loaded
         for live, loaded in pairs
     ]
-    for (live, _), source in zip(pairs, sources):
-        _fill(live, source)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from optim_utils._dequantize_context import DequantizeQuantizedTensorListContext
 from optim_utils._dtensors import is_dtensor
 from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
+from optim_utils._tensor_fill import lasting_sources
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
@@ -259,6 +260,9 @@ class QuantizedTensorList(OptimizerModule):
             targets, numbers = zip(*changed) if changed else ((), ())
         if not targets:
             return
+        if tensor_list is not stored:
+            # the stored tensors may be given in another order
+            numbers = tuple(lasting_sources(list(zip(targets, numbers))))
         stochastic = self.rounding == "stochastic"
         if isinstance(self.quantized_dtype, LowBitFormat):
             encode_many(
