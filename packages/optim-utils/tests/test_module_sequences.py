@@ -15,13 +15,23 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Number
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from optim_utils import OptimizerModule, StateLoadError, flatten, from_dotted, to_dotted, unflatten
+from optim_utils import (
+    OptimizerModule,
+    StateLoadError,
+    extract_state_dict_content,
+    flatten,
+    from_dotted,
+    to_dotted,
+    unflatten,
+    update_param_state_dict_object,
+)
 from optim_utils._paths import decode_path, encode_path
 from optim_utils.low_bit import INT8, NF4, UINT8_AFFINE, LowBitTensor, from_plain, quantize
 from optim_utils.testing import run_ranks
@@ -163,7 +173,7 @@ class Loader:
         for key, value in list(old.items()):
             if key in entries:
                 put(key, self.load(value, entries.pop(key), (*path, key)))
-            elif has_content(value, self.numbers):
+            elif self.misses(value):
                 self.problem((*path, key), "missing")
         for key, value in entries.items():
             if self.assign and can_name(key) and (tensor := as_tensor(value)) is not None:
@@ -174,8 +184,7 @@ class Loader:
     def load_dict(self, live: dict[Any, Any], loaded: Any, path: tuple[Any, ...]) -> None:
         if not isinstance(loaded, Mapping):
             return self.problem(path, "type")
-        ints = {str(key): key for key in live if type(key) is int}
-        entries = {ints.get(key, key): value for key, value in loaded.items()}
+        entries = with_int_keys(live, loaded)
         if all(map(is_plain, live.values())) and all(map(is_plain, entries.values())):
             if self.numbers:
                 live.clear()
@@ -244,8 +253,60 @@ class Loader:
             with torch.no_grad():
                 live.copy_(whole)
 
+    def misses(self, live: Any) -> bool:
+        return has_content(live, self.numbers)
+
     def counts(self, loaded: Any) -> bool:
         return self.numbers or has_content(loaded, numbers=False)
+
+
+@dataclass
+class Updater(Loader):
+    """Updates dicts; ``objects`` loads what is an object in them."""
+
+    objects: Loader
+
+    def load(self, live: Any, loaded: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(live, LowBitTensor):
+            self.load_low_bit(live, loaded, path)
+        elif isinstance(live, Tensor) and live.ndim == 0 and isinstance(loaded, Number):
+            if can_hold(live.dtype, loaded):
+                self.load_tensor(live, torch.tensor(loaded, dtype=live.dtype), path)
+            else:
+                self.problem(path, "dtype")
+        elif isinstance(live, Tensor):
+            self.load_tensor(live, loaded, path)
+        elif isinstance(live, Bag | Slotted):
+            self.objects.load(live, loaded, path)
+        elif not isinstance(live, dict):
+            return copy.deepcopy(loaded)
+        elif isinstance(loaded, Mapping):
+            self.load_entries(live, with_int_keys(live, loaded), path, live.__setitem__, lambda key: False)
+        else:
+            self.problem(path, "type")
+        return live
+
+    def misses(self, live: Any) -> bool:
+        if isinstance(live, dict):
+            return any(map(self.misses, live.values()))
+        if isinstance(live, Bag | Slotted):
+            return has_content(live, numbers=True)
+        return not isinstance(live, SEQUENCES) or len(live) > 0
+
+
+def can_hold(dtype: torch.dtype, number: Any) -> bool:
+    if dtype.is_complex:
+        return True
+    if dtype.is_floating_point:
+        finite = isinstance(number, int | float) and abs(number) <= torch.finfo(dtype).max
+        return finite or (isinstance(number, float) and not abs(number) < float("inf"))
+    limits = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return isinstance(number, int) and limits[0] <= number <= limits[1]
+
+
+def with_int_keys(live: dict[Any, Any], loaded: Mapping[Any, Any]) -> dict[Any, Any]:
+    ints = {str(key): key for key in live if type(key) is int}
+    return {ints.get(key, key): value for key, value in loaded.items()}
 
 
 def is_plain(value: Any) -> bool:
@@ -515,6 +576,36 @@ class Sequence:
         assert Counter((issue.path, issue.kind) for issue in report.problems) == Counter(loader.problems)
         return None
 
+    def update(self) -> None:
+        """Nested dicts of objects and values, by what was extracted from others like them."""
+        current: dict[Any, Any] = {"live": self.live, **{key: self.value() for key in self.draw.sample(KEYS, 3)}}
+        state = copy.deepcopy(extract_state_dict_content(current))
+        if self.draw.random() < 0.3:
+            state = with_string_keys(state)
+        for _ in range(self.draw.choice([0, 0, 1, 2, 5])):
+            self.damage(state)
+        before, expected, checks = picture(current), copy.deepcopy(current), self.draw.random() < 0.5
+        updater = Updater(True, True, False, [], Loader(True, True, False, []))
+        updater.load(expected, copy.deepcopy(state), ())
+        kinds = [kind for _, kind in updater.problems]
+        inner = {kind for _, kind in updater.objects.problems}
+        self.log.append(f"{checks=} {updater.problems} {updater.objects.problems}")
+        if "missing" in kinds and checks:
+            with pytest.raises(KeyError, match="not found in state dict to load"):
+                update_param_state_dict_object(current, state)
+            assert picture(current) == before
+        elif set(kinds) - {"missing", "unexpected"} or inner & {"shape", "memory"}:
+            with pytest.raises(StateLoadError) as error:
+                update_param_state_dict_object(current, state, checks)
+            assert picture(current) == before
+            found = Counter((issue.path, issue.kind) for issue in error.value.report.problems)
+            assert found == Counter(updater.problems + updater.objects.problems)
+        elif not self.is_shared:
+            report = update_param_state_dict_object(current, state, checks)
+            assert picture(current) == picture(expected)
+            found = Counter((issue.path, issue.kind) for issue in report.problems)
+            assert found == Counter(updater.problems + updater.objects.problems)
+
     def damage(self, state: dict[Any, Any]) -> None:
         draw = self.draw
         holder = draw.choice([each for each in inside(state) if isinstance(each, dict)])
@@ -556,6 +647,7 @@ OPERATIONS: list[Callable[[Sequence], bool | None]] = [
     *([Sequence.save] * 2),
     *([Sequence.restore] * 2),
     *([Sequence.load] * 4),
+    *([Sequence.update] * 2),
 ]
 
 
