@@ -220,6 +220,33 @@ def test_lower_bound_is_below_the_optimum(costs, num_ranks):
     assert result.lower_bound <= optimum <= max(result.loads) <= 4 / 3 * optimum
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.integers(1, 3))
+def test_small_partitions_beside_all_there_are(data, num_ranks):
+    """A cap is refused only if nothing fits it, and what is found is near the best."""
+    items = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6))
+    costs, memory = map(list, zip(*items, strict=True))
+    initial = data.draw(st.lists(st.integers(0, 15), min_size=num_ranks, max_size=num_ranks))
+    cap = data.draw(st.integers(1, 60))
+
+    def loads(values, owner, start):
+        return [
+            start[rank] + sum(v for v, r in zip(values, owner, strict=True) if r == rank) for rank in range(num_ranks)
+        ]
+
+    every = list(product(range(num_ranks), repeat=len(items)))
+    fitting = [owner for owner in every if max(loads(memory, owner, [0] * num_ranks)) <= cap]
+    if not fitting:
+        with pytest.raises(ValueError, match="no partition found within memory_cap"):
+            partition(costs, num_ranks, memory=memory, memory_cap=cap, initial_load=initial)
+        return
+    best = min(max(loads(costs, owner, initial)) for owner in fitting)
+    result = partition(costs, num_ranks, memory=memory, memory_cap=cap, initial_load=initial)
+    assert result.owner in fitting
+    assert result.loads == tuple(loads(costs, result.owner, initial))
+    assert result.lower_bound <= best <= max(result.loads)
+
+
 def test_a_partition_by_hand():
     # longest first ends with (3, 2, 2) and (3, 2); the optimum is (3, 3) and (2, 2, 2)
     assert max(partition([3, 3, 2, 2, 2], 2, improve=False).loads) == 7

@@ -256,6 +256,9 @@ def test_plain_forms_that_changed_are_refused_with_what_was_found() -> None:
         from_plain({**plain, "codes": None})
     with pytest.raises(ValueError, match="offset of a plain form must be a tensor, found a str"):
         from_plain({**plain, "offset": "0"})
+    for wrong in (torch.zeros(2), 5, [1]):
+        with pytest.raises(ValueError, match=f"must be a dict of ints, found a {type(wrong).__name__}"):
+            from_plain({**plain, "format": wrong})
     for wrong in ({"dtype": -1}, {"dtype": 9}, {"dims": -1}, {"size_0": -6}):
         with pytest.raises(ValueError, match="lacks its shape or dtype"):
             from_plain({**plain, "format": plain["format"] | wrong})

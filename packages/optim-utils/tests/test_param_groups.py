@@ -355,9 +355,17 @@ def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
         assert route.rule is rule
 
 
-def test_lazy_parameters_are_refused():
-    with pytest.raises(UnroutedParameterError, match="run the lazy module once"):
-        route_parameters(nested({"a": nn.LazyLinear(3)}))
+@pytest.mark.parametrize("to", [None, "adamw", "muon", "frozen"])
+@pytest.mark.parametrize("on_unknown", ["raise", "adamw"])
+def test_lazy_parameters_are_refused(to, on_unknown):
+    model = nested({"a": nn.LazyLinear(3), "unknown": Weights(weight=torch.zeros(2, 3, 4))})
+    rules = [Rule("a.*", to=to)] if to is not None else []
+    with pytest.raises(UnroutedParameterError, match="run the lazy module once") as caught:
+        route_parameters(model, rules, on_unknown=on_unknown)
+    others = ["unknown.weight"] if on_unknown == "raise" else []
+    assert list(caught.value.unrouted) == ["a.weight", "a.bias", *others]
+    model.a(torch.zeros(1, 2))
+    route_parameters(model, rules, on_unknown="adamw")
 
 
 def test_unknown_parameters_go_to_adamw_only_when_told_to():
@@ -681,6 +689,33 @@ def test_every_parameter_is_in_one_row_and_every_trained_one_in_one_group(parts,
         if route.view is not None:
             assert sum(view.numel() for view in route.view.views(route.param)) == route.param.numel()
     assert route_parameters(model, rules, on_unknown="adamw").fingerprint() == table.fingerprint()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["embed", "fc", "block", "out"]), st.integers(0, 2)), min_size=2, max_size=8),
+    st.data(),
+)
+def test_tied_parameters_have_one_row_with_all_names(parts, data):
+    """Modules that stand at several places, and weights of one module that another took over."""
+    made = [nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)]
+    model = nested({f"{i}.{name}": made[which] for i, (name, which) in enumerate(parts)})
+    if data.draw(st.booleans()):
+        made[0].weight = made[data.draw(st.integers(1, 2))].weight
+    data.draw(st.sampled_from(made)).weight.requires_grad_(data.draw(st.booleans()))
+    named = list(model.named_parameters(remove_duplicate=False))
+    table = route_parameters(model)
+    assert [route.name for route in table] == [name for name, _ in model.named_parameters()]
+    assert {name: id(route.param) for route in table for name in route.names} == {name: id(p) for name, p in named}
+    assert len({id(route.param) for route in table}) == len(table)
+    params = [id(p) for group in table.param_groups() for p in group["params"]]
+    assert sorted(params) == sorted({id(p) for _, p in named if p.requires_grad})
+    # a rule for any of the names is one for the parameter
+    name, param = data.draw(st.sampled_from(named))
+    (route,) = (route for route in route_parameters(model, Rule(name, to="frozen")) if route.rule is not None)
+    assert route.param is param
+    assert route.kind == "frozen"
+    assert [route.names for route in route_parameters(iter(named))] == [route.names for route in table]
 
 
 @st.composite

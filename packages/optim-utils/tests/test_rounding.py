@@ -1,5 +1,6 @@
 """Stochastic rounding against exact neighbours, Philox against its published answers, split16 against every corner."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -195,6 +196,23 @@ def test_seeded_shard_equals_slice_of_the_whole() -> None:
         stochastic_round(transposed, torch.bfloat16, seed=1),
         stochastic_round(transposed.contiguous(), torch.bfloat16, seed=1),
     )
+
+
+@given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float16]), seed=st.integers(-(2**63), 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_bits_are_the_same_however_a_tensor_is_cut(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
+    numel = data.draw(st.sampled_from([0, 1, 7, 8, 1000, 16383, 16384, 16385, 40000]))
+    offset = data.draw(st.sampled_from([0, 3, 2**32 - 7, 3 * 2**32 - 1, 2**62]))
+    cuts = sorted([0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))])
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    whole = stochastic_round(x, dtype, seed=seed, offset=offset)
+    parts = [stochastic_round(x[a:b], dtype, seed=seed, offset=offset + a) for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(parts).view(torch.int16), whole.view(torch.int16))
+    step = data.draw(st.integers(0, 2**32 - 1))
+    stream = {"stream": 1, "step": step}
+    packed = packed_philox_uint16(seed, 5, numel, offset=offset, **stream)
+    parts = [packed_philox_uint16(seed, 5, b - a, offset=offset + a, **stream) for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), packed)
 
 
 def test_generator_reproduces_and_in_place_and_out_agree() -> None:

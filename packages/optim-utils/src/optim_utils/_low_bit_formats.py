@@ -8,6 +8,7 @@ block's minimum).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -146,7 +147,7 @@ class LowBitFormat:
         }
 
     @classmethod
-    def from_ints(cls, ints: dict[str, Any]) -> LowBitFormat:
+    def from_ints(cls, ints: Mapping[str, Any]) -> LowBitFormat:
         """The format whose :meth:`to_ints` this is; other keys are ignored."""
         try:
             return cls(

@@ -46,6 +46,8 @@ def decide(leaf: Leaf, rule: Rule | None) -> Decision:
     Raises:
         Refusal: if nothing decides, or the tensor does not hold the matrices that were asked for.
     """
+    if is_lazy(leaf.param):
+        raise Refusal("not initialised yet: run the lazy module once, then route")
     kind = rule.kind if rule is not None else None
     if rule is None or kind is None:
         return _first_answer(leaf)
@@ -91,8 +93,6 @@ def _frozen(leaf: Leaf) -> Decision | None:
 
 
 def _unsupported(leaf: Leaf) -> None:
-    if is_lazy(leaf.param):
-        raise Refusal("not initialised yet: run the lazy module once, then route")
     if not leaf.param.is_floating_point():
         raise Refusal(f"dtype {leaf.param.dtype} is not real floating point", "to='adamw'")
     if any(getattr(module, "sparse", False) for module in leaf.modules if isinstance(module, _EMBEDDINGS)):

@@ -23,6 +23,7 @@ does not depend on sharding: a block-aligned part of a quantized tensor is the q
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -182,6 +183,8 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
         if not (isinstance(part, Tensor) or (part is None and name == "offset")):
             raise ValueError(f"{name} of a plain form must be a tensor, found a {type(part).__name__}")
     ints = plain["format"]
+    if not isinstance(ints, Mapping):
+        raise ValueError(f"format of a plain form must be a dict of ints, found a {type(ints).__name__}")
     found = LowBitFormat.from_ints(ints)
     if fmt is not None and found != fmt:
         expected, saved = fmt.to_ints(), found.to_ints()

@@ -194,7 +194,8 @@ def route_parameters(
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.
         rules: the first that matches one of a parameter's names wins.
-        on_unknown: "adamw" sends what nothing can decide to AdamW, marked in the table, instead of raising.
+        on_unknown: "adamw" sends what nothing can decide to AdamW, marked in the table, instead of raising. (What is
+            not initialised yet is refused in any case.)
 
     Raises:
         UnroutedParameterError: listing every parameter that could not be placed, with rules to paste.
@@ -217,7 +218,10 @@ def route_parameters(
             refusals.append((leaf, refusal))
             decision = Decision("adamw", "matrix", f"UNKNOWN, by on_unknown: {refusal.reason}")
         routes.append(Route(leaf.names, leaf.param, decision.kind, decision.role, decision.reason, decision.view, rule))
-    if refusals and on_unknown == "raise":
+    if on_unknown == "adamw":
+        # without a shape there is no row, wherever it goes
+        refusals = [(leaf, refusal) for leaf, refusal in refusals if is_lazy(leaf.param)]
+    if refusals:
         raise _unrouted(refusals)
     return RouteTable(routes)
 
