@@ -234,7 +234,7 @@ def test_what_one_plan_refuses_leaves_all_as_they_were() -> None:
     ("kind", "option", "value", "words"),
     [
         ("muon", "impl", "gpu", "impl must be one of"),
-        ("muon", "max_norm", -1.0, "max_norm must be None or above 0, got -1"),
+        ("muon", "max_norm", -1.0, "max_norm must be positive or None, got -1"),
         ("muon", "max_norm", 2.0, "max_norm is 2.0 in the first group, but None"),
         ("adamw", "impl", "gpu", "impl must be one of"),
         ("adamw", "max_norm", 2.0, "max_norm is None in the first group, but 2.0"),
