@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optim_redist._notebook import notebook_charges
+from optim_redist.lower_bounds import Bounds, Cut, least_inside_groups
+from optim_redist.planners import UNSEARCHED, best_relay
+from optim_redist.problem import Problem
 from optim_redist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from optim_redist.lower_bounds import Bounds, Cut
     from optim_redist.planning import Plan
 
 Traffic = dict[tuple[int, int], int]
@@ -123,8 +126,6 @@ def _footer(plan: Plan) -> list[str]:
         f"time {format_seconds(plan.time)}" + (f", {plan.gap:.0%} above the bound on time" if limits.seconds else "")
     )
     if plan.planner == "notebook":
-        from optim_redist._notebook import notebook_charges
-
         charged, gathering = notebook_charges(plan.shape, plan.stages)
         lines.append(
             f"the notebook's OptimalRedist: its own model charges these operations {charged:g}, "
@@ -137,9 +138,6 @@ def _busy_inside(plan: Plan) -> list[str]:
     """Why a plan that brings nothing into a group twice may keep a rank busier than the bound."""
     if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1.25:
         return []
-    from optim_redist.lower_bounds import least_inside_groups
-    from optim_redist.problem import Problem
-
     problem = Problem(plan.shape, plan.src, plan.dst)
     level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
     least = least_inside_groups(problem, level.group_of)
@@ -153,8 +151,6 @@ def _busy_inside(plan: Plan) -> list[str]:
 
 def _why(plan: Plan) -> str:
     """One line: what the plan was chosen against."""
-    from optim_redist.planners import UNSEARCHED
-
     others = [other for other in plan.alternatives if other.reason != UNSEARCHED]
     if not others:
         return f"chosen: {plan.planner} is the only candidate"
@@ -222,9 +218,6 @@ def _relays(plan: Plan) -> list[str]:
     limits = plan.bounds
     if limits.single_hop <= limits.lb:
         return []
-    from optim_redist.planners import best_relay
-    from optim_redist.problem import Problem
-
     name, moved = best_relay(Problem(plan.shape, plan.src, plan.dst), limits)
     closed = (limits.single_hop - moved) / (limits.single_hop - limits.lb)
     line = f"relayed, {name} would move {moved}, which closes {closed:.0%} of the gap"
