@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizer import DistOptimizer
 
 __all__ = ["Run", "run"]
+
+Result = TypeVar("Result")
 
 
 class Run:
@@ -123,14 +125,14 @@ class Run:
 
 
 def run(
-    train: Callable[[Run], Any],
+    train: Callable[[Run], Result],
     directory: str | os.PathLike[str],
     *,
     every: int,
     keep: int = 3,
     poll: int = 10,
     timeout: float = 300.0,
-) -> Any:
+) -> Result:
     """Call ``train(run)`` within the process group that torchrun describes, and return what it returns.
 
     Args:

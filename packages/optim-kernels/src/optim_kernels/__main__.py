@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import sys
@@ -57,15 +58,19 @@ def how_kernels_run() -> str:
     if not has_triton():
         return "not available: triton is not installed; plain torch is used"
     if is_interpreted():
-        return "interpreted (TRITON_INTERPRET=1)"
+        return "interpreted (TRITON_INTERPRET=1)" if _has_numpy() else "not available: Triton's interpreter needs numpy"
     if torch.cuda.is_available():
         return "compiled"
     return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them)"
 
 
+def _has_numpy() -> bool:
+    return importlib.util.find_spec("numpy") is not None
+
+
 def run_checks() -> dict[str, str]:
     """The result of each check: "ok" with the error found, or what is wrong; empty where no kernel runs."""
-    if not has_triton() or not (is_interpreted() or torch.cuda.is_available()):
+    if not has_triton() or not (_has_numpy() if is_interpreted() else torch.cuda.is_available()):
         return {}
     device = "cpu" if is_interpreted() else "cuda"
     results = {}
