@@ -67,6 +67,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         title = f"GPT {options.model} on {corpus.source}, {world_size} rank(s)"
         draw_curves(options.out / "curves.png", results, title)
         display.note(f"wrote {options.out / 'curves.png'} and {options.out / 'results.json'}")
+    done = min(r.history.step for r in results)
+    if done < settings.steps:
+        display.note(f"stopped after step {done} of {settings.steps}; --resume goes on from there")
     if dist.is_initialized():
         dist.destroy_process_group()
     return results

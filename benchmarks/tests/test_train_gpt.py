@@ -55,8 +55,9 @@ def test_table_bar_and_curves_are_written(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict) -> None:
+def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict, capsys: pytest.CaptureFixture[str]) -> None:
     train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), "--stop-at", "5"])
+    assert "stopped after step 5 of " in capsys.readouterr().out
     assert losses(run(tmp_path, "--resume")) == losses(one_rank)
 
 
