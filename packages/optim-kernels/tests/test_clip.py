@@ -191,3 +191,30 @@ def test_gradients_that_are_not_dense_are_copied_for_as_long_as_they_are_read() 
         torch.testing.assert_close(norms.norm(spread, 2.0), expected, rtol=1e-6, atol=0)
         (total,) = norms.totals(spread, 2.0)
         torch.testing.assert_close(total, expected.double().square(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one", "mixed"])
+def test_clipping_is_seen_by_autograd(impl: Any, dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that a graph still needs is not exchanged for another silently."""
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
+    for clip in (
+        lambda params: clip_grad_norm_(params, 0.1),
+        lambda params: clip_grads_with_norm_(params, 0.1, torch.tensor(5.0, device=DEVICE)),
+    ):
+        params = [parameters(dtype)[0] for dtype in dtypes]
+        x = torch.nn.Parameter(torch.ones_like(params[0]))
+        penalty = (x * params[0].grad).sum()
+        clip(params)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 0.5, 3.0, math.inf, -1.0, -math.inf])
+def test_any_norm_of_empty_and_sparse_gradients(norm_type: float) -> None:
+    """An empty one adds nothing, not even to the smallest element; zeros of a sparse one count."""
+    full = torch.tensor([3.0, -4.0], device=DEVICE)
+    assert get_total_norm([torch.empty(0, device=DEVICE)], norm_type) == 0.0
+    torch.testing.assert_close(get_total_norm([full.new_empty(0), full], norm_type), get_total_norm([full], norm_type))
+    mixed = torch.tensor([3.0, 0.0, -4.0], device=DEVICE)
+    torch.testing.assert_close(get_total_norm([mixed.to_sparse()], norm_type), get_total_norm([mixed], norm_type))

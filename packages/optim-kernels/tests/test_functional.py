@@ -246,3 +246,14 @@ def test_one_tensor_at_an_address_below_4_gib():
     expected, grad, *moments, count = made
     adamw_([expected], [grad], *([x] for x in moments), steps=count.reshape(()), impl="torch", **OPTIONS)
     torch.testing.assert_close(p, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_an_update_is_seen_by_autograd(impl: Any) -> None:
+    params, grads, exp_avgs, exp_avg_sqs = ([torch.ones(5, device=DEVICE)] for _ in range(4))
+    x = torch.ones(5, device=DEVICE, requires_grad=True)
+    loss = (x * params[0]).sum()
+    steps = [torch.tensor(0.0, device=DEVICE)]
+    adamw_(params, grads, exp_avgs, exp_avg_sqs, steps=steps, **OPTIONS, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

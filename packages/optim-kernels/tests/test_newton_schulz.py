@@ -268,3 +268,26 @@ def test_small_matrices_stay_accurate(name: str, shape: tuple[int, int]) -> None
     result = newton_schulz(x.float(), coefficients=name, norm_scale=1.02, compute_dtype=torch.float16)
     errors = (result - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))
     assert errors.max() <= 4e-3
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_autocast_changes_nothing(impl: str, method: str) -> None:
+    x = torch.randn(8, 12, requires_grad=True)
+    expected = newton_schulz(x, method=method, impl=impl)
+    (gradient,) = torch.autograd.grad(expected, x, torch.ones_like(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(newton_schulz(x.detach(), method=method, impl=impl), expected)
+        found = newton_schulz(x, method=method, impl=impl)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(found, x, torch.ones_like(x))[0], gradient)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_lazily_negated_matrices(impl: str) -> None:
+    """What is stored with the other sign: the imaginary part of a conjugate."""
+    x = torch.randn(4, 6, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(newton_schulz(x, impl=impl), newton_schulz(x.clone(), impl=impl))
+    dense = torch._neg_view(torch.randn(8, 8, dtype=torch.float16))
+    torch.testing.assert_close(newton_schulz(dense, impl=impl), newton_schulz(dense.clone(), impl=impl))

@@ -90,3 +90,14 @@ def test_bad_operands() -> None:
         mk.matmul_add(x, torch.randn(4, 2).double())
     with pytest.raises(ValueError, match="out has shape"):
         mk.gram(x, out=torch.empty(2, 2))
+
+
+def test_autocast_changes_nothing() -> None:
+    x, b = (torch.randn(6, 6, requires_grad=True) for _ in range(2))
+    expected = mk.matmul_add(x, b, c=mk.gram(x))
+    gradients = torch.autograd.grad(expected.sum(), (x, b))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mk.matmul_add(x, b, c=mk.gram(x))
+        assert torch.equal(found, expected)
+        for one, other in zip(torch.autograd.grad(found.sum(), (x, b)), gradients, strict=True):
+            assert torch.equal(one, other)

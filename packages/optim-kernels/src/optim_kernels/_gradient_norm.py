@@ -200,6 +200,7 @@ class GradientNorms:
         if seen is None or parts is None:
             return None
         if len(parts) == 1:
+            _count_as_changed(seen)
             norm = parts[0].norm(norm_type, max_norm)
             parts[0].scale_(parts[0].factor)
             return norm
@@ -225,10 +226,14 @@ class GradientNorms:
 
     def scale_(self, grads: Sequence[Tensor] | TensorList, factor: Tensor) -> bool:
         """Multiply by the factor; ``False``, and nothing done, if the kernels cannot."""
-        parts = self._refreshed(self.look_at(grads), 2.0, in_place=True)
-        for part in parts or []:
+        seen = self.look_at(grads)
+        parts = self._refreshed(seen, 2.0, in_place=True)
+        if seen is None or parts is None:
+            return False
+        _count_as_changed(seen)
+        for part in parts:
             part.scale_(factor.to(device=part.device, dtype=torch.float32))
-        return parts is not None
+        return True
 
     def look_at(self, grads: Sequence[Tensor] | TensorList) -> TensorList | None:
         """The gradients as the kernels take them, to be looked at once for several calls; ``None`` if they cannot."""
@@ -325,6 +330,11 @@ class GradientNorms:
         total = torch.empty((), dtype=torch.float64, device=part.device)
         part.norm(norm_type, 1.0, total)
         return total
+
+
+def _count_as_changed(grads: TensorList) -> None:
+    """For autograd, which then refuses to differentiate through values that are gone."""
+    torch.autograd.graph.increment_version(grads.tensors)
 
 
 def _num_programs(device: torch.device) -> int:

@@ -21,6 +21,7 @@ Products come from an implementation of `Products`: plain torch, or the Triton k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -165,6 +166,12 @@ def apply_row_factors(xs: Sequence[Tensor], gram: Tensor) -> tuple[list[Tensor],
     factors = torch.where(sums == 0, torch.zeros_like(sums), sums.rsqrt())
     scaled = [x.copy_(x * d) for d, x in _split(factors, xs)]
     return scaled, gram.copy_(gram * factors * factors.mT)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which products on x's device keep the dtype of their operands, whatever is around it."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def normalize(x: Tensor, config: NSConfig) -> tuple[Tensor, Tensor]:

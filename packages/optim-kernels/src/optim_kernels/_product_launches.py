@@ -319,6 +319,7 @@ def is_readable(x: Tensor) -> bool:
         and row_stride % step == 0
         and batch_stride % step == 0
         and x.data_ptr() % ALIGNMENT == 0
+        and not x.is_neg()
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_plain, use_triton
-from optim_kernels._iterations import TorchProducts
+from optim_kernels._iterations import TorchProducts, without_autocast
 
 Number = float | Tensor
 
@@ -27,7 +27,8 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Numbe
     if not (a.is_cuda and use_triton("auto", a, "a")):
         products = TorchProducts()
         multiply = products.symmetric_matmul if symmetric else products.matmul_add
-        return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
+        with without_autocast(a):
+            return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
     launches = _product_launches()
     left = launches.as_batch(a)
     right = left if symmetric and _is_same(a, b) else launches.as_batch(b)
@@ -44,7 +45,10 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Numbe
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+    if a is b:
+        return True
+    places = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return next(places) == next(places)
 
 
 @cache
@@ -93,11 +97,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     alpha = ctx.alpha if alpha_tensor is None else alpha_tensor.to(grad.dtype)
     beta = ctx.beta if beta_tensor is None else beta_tensor.to(grad.dtype)
     factor = b.mT if ctx.symmetric else b
-    to_b = alpha * (a.mT @ grad)
     to_c = beta * grad if ctx.has_c else None
-    to_alpha = None if alpha_tensor is None else (grad * (a @ factor)).sum().to(alpha_tensor.dtype)
     to_beta = None if beta_tensor is None or c is None else (grad * c).sum().to(beta_tensor.dtype)
-    to_a = alpha * (grad @ factor.mT)
+    with without_autocast(a):
+        to_b = alpha * (a.mT @ grad)
+        to_alpha = None if alpha_tensor is None else (grad * (a @ factor)).sum().to(alpha_tensor.dtype)
+        to_a = alpha * (grad @ factor.mT)
     return to_a, to_b.mT if ctx.symmetric else to_b, to_c, to_alpha, to_beta, None, None, None
 
 

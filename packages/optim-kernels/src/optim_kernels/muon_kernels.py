@@ -47,8 +47,7 @@ __all__ = [
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
     """Keller Jordan's function: Newton–Schulz with his coefficients, in bf16."""
-    result: Tensor = newton_schulz(G.bfloat16(), steps, eps_mode="add")
-    return result
+    return newton_schulz(G.bfloat16(), steps, eps_mode="add")
 
 
 # flash-muon's name for it

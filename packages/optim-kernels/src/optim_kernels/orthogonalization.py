@@ -20,14 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
-from optim_kernels._iterations import TorchProducts, iterate, normalize
+from optim_kernels._iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels._ns_config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, hashable
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
@@ -44,6 +44,40 @@ __all__ = [
 ]
 
 
+@overload
+def newton_schulz(
+    x: Tensor,
+    steps: int = 5,
+    *,
+    coefficients: Coefficients = "keller",
+    method: Method = "auto",
+    compute_dtype: torch.dtype | None = None,
+    restarts: tuple[int, ...] | Literal["accurate"] | None = None,
+    norm_scale: float = 1.0,
+    eps: float = 1e-7,
+    eps_mode: EpsMode = "clamp",
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor: ...
+
+
+@overload
+def newton_schulz(
+    x: Sequence[Tensor],
+    steps: int = 5,
+    *,
+    coefficients: Coefficients = "keller",
+    method: Method = "auto",
+    compute_dtype: torch.dtype | None = None,
+    restarts: tuple[int, ...] | Literal["accurate"] | None = None,
+    norm_scale: float = 1.0,
+    eps: float = 1e-7,
+    eps_mode: EpsMode = "clamp",
+    out: Sequence[Tensor] | None = None,
+    impl: Impl = "auto",
+) -> list[Tensor]: ...
+
+
 def newton_schulz(
     x: Tensor | Sequence[Tensor],
     steps: int = 5,
@@ -57,7 +91,7 @@ def newton_schulz(
     eps_mode: EpsMode = "clamp",
     out: Tensor | Sequence[Tensor] | None = None,
     impl: Impl = "auto",
-) -> Any:
+) -> Tensor | list[Tensor]:
     """``x [..., M, N]`` with its singular values moved to about 1, in ``x.dtype``.
 
     The options are those of `NSConfig`. Differentiable; the gradient is that of the standard iteration in fp32 (fp64
@@ -192,6 +226,8 @@ NUM_PLANS = 256
 
 def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
     """Contiguous, or for tall matrices the transpose of what is."""
+    # a kernel would not see that an imaginary part of a conjugate is stored with the other sign
+    x = x.resolve_neg()
     kind = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, values, impl)
     plan = _plans.get(kind)
     if plan is None:
@@ -200,7 +236,9 @@ def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
         if len(_plans) > NUM_PLANS:
             _plans.popitem(last=False)
     else:
-        _plans.move_to_end(kind)
+        # not move_to_end: another thread may have dropped it
+        _plans.pop(kind, None)
+        _plans[kind] = plan
     return plan(x)
 
 
@@ -228,7 +266,8 @@ def _by_torch(x: Tensor, config: NSConfig) -> Tensor:
         return _by_torch(x.mT, config).mT
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return iterate([normalize(x, config)[0]], config, TorchProducts())[0].to(x.dtype).contiguous()
+    with without_autocast(x):
+        return iterate([normalize(x, config)[0]], config, TorchProducts())[0].to(x.dtype).contiguous()
 
 
 def _taken_apart(
@@ -278,7 +317,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    return newton_schulz_backward(x, grad, _put_together(*ctx.apart)), *(None for _ in range(10))
+    with without_autocast(x):
+        return newton_schulz_backward(x, grad, _put_together(*ctx.apart)), *(None for _ in range(10))
 
 
 _operator.register_autograd(_backward, setup_context=_save)

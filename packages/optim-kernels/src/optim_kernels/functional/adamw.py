@@ -111,6 +111,8 @@ def adamw_(
     )
     scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
     plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    # for autograd, which then refuses to differentiate through values that are gone
+    torch.autograd.graph.increment_version(params)
 
 
 def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -29,11 +29,9 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     if norm_type == 2:
         norm = sum_of_squares(tensors).sqrt()
     else:
-        # an empty tensor has no largest element; it adds nothing to any norm
-        norms = [
-            torch.linalg.vector_norm(_magnitude(tensor), norm_type) if tensor.numel() else tensor.new_zeros(()).double()
-            for tensor in tensors
-        ]
+        # an empty tensor has no largest element, nor a smallest; it adds nothing to any norm
+        filled = [tensor for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(())]
+        norms = [torch.linalg.vector_norm(_magnitude(tensor).to_dense(), norm_type) for tensor in filled]
         norm = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     return norm.to(result_dtype(tensors))
 
