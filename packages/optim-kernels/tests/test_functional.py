@@ -257,3 +257,27 @@ def test_an_update_is_seen_by_autograd(impl: Any) -> None:
     adamw_(params, grads, exp_avgs, exp_avg_sqs, steps=steps, **OPTIONS, impl=impl)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("which", ["params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"])
+@pytest.mark.parametrize("how", ["moved", "transposed"])
+def test_a_plan_follows_tensors_whose_memory_is_replaced(which: str, how: str) -> None:
+    """They stay the objects that were planned; what they had may be another's by now."""
+    problem = Problem((FP32, FP32, FP32, FP32), [(4, 4), (5,)], amsgrad=True)
+    plan = AdamWPlan()
+    ours, theirs = (
+        {**lists, "steps": steps}
+        for lists, steps in ((problem.lists, problem.steps), (problem.expected, problem.expected_steps))
+    )
+    for number in range(4):
+        if number == 2:
+            old = [(tensor.data, tensor.clone()) for tensor in ours[which]]
+            for lists in (ours, theirs):
+                for tensor in lists[which] if how == "moved" else [each[0] for each in lists.values()]:
+                    tensor.data = (
+                        tensor.data.clone() if how == "moved" else tensor.data.t() if tensor.ndim else tensor.data
+                    )
+        adamw_(grads=problem.grads, **ours, plan=plan, impl="triton", **OPTIONS)
+        reference.adamw_(grads=problem.grads, **theirs, **OPTIONS)
+        problem.check()
+    assert how != "moved" or all(torch.equal(memory, values) for memory, values in old)

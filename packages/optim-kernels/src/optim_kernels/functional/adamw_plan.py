@@ -15,8 +15,9 @@ from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
+from optim_utils.low_bit import LowBitTensor
 
 
 class AdamWPlan:
@@ -31,6 +32,12 @@ class AdamWPlan:
         self._tensors: list[Sequence[Tensor | None]] = []
         self._numbers: list[Sequence[int]] = []
         self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
+        # all that has memory among those tensors, where it was, and the kinds of the parameters: one whose ``.data`` is
+        # replaced stays the same object
+        self._stored: list[Tensor] = []
+        self._places: list[int] = []
+        self._kinds = KnownKinds()
+        self._param_kinds: list[Any] = []
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
         self.num_tensors = 0
@@ -88,7 +95,8 @@ class AdamWPlan:
             stochastic_rounding if isinstance(stochastic_rounding, Sequence) else [stochastic_rounding] * count,
             seed if isinstance(seed, Sequence) else [seed] * count,
         ]
-        if numbers == self._numbers and _are_same(tensors, self._tensors) and self._fit(grads):
+        same = numbers == self._numbers and _are_same(tensors, self._tensors)
+        if same and self._are_where_they_were(params) and self._fit(grads):
             return
         rows = zip(*tensors, *numbers, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
@@ -101,6 +109,9 @@ class AdamWPlan:
         # copies, for the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
+        self._stored = [part for each in tensors for tensor in each for part in _stored(tensor)]
+        self._places = list(map(Tensor.data_ptr, self._stored))
+        self._param_kinds = self._kinds.of(params)
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
 
@@ -108,6 +119,10 @@ class AdamWPlan:
         """Whether gradients are where the plan has seen some, or at least look as those did."""
         addresses, kinds, layouts = self._grads
         return grads.kinds == kinds and (grads.addresses == addresses or _layouts(grads) == layouts)
+
+    def _are_where_they_were(self, params: Sequence[Tensor]) -> bool:
+        """Whether the planned tensors have the memory that they had, and the parameters their shapes and strides."""
+        return list(map(Tensor.data_ptr, self._stored)) == self._places and self._kinds.of(params) == self._param_kinds
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
         """Whether these parameters were planned last."""
@@ -165,6 +180,12 @@ def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list
         AdamWLaunch(members, grads, order=devices[:i].count(device), total=devices.count(device))
         for i, (members, device) in enumerate(zip(lists, devices))
     ]
+
+
+def _stored(tensor: Tensor | LowBitTensor | None) -> list[Tensor]:
+    if isinstance(tensor, LowBitTensor):
+        return [tensor.codes, tensor.scale]
+    return [] if tensor is None else [tensor]
 
 
 def _are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
