@@ -13,7 +13,7 @@ from optim_dist import TritonDistMuonAdamW, checkpoint, elastic
 from optim_utils.testing import RankFailure, run_ranks
 
 PLAIN, FSDP, HSDP, TP, BOTH = "plain", "fsdp", "hsdp", "tp", "fsdp and tp"
-FORMS = {1: (PLAIN,), 2: (FSDP, PLAIN), 3: (FSDP,), 4: (HSDP, TP, BOTH)}
+FORMS = {1: (PLAIN, FSDP), 2: (FSDP, PLAIN), 3: (FSDP,), 4: (HSDP, TP, BOTH)}
 
 
 class Model(nn.Module):

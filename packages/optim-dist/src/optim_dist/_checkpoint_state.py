@@ -125,6 +125,9 @@ def restore(
         for key, description in entry.state.items():
             if not specs[shard.index].sharding:
                 state[key] = _shaped(mine.get(key), description, shard)
+                # one rank cuts nothing, but its DTensors' state lies as they do
+                if description.in_pieces and isinstance(shard.parameter, DTensor):
+                    state[key] = as_parameter_lies(state[key], shard.parameter)
             elif not description.in_pieces:
                 # all ranks keep it, and the one of the first rows has got it
                 state[key] = _shaped(mine.get(key), description, shard)
