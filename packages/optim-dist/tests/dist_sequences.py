@@ -7,11 +7,12 @@ average or sum. All is in fp64, so that what differs by more than the fp32 facto
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,11 +37,12 @@ class Interruption(Exception):
 class Net(nn.Module):
     """Layers in any order, a tied embedding, a scalar, and a parameter without elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.uses_empty = True
         self.embed = nn.Embedding(7, 5)
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(scale_shape))
         self.empty = nn.Parameter(torch.ones(0, 3))
         self.layers[FROZEN].requires_grad_(False)
         self.double()
@@ -54,7 +56,8 @@ class Net(nn.Module):
             x = x + torch.tanh(self.layers[place](x))
             if number == interrupted_at:
                 x.register_hook(_interrupt)
-        return F.linear(x * self.scale, self.embed.weight).logsumexp(-1).mean() + self.empty.sum()
+        loss = F.linear(x * self.scale, self.embed.weight).logsumexp(-1).mean()
+        return loss + self.empty.sum() if self.uses_empty else loss
 
 
 def _interrupt(gradient: Tensor) -> None:
@@ -104,8 +107,10 @@ class Arm:
         ]
 
 
-class Beside:
-    """Ours and the twin, and what is known of the gradients; subclasses have operations."""
+class Session:
+    """Ours and the twin, and what can be done to them whoever computes gradients; subclasses say how to ``check``."""
+
+    operations: ClassVar[Sequence[Callable[[Any], bool | None]]]
 
     def __init__(self, seed: int, rank: int, world_size: int, folder: Path, log: list[str]) -> None:
         self.seed, self.rank, self.world_size, self.folder, self.log = seed, rank, world_size, folder, log
@@ -114,17 +119,39 @@ class Beside:
         self.alone = dist.new_group([rank], use_local_synchronization=True)
         self.kind = self.draw.choice(KINDS)
         self.with_late = False
-        self.saved: list[Any] = []
         self.former: list[Any] = []  # optimizers that others took over from, still there
-        net = Net()
+        net = self.make_net()
         self.ours = Arm(net, self.build(net))
-        twin = Net()
+        twin = self.make_twin()
         self.twin = Arm(twin, self.build_twin(twin))
-        # of each rank, as the twin has computed them
-        self.gradients: list[list[Tensor | None]] = [[None for _ in net.parameters()] for _ in range(world_size)]
-        self.summed: list[Tensor | None] | None = None  # over ranks, clipped
+        self.summed: list[Tensor | None] | None = None  # gradients over ranks, clipped
         self.stepped = False  # the gradients were used by a step
         self.dropped = False  # the model has set reduced gradients to None
+
+    def make_net(self) -> Net:
+        return Net()
+
+    def make_twin(self) -> Net:
+        return Net()
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+    def run(self, length: int) -> None:
+        while self.count < length:
+            operation = self.draw.choice(self.operations)
+            place = len(self.log)
+            self.say(operation.__name__)
+            if operation(self) is False:
+                del self.log[place:]
+            else:
+                self.count += 1
+                self.check()
+        self.wait()
+        self.check()
+        self.compare_states()
+        for optimizer in self.ours.optimizers:
+            optimizer.close()
 
     # building
 
@@ -168,10 +195,99 @@ class Beside:
             return [TritonMuon.keller(groups[0]), torch.optim.AdamW(groups[1])]
         return [TritonMuonAdamW([{"variant": "keller", **group} for group in groups[0]])]
 
-    # running
+    # what operations need
 
     def say(self, text: str) -> None:
         self.log.append(text)
+
+    def wait(self) -> None:
+        for optimizer in self.ours.optimizers:
+            optimizer.wait()
+
+    def put(self, gradients: list[Tensor | None]) -> None:
+        for p, gradient in zip(self.twin.net.parameters(), gradients, strict=True):
+            p.grad = gradient
+
+    def step_twin(self, scaler: Any = None) -> None:
+        for optimizer in self.twin.optimizers:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+            if self.options["skip_nonfinite"] and not torch.isfinite(norm):
+                continue
+            if self.options["max_norm"] is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    [p for group in optimizer.param_groups for p in group["params"]], self.options["max_norm"], norm
+                )
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        self.stepped, self.passes = True, 0
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.ours.optimizers[-1].param_groups)
+
+    def full_states(self) -> list[Any]:
+        found = [optimizer.full_state_dict() for optimizer in self.ours.optimizers]
+        dist.broadcast_object_list(found, src=0)
+        return found
+
+    # operations
+
+    def compare_states(self) -> None:
+        for ours, theirs in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
+            compare_state(ours.full_state_dict().get("state", {}), theirs)
+
+    def freeze_or_thaw(self) -> None:
+        place = self.draw.randrange(1, 4)
+        is_trained = not self.ours.net.layers[place].weight.requires_grad
+        self.say(f"layer {place} {is_trained}")
+        for arm in (self.ours, self.twin):
+            arm.net.layers[place].requires_grad_(is_trained)
+
+    def tell_a_group(self) -> None:
+        number, place = self.draw.randrange(9), self.draw.randrange(9)
+        changes: dict[str, Any] = {
+            "lr": self.draw.choice([0.0, 0.01, torch.tensor(0.02)]),
+            "weight_decay": self.draw.choice([0.0, 0.2]),
+            "maximize": self.draw.random() < 0.3,
+        }
+        self.say(str(changes))
+        for arm in (self.ours, self.twin):
+            optimizer = arm.optimizers[number % len(arm.optimizers)]
+            group = optimizer.param_groups[place % len(optimizer.param_groups)]
+            group.update(copy.deepcopy(changes))
+            if "betas" in group:
+                group["betas"] = (0.8, 0.95)
+            if "momentum" in group:
+                group["momentum"] = 0.7
+
+    def schedule(self) -> None:
+        for arm in (self.ours, self.twin):
+            for optimizer in arm.optimizers:
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9).step()
+
+    def take_part_elsewhere(self) -> None:
+        total = torch.full((3,), self.rank + 1.0)
+        dist.all_reduce(total)
+        assert total.tolist() == [sum(range(self.world_size + 1))] * 3
+
+    def swap_states(self) -> None:
+        """Ours go on from theirs, theirs from ours."""
+        full = self.full_states()
+        for ours, theirs, state in zip(self.ours.optimizers, self.twin.optimizers, full, strict=True):
+            ours.load_full_state_dict(copy.deepcopy(theirs.state_dict()))
+            theirs.load_state_dict(copy.deepcopy(state))
+
+
+class Beside(Session):
+    """The twin computes the gradients of every rank."""
+
+    def __init__(self, seed: int, rank: int, world_size: int, folder: Path, log: list[str]) -> None:
+        super().__init__(seed, rank, world_size, folder, log)
+        self.saved: list[Any] = []
+        # of each rank, as the twin has computed them
+        self.gradients: list[list[Tensor | None]] = [
+            [None for _ in self.twin.net.parameters()] for _ in range(world_size)
+        ]
 
     def check(self) -> None:
         """Hyperparameters, gradients that are still a rank's own, and parameters, which may have to be waited for."""
@@ -217,10 +333,6 @@ class Beside:
         if mine is not None:
             close(mine, wanted, "result")
 
-    def put(self, gradients: list[Tensor | None]) -> None:
-        for p, gradient in zip(self.twin.net.parameters(), gradients, strict=True):
-            p.grad = gradient
-
     def put_sums(self) -> None:
         """The twin gets what a step sees."""
         if self.summed is None:
@@ -231,10 +343,6 @@ class Beside:
 
     def of_rank(self, rank: int) -> random.Random:
         return random.Random(f"{self.seed}-{self.count}-{rank}-{len(self.log)}")
-
-    def wait(self) -> None:
-        for optimizer in self.ours.optimizers:
-            optimizer.wait()
 
     def loss(self, arm: Arm, draw: random.Random, is_interrupted: bool = False) -> Tensor:
         """Of a batch that leaves out some layers, never the first."""
@@ -251,10 +359,6 @@ class Beside:
         if self.eager or self.dropped or scale != 1.0 or draw.random() < 0.9:
             (loss * scale).backward()
         return loss.detach()
-
-    def compare_states(self) -> None:
-        for ours, theirs in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
-            compare_state(ours.full_state_dict().get("state", {}), theirs)
 
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:

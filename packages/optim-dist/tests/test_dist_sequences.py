@@ -11,7 +11,6 @@ import shutil
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +23,8 @@ from optim_dist import checkpoint, clip_grad_norm_
 from optim_utils.testing import run_ranks
 
 
-class Sequence(Beside):
+class PlainSequence(Beside):
     """Runs operations that every rank draws alike, with data of its own."""
-
-    def run(self, length: int) -> None:
-        while self.count < length:
-            operation = self.draw.choice(OPERATIONS)
-            place = len(self.log)
-            self.say(operation.__name__)
-            if operation(self) is False:
-                del self.log[place:]
-            else:
-                self.count += 1
-                self.check()
-        self.wait()
-        self.check()
-        self.compare_states()
-        for optimizer in self.ours.optimizers:
-            optimizer.close()
 
     # gradients
 
@@ -130,13 +113,6 @@ class Sequence(Beside):
         self.on_each_rank(act)
         return None
 
-    def freeze_or_thaw(self) -> None:
-        place = self.draw.randrange(1, 4)
-        is_trained = not self.ours.net.layers[place].weight.requires_grad
-        self.say(f"layer {place} {is_trained}")
-        for arm in (self.ours, self.twin):
-            arm.net.layers[place].requires_grad_(is_trained)
-
     # steps
 
     def clip(self) -> bool | None:
@@ -175,19 +151,6 @@ class Sequence(Beside):
         self.put_sums()
         self.step_twin()
         return None
-
-    def step_twin(self, scaler: Any = None) -> None:
-        for optimizer in self.twin.optimizers:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-            if self.options["skip_nonfinite"] and not torch.isfinite(norm):
-                continue
-            if self.options["max_norm"] is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    [p for group in optimizer.param_groups for p in group["params"]], self.options["max_norm"], norm
-                )
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        self.stepped, self.passes = True, 0
 
     def step_with_closure(self) -> bool | None:
         if self.dropped:
@@ -265,28 +228,6 @@ class Sequence(Beside):
 
     # options and groups
 
-    def tell_a_group(self) -> None:
-        number, place = self.draw.randrange(9), self.draw.randrange(9)
-        changes: dict[str, Any] = {
-            "lr": self.draw.choice([0.0, 0.01, torch.tensor(0.02)]),
-            "weight_decay": self.draw.choice([0.0, 0.2]),
-            "maximize": self.draw.random() < 0.3,
-        }
-        self.say(str(changes))
-        for arm in (self.ours, self.twin):
-            optimizer = arm.optimizers[number % len(arm.optimizers)]
-            group = optimizer.param_groups[place % len(optimizer.param_groups)]
-            group.update(copy.deepcopy(changes))
-            if "betas" in group:
-                group["betas"] = (0.8, 0.95)
-            if "momentum" in group:
-                group["momentum"] = 0.7
-
-    def schedule(self) -> None:
-        for arm in (self.ours, self.twin):
-            for optimizer in arm.optimizers:
-                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9).step()
-
     def add_a_group(self) -> bool | None:
         if self.with_late or (self.reduced and not self.stepped) or self.passes or self.dropped:
             return False
@@ -309,11 +250,6 @@ class Sequence(Beside):
             close(left.detach(), right.detach(), "copy")
         other.zero_grad()
         other(torch.arange(7), [0, 1, LATE]).backward()
-
-    def take_part_elsewhere(self) -> None:
-        total = torch.full((3,), self.rank + 1.0)
-        dist.all_reduce(total)
-        assert total.tolist() == [sum(range(self.world_size + 1))] * 3
 
     # state out and in
 
@@ -346,22 +282,6 @@ class Sequence(Beside):
             optimizer.load_state_dict(copy.deepcopy(state))
         self.compare_states()
         return None
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.ours.optimizers[-1].param_groups)
-
-    def full_states(self) -> list[Any]:
-        found = [optimizer.full_state_dict() for optimizer in self.ours.optimizers]
-        dist.broadcast_object_list(found, src=0)
-        return found
-
-    def swap_states(self) -> None:
-        """Ours go on from theirs, theirs from ours."""
-        full = self.full_states()
-        for ours, theirs, state in zip(self.ours.optimizers, self.twin.optimizers, full, strict=True):
-            ours.load_full_state_dict(copy.deepcopy(theirs.state_dict()))
-            theirs.load_state_dict(copy.deepcopy(state))
 
     def checkpoint(self) -> None:
         """To one rank and back."""
@@ -408,29 +328,29 @@ class Sequence(Beside):
         return None
 
 
-OPERATIONS = [
-    *[Sequence.backward] * 5,
-    *[Sequence.step] * 5,
-    *[Sequence.zero_grad] * 5,
-    *[Sequence.backward_without_sync, Sequence.edit_gradients, Sequence.clip] * 2,
-    Sequence.interrupted_backward,
-    Sequence.step_with_closure,
-    Sequence.scaled_step,
-    Sequence.forget_zero_grad,
-    Sequence.freeze_or_thaw,
-    Sequence.tell_a_group,
-    Sequence.schedule,
-    Sequence.add_a_group,
-    Sequence.evaluate,
-    Sequence.copy_the_model,
-    Sequence.take_part_elsewhere,
-    Sequence.compare_states,
-    Sequence.change_parameters,
-    Sequence.save,
-    Sequence.load,
-    Sequence.swap_states,
-    Sequence.checkpoint,
-    Sequence.build_anew,
+PlainSequence.operations = [
+    *[PlainSequence.backward] * 5,
+    *[PlainSequence.step] * 5,
+    *[PlainSequence.zero_grad] * 5,
+    *[PlainSequence.backward_without_sync, PlainSequence.edit_gradients, PlainSequence.clip] * 2,
+    PlainSequence.interrupted_backward,
+    PlainSequence.step_with_closure,
+    PlainSequence.scaled_step,
+    PlainSequence.forget_zero_grad,
+    PlainSequence.freeze_or_thaw,
+    PlainSequence.tell_a_group,
+    PlainSequence.schedule,
+    PlainSequence.add_a_group,
+    PlainSequence.evaluate,
+    PlainSequence.copy_the_model,
+    PlainSequence.take_part_elsewhere,
+    PlainSequence.compare_states,
+    PlainSequence.change_parameters,
+    PlainSequence.save,
+    PlainSequence.load,
+    PlainSequence.swap_states,
+    PlainSequence.checkpoint,
+    PlainSequence.build_anew,
 ]
 
 
@@ -438,7 +358,7 @@ def run(rank: int, world_size: int, seeds: range, length: int, folder: str) -> N
     for seed in seeds:
         log: list[str] = []
         try:
-            Sequence(seed, rank, world_size, Path(folder), log).run(length)
+            PlainSequence(seed, rank, world_size, Path(folder), log).run(length)
         except Exception as error:
             raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
 
