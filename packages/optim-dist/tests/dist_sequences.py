@@ -236,12 +236,13 @@ class Session:
         for ours, theirs in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
             compare_state(ours.full_state_dict().get("state", {}), theirs)
 
-    def freeze_or_thaw(self) -> None:
+    def freeze_or_thaw(self) -> bool | None:
         place = self.draw.randrange(1, 4)
         is_trained = not self.ours.net.layers[place].weight.requires_grad
         self.say(f"layer {place} {is_trained}")
         for arm in (self.ours, self.twin):
             arm.net.layers[place].requires_grad_(is_trained)
+        return None
 
     def tell_a_group(self) -> None:
         number, place = self.draw.randrange(9), self.draw.randrange(9)

@@ -185,6 +185,7 @@ class ShardedSequence(Session):
 
     def add_by_hand(self, scale: float = 1.0, share: float = 0.8) -> None:
         """Gradients of DTensors exist on all ranks alike, those of plain parameters need not."""
+        self.wait()  # for what is used without its module's forward
         draw, of_all, losses = self.random_of(self.rank), self.random_of(-1), []
         for number, p in enumerate(self.params.values()):
             how, seed, is_there = of_all.choice(["placed", "placed", "sum"]), of_all.randrange(9999), of_all.random()
@@ -277,9 +278,12 @@ class ShardedSequence(Session):
         self.mine = dict.fromkeys(self.mine)
         self.summed, self.stepped, self.passes, self.dropped = None, False, 0, False
 
-    def freeze_or_thaw(self) -> None:
+    def freeze_or_thaw(self) -> bool | None:
+        if not self.is_exact:
+            return False  # what is frozen at the first forward pass under mixed precision FSDP2 cannot train later
         self.settle()
         super().freeze_or_thaw()
+        return None
 
     # steps
 
