@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
@@ -273,10 +274,10 @@ def test_small_matrices_stay_accurate(name: str, shape: tuple[int, int]) -> None
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_autocast_changes_nothing(impl: str, method: str) -> None:
-    x = torch.randn(8, 12, requires_grad=True)
+    x = torch.randn(8, 12, device=DEVICE, requires_grad=True)
     expected = newton_schulz(x, method=method, impl=impl)
     (gradient,) = torch.autograd.grad(expected, x, torch.ones_like(x))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert torch.equal(newton_schulz(x.detach(), method=method, impl=impl), expected)
         found = newton_schulz(x, method=method, impl=impl)
         assert torch.equal(found, expected)
@@ -286,8 +287,8 @@ def test_autocast_changes_nothing(impl: str, method: str) -> None:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_lazily_negated_matrices(impl: str) -> None:
     """What is stored with the other sign: the imaginary part of a conjugate."""
-    x = torch.randn(4, 6, dtype=torch.complex64).conj().imag
+    x = torch.randn(4, 6, dtype=torch.complex64, device=DEVICE).conj().imag
     assert x.is_neg()
     torch.testing.assert_close(newton_schulz(x, impl=impl), newton_schulz(x.clone(), impl=impl))
-    dense = torch._neg_view(torch.randn(8, 8, dtype=torch.float16))
+    dense = torch._neg_view(torch.randn(8, 8, dtype=torch.float16, device=DEVICE))
     torch.testing.assert_close(newton_schulz(dense, impl=impl), newton_schulz(dense.clone(), impl=impl))

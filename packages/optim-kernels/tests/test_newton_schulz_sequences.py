@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ class Sequences(RuleBasedStateMachine):
         assert result.shape == x.shape
         assert result.dtype == x.dtype
         exact = self.expected(x, options) if expected is None else expected
-        dtypes = {x.dtype, options.get("compute_dtype") or (x.dtype if x.dtype == FP64 else FP32)}
+        dtypes = {x.dtype, config_of(options).compute_dtype(x)}
         error = max(ERRORS[dtype] for dtype in dtypes)
         if error <= 2e-3 and config_of(options).method_for(*sorted(x.shape[-2:])) == "gram":
             error *= 10
@@ -288,4 +289,5 @@ def test_compiled_calls(backend: str, impl: Any) -> None:
 def test_every_set_has_derivatives() -> None:
     for name in COEFFICIENTS.keys() - {"aol4"}:
         x = random((2, 3, 4), 0, FP64).requires_grad_()
-        assert torch.autograd.gradcheck(lambda x, name=name: newton_schulz(x, coefficients=name), (x,))
+        in_fp64: Any = partial(newton_schulz, coefficients=name, compute_dtype=FP64)
+        assert torch.autograd.gradcheck(in_fp64, (x,))

@@ -18,6 +18,7 @@ place is seen again. Memory that a call holds is its own, so replays of one grap
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -38,6 +39,8 @@ from optim_kernels._product_launches import ALIGNMENT, general_product, is_reada
 MOST_REPLAYED_FLOPS = 6e11
 # Places in memory for which a plan keeps a graph.
 NUM_GRAPHS = 16
+# Calls may come from several threads, and there is one stream to record on.
+_one_at_a_time = threading.Lock()
 
 
 def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
@@ -123,19 +126,20 @@ class Plan:
         buffers = self._movable
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
         place = room.data_ptr()
-        graph = self._graphs.get(place)
-        if graph is None or self._movable_start is None:
-            squares, xs = buffers.of(room)
-            start = self._movable_start = Start(g, xs[0], **self._norm, is_scaled=self._is_scaled)
-            scales = start(g, xs[0], room=buffers.extra(room))
-            self._multiply(squares, xs, scales)
-            self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
-            if len(self._graphs) > NUM_GRAPHS:
-                self._graphs.popitem(last=False)
-        else:
-            self._movable_start.again(g.data_ptr(), place + buffers.first_place, place + buffers.extra_place)
-            graph.replay()
-        self._graphs.move_to_end(place)
+        with _one_at_a_time:
+            graph = self._graphs.get(place)
+            if graph is None or self._movable_start is None:
+                squares, xs = buffers.of(room)
+                start = self._movable_start = Start(g, xs[0], **self._norm, is_scaled=self._is_scaled)
+                scales = start(g, xs[0], room=buffers.extra(room))
+                self._multiply(squares, xs, scales)
+                self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
+                if len(self._graphs) > NUM_GRAPHS:
+                    self._graphs.popitem(last=False)
+            else:
+                self._movable_start.again(g.data_ptr(), place + buffers.first_place, place + buffers.extra_place)
+                graph.replay()
+            self._graphs.move_to_end(place)
         result.copy_(buffers.last_x(room))
 
     def _multiply(
