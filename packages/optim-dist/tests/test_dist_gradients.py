@@ -215,6 +215,17 @@ def a_gradient_changed_after_clipping_is_an_error(rank, world_size):
 
 
 @scenario(1)
+def what_is_clipped_before_there_are_gradients_says_nothing_of_them(rank, world_size):
+    net, optimizer = build(rank, skip_nonfinite=True)
+    before = values(net)
+    optimizer.clip_grad_norm_(1.0)
+    net(batch(rank, 0)).backward()
+    net.layers[0].weight.grad.fill_(float("inf"))
+    optimizer.step()
+    assert_same(values(net), before)
+
+
+@scenario(1)
 def model_zero_grad_skips_a_clipped_batch_on_one_rank(rank, world_size):
     net, optimizer = build(rank)
     twin, twin_optimizer = build(rank)

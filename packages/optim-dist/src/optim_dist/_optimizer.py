@@ -309,9 +309,11 @@ class DistOptimizer(LiveOptimizer):
 
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
         """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
+        self.grad_norm = norm
+        if not (self._bucketed.buckets or self._resident.has_gradients):
+            return  # those to come are not what was looked at
         # of several the smallest, as gradients that are clipped again and again have it
         self._factor = factor if self._factor is None else torch.minimum(self._factor, factor)
-        self.grad_norm = norm
         self._resident.note_clipped()
 
     # state

@@ -84,6 +84,10 @@ class ResidentParameters:
         found = zip(self._members, self._gradients.of([member.entry for member in self._members]), strict=True)
         return [gradient for member, gradient in found if gradient is not None and member.is_counted]
 
+    @property
+    def has_gradients(self) -> bool:
+        return any(member.entry.parameter.grad is not None for member in self._members)
+
     def note_clipped(self) -> None:
         """Remember which gradients there are."""
         parameters = [member.entry.parameter for member in self._members]
