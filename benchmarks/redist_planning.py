@@ -40,7 +40,7 @@ from optim_redist import (
     same_ownership,
     verify,
 )
-from optim_redist._collective_search import search_collectives  # noqa: PLC2701 - counted as the examples count
+from optim_redist._methods.collective_search import search_collectives  # noqa: PLC2701 - counted as the examples count
 from optim_redist.errors import NotRepresentableError
 from optim_redist.plan_text import crossings
 from optim_redist.planners import best_relay

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_kernels import TritonAdamW, _moment_codes
-from optim_kernels._approximations import power_approx
-from optim_kernels._moment_codes import LOWER
+from optim_kernels import TritonAdamW
+from optim_kernels._kernels import moment_codes
+from optim_kernels._kernels.approximations import power_approx
+from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._triton import tl, triton
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._adamw_launch import MOST_BLOCKS, code_chunks
@@ -125,7 +126,7 @@ def _roots_kernel(numbers, roots, power: tl.constexpr, SIZE: tl.constexpr):
 @pytest.mark.parametrize(("power", "first_exponent"), [(3, -24), (5, -45)])
 def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> None:
     """Of all fp32 numbers up to 1, from the edge of the first code on: an estimate is too low, a wider one too high."""
-    wider: float = _moment_codes.WIDER.value
+    wider: float = moment_codes.WIDER.value
     for exponent in range(first_exponent, 0):
         patterns = torch.arange((127 + exponent) << 23, (128 + exponent) << 23, dtype=torch.int32, device="cuda")
         numbers = patterns.view(torch.float32)
@@ -139,7 +140,7 @@ def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> N
 
 def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     """And the chunks of a list go from few blocks at its front, whose programs come last, to as many as that."""
-    assert int(_moment_codes.MOST_BLOCKS) == MOST_BLOCKS
+    assert int(moment_codes.MOST_BLOCKS) == MOST_BLOCKS
     sizes = code_chunks(132)
     assert [each.size for each in sizes] == sorted(each.size for each in sizes)
     assert sizes[-1].size <= MOST_BLOCKS * CODE_BLOCK

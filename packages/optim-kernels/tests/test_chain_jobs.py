@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import NSConfig, reference
-from optim_kernels._chain_jobs import (
+from optim_kernels._newton_schulz.chain_jobs import (
     BLOCK,
     ENTRY_FIELDS,
     JOB_FIELDS,

@@ -13,10 +13,10 @@ from torch import nn
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
 
 pytest.importorskip("triton")
-from optim_kernels import _hopper_chain as chain
-from optim_kernels._chain_jobs import Ending
-from optim_kernels._normalize_kernels import Start
-from optim_kernels._product_launches import empty_matrices, has_gluon
+from optim_kernels._kernels.normalize import Start
+from optim_kernels._newton_schulz import chain
+from optim_kernels._newton_schulz.chain_jobs import Ending
+from optim_kernels._newton_schulz.product_launches import empty_matrices, has_gluon
 from optim_kernels._triton import triton
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
 
@@ -39,7 +39,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from optim_kernels._hopper_chain_kernel import chain_kernel
+from optim_kernels._hopper.chain_kernel import chain_kernel
 
 def block(rows, columns):
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)

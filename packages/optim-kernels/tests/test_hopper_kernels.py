@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from optim_kernels._hopper_kernels import product_kernel
-from optim_kernels._hopper_lone_kernel import lone_kernel
-from optim_kernels._hopper_update_kernel import update_product_kernel
-from optim_kernels._hopper_wide_kernel import wide_product_kernel
+from optim_kernels._hopper.ping_pong_kernels import product_kernel
+from optim_kernels._hopper.lone_kernel import lone_kernel
+from optim_kernels._hopper.update_kernel import update_product_kernel
+from optim_kernels._hopper.wide_kernel import wide_product_kernel
 
 def block(rows, columns):
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import optim_kernels
-from optim_kernels._tiles import (
+from optim_kernels._newton_schulz.tiles import (
     FULL_PRECISION,
     GENERAL,
     GENERAL_STAGES_ALONE,
@@ -90,7 +90,7 @@ Kind = tuple[str, str, dict[str, Any], dict[str, str], dict[str, Any]]
 
 
 def kind(kernel: str, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any) -> Kind:
-    module, name = kernel.split(".")
+    module, name = kernel.rsplit(".", 1)
     return module, name, constants, TYPES | (types or {}), options
 
 
@@ -144,7 +144,7 @@ def normalizing(kernel: str, types: dict[str, str], *, overlap: int | None = Non
     if kernel != "divisors":
         constants |= {"BLOCK_M": 32, "BLOCK_N": 256}
     options = OVERLAPPING if overlap else {}
-    return kind(f"_normalize_kernels.{kernel}_kernel", constants, {"parts": "i32"} | types, **options)
+    return kind(f"_kernels.normalize.{kernel}_kernel", constants, {"parts": "i32"} | types, **options)
 
 
 NORMALIZE = {
@@ -153,7 +153,7 @@ NORMALIZE = {
     "division": normalizing("scale", {"g": "*bf16", "x": "*fp16"}, overlap=1, ADD_EPS=False, PARTS=1024),
     "division, eps added": normalizing("scale", {"g": "*fp32", "x": "*bf16"}, overlap=0, ADD_EPS=True, PARTS=1),
     "divisors": normalizing("divisors", {}, overlap=1, ADD_EPS=False, PARTS=1024),
-    "row factors": kind("_normalize_kernels.factors_kernel", {"BLOCK": 1024}, {"a": "*fp16"}),
+    "row factors": kind("_kernels.normalize.factors_kernel", {"BLOCK": 1024}, {"a": "*fp16"}),
     "rows": normalizing("row_factors", {"x": "*fp16"}, BOTH_SIDES=False),
     "rows and columns": normalizing("row_factors", {"x": "*fp32"}, BOTH_SIDES=True),
 }
@@ -163,7 +163,7 @@ def momentum(kernel: str, *, nesterov: bool, **constants: Any) -> Kind:
     """With one or the other of everything else, too."""
     constants |= {"G_DTYPE": "bfloat16" if nesterov else "float32", "B_DTYPE": "bfloat16" if nesterov else "float32"}
     constants |= {"NESTEROV": nesterov, "MAXIMIZE": not nesterov, "ALIGNED": nesterov}
-    return kind(f"_muon_momentum_kernels.{kernel}_kernel", constants)
+    return kind(f"_kernels.muon_momentum.{kernel}_kernel", constants)
 
 
 MOMENTUM = {
@@ -176,25 +176,25 @@ MOMENTUM = {
     )
 } | {
     "strips": momentum("strips", nesterov=True, X_DTYPE="float16"),
-    "equilibration": kind("_muon_momentum_kernels.equilibrate_kernel", {"ADD_EPS": False, "BLOCK": 1024}),
+    "equilibration": kind("_kernels.muon_momentum.equilibrate_kernel", {"ADD_EPS": False, "BLOCK": 1024}),
 }
 
 
 def updating(param: str, master: int, *, cautious: bool, factors: bool, random: bool, aligned: bool) -> Kind:
     constants = {"X_DTYPE": "float16", "P_DTYPE": param, "MASTER_KIND": master, "HAS_FACTORS": factors}
     constants |= {"CAUTIOUS": cautious, "STOCHASTIC": random, "ALIGNED": aligned}
-    return kind("_muon_update_kernels.update_kernel", constants)
+    return kind("_kernels.muon_update.update_kernel", constants)
 
 
 def variance(*, renormalize: bool, moves: bool) -> Kind:
     constants = {"RENORMALIZE": renormalize, "VARIANCE": moves, "BLOCK": 1024}
-    return kind("_muon_update_kernels.variance_kernel", constants, num_warps=8)
+    return kind("_kernels.muon_update.variance_kernel", constants, num_warps=8)
 
 
 UPDATE = {
     "renormalization": variance(renormalize=True, moves=False),
     "variance": variance(renormalize=False, moves=True),
-    "step counts": kind("_muon_update_kernels.advance_kernel", {}),
+    "step counts": kind("_kernels.muon_update.advance_kernel", {}),
     "update": updating("float32", 0, cautious=True, factors=True, random=False, aligned=False),
     "update, fp32 masters": updating("bfloat16", 1, cautious=False, factors=False, random=False, aligned=True),
     "update, low halves": updating("bfloat16", 2, cautious=True, factors=False, random=False, aligned=False),
@@ -232,7 +232,7 @@ def general(tile: Tile, *, full: bool, dtype: str = "float16") -> Kind:
     block = tile.rows, tile.columns
     matrices = {"a": (tile.rows, tile.depth), "b": (tile.depth, tile.columns), "c": block if full else None, "d": block}
     sides = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-    return multiplying("_product_kernels.general_kernel", tile, dtype, matrices, full=full, **sides)
+    return multiplying("_kernels.product.general_kernel", tile, dtype, matrices, full=full, **sides)
 
 
 def of_symmetric(rows: int, columns: int, tile: Tile, *, full: bool, same: bool) -> dict[str, Block | None]:
@@ -248,7 +248,7 @@ def symmetric(tile: Tile, *, full: bool, same: bool = True, dtype: str = "float1
     if tile.joined:
         matrices = {"x": of_tile["a"], **{name: of_tile[name] for name in "cdq"}}
         return multiplying(
-            "_symmetric_kernels.joined_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
+            "_kernels.symmetric.joined_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
         )
     flags["SAME"] = same
     if tile.quartered:
@@ -256,12 +256,12 @@ def symmetric(tile: Tile, *, full: bool, same: bool = True, dtype: str = "float1
         of_half = of_symmetric(half, half, tile, full=full, same=same)
         matrices = of_tile | {f"small_{name}": block for name, block in of_half.items()}
         return multiplying(
-            "_symmetric_kernels.quartered_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
+            "_kernels.symmetric.quartered_kernel", tile, dtype, matrices, full=full, BLOCK=tile.rows, **flags
         )
     mirror = None if tile.rows == tile.columns else (tile.columns, tile.rows)
     matrices = of_tile | {"mirror": mirror, "q_mirror": mirror if full else None}
     flags |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-    return multiplying("_symmetric_kernels.symmetric_kernel", tile, dtype, matrices, full=full, **flags)
+    return multiplying("_kernels.symmetric.symmetric_kernel", tile, dtype, matrices, full=full, **flags)
 
 
 def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtype: str = "float16") -> Kind:
@@ -273,7 +273,7 @@ def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtyp
     constants |= {"CAUTIOUS": full, "ALIGNED": full, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     constants |= {"BLOCK_K": tile.depth, "PANEL": 8}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return kind("_muon_update_kernels.last_product_kernel", constants, types, **options)
+    return kind("_kernels.muon_update.last_product_kernel", constants, types, **options)
 
 
 PRODUCTS = {
@@ -329,7 +329,8 @@ def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int
 
 
 def test_no_kernel_is_left_out() -> None:
-    sources = Path(optim_kernels.__file__).parent.rglob("*.py")
+    folder = Path(optim_kernels.__file__).parent
+    sources = {".".join(path.relative_to(folder).with_suffix("").parts): path for path in folder.rglob("*.py")}
     definition = re.compile(r"^@triton\.jit.*\ndef (?!_)(\w*kernel\w*)\(", re.MULTILINE)
-    kernels = {(path.stem, name) for path in sources for name in definition.findall(path.read_text())}
+    kernels = {(module, name) for module, path in sources.items() for name in definition.findall(path.read_text())}
     assert kernels == {(module, name) for module, name, *_ in KINDS.values()}

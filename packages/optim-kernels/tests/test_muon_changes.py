@@ -339,7 +339,7 @@ def test_no_newton_schulz_step(impl: str) -> None:
 
 def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, vector = parameter(8, 12), parameter(4)
-    monkeypatch.setattr("optim_kernels._muon_entries.is_capturing", lambda device: True)
+    monkeypatch.setattr("optim_kernels._optimizers.muon_entries.is_capturing", lambda device: True)
     optimizer = muon([matrix], "torch", capturable=True)
     both = TritonMuonAdamW([{"kind": "adamw", "params": [vector]}], capturable=True)
     for each, p in ((optimizer, matrix), (both, vector)):

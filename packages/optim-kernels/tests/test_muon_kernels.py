@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_kernels import NSConfig, TritonMuon
-from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._tiles import (
+from optim_kernels._newton_schulz.tiles import (
     INTERPRETED,
     LONE,
     LONE_SMALL,
@@ -24,13 +23,14 @@ from optim_kernels._tiles import (
     symmetric_tile,
     symmetric_tiles,
 )
+from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
-from optim_kernels._iterations import normalize
-from optim_kernels._normalize_kernels import Start
-from optim_kernels._product_kernels import rectangle_tile, triangle_tile
+from optim_kernels._kernels.normalize import Start
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import tl, triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

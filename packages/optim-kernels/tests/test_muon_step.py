@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
-from optim_kernels._muon_planner import MuonPlanner
+from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -126,7 +126,7 @@ def test_who_updates_the_parameters() -> None:
 
 def launched(options: dict[str, Any], shape: tuple[int, int]) -> list[str]:
     """Which of the kernels that update parameters a step launches."""
-    from optim_kernels import _muon_update_kernels as kernels
+    from optim_kernels._kernels import muon_update as kernels
 
     names: list[str] = []
     params = parameters(shape)

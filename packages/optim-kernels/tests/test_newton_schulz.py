@@ -8,7 +8,7 @@ from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
-from optim_kernels._iterations import TorchProducts, iterate
+from optim_kernels._newton_schulz.iterations import TorchProducts, iterate
 
 # The band of result singular values for inputs with σ/‖X‖ ≥ 0.01.
 BANDS = {

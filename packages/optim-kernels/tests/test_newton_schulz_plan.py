@@ -12,10 +12,10 @@ from optim_kernels import NSConfig, newton_schulz, reference
 
 pytest.importorskip("triton")
 
-from optim_kernels._chain_jobs import jobs_of
-from optim_kernels._iterations import apply_row_factors
-from optim_kernels._newton_schulz_buffers import Buffers
-from optim_kernels._normalize_kernels import apply_row_factors as apply_row_factors_by_kernels
+from optim_kernels._kernels.normalize import apply_row_factors as apply_row_factors_by_kernels
+from optim_kernels._newton_schulz.buffers import Buffers
+from optim_kernels._newton_schulz.chain_jobs import jobs_of
+from optim_kernels._newton_schulz.iterations import apply_row_factors
 from optim_kernels.orthogonalization import _operator, _taken_apart, _values
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

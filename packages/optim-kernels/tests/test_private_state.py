@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
-from optim_kernels._adamw_step import AdamWStep
+from optim_kernels._optimizers.adamw_step import AdamWStep
 
 pytest.importorskip("triton")
 

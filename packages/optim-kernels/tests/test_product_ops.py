@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
-from optim_kernels._product_ops import _product
-from optim_kernels._tiles import Tile
+from optim_kernels._newton_schulz.product_ops import _product
+from optim_kernels._newton_schulz.tiles import Tile
 
 
 def wide(*shape: int) -> torch.Tensor:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon
-from optim_kernels._muon_groups import ns_config_of, rule_of
+from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
 
 pytest.importorskip("triton")
-from optim_kernels import _hopper_chain as hopper_chain
-from optim_kernels import _muon_table as fields
-from optim_kernels._chain_jobs import Ending
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels._newton_schulz import chain as hopper_chain
+from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels.functional import _muon_launches as launches_of_a_plan
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables, num_rectangular

@@ -5,7 +5,7 @@ import random
 from math import inf, prod
 
 from optim_redist import MultiAxisDist
-from optim_redist._multi_axis_moves import max_block_size
+from optim_redist._multi_axis.moves import max_block_size
 
 MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (4, 4), (2, 2, 2), (4, 2, 4), (2, 4, 2), (3, 2), (2, 3, 2)]
 

@@ -36,8 +36,8 @@ from optim_redist import (
     same_ownership,
     verify,
 )
-from optim_redist._collectives import Team
 from optim_redist._dtypes import check_started
+from optim_redist._running.collectives import Team
 from optim_redist.errors import UnsupportedError
 
 StridedShard = placement_types._StridedShard

@@ -9,10 +9,10 @@ import pytest
 from redist_cases import FAMILIES, Case, random_case
 
 from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, verify
-from optim_redist._borders import crossings, listed
-from optim_redist._direct import direct_phases
-from optim_redist._hierarchical import hierarchical_phases
-from optim_redist._node_volumes import node_volumes
+from optim_redist._methods.borders import crossings, listed
+from optim_redist._methods.direct import direct_phases
+from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.node_volumes import node_volumes
 from optim_redist.moves import Volumes
 from optim_redist.problem import Problem
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, example_cases, random_case
 
 from optim_redist import Cyclic, Layout, Mesh, Topology, bounds
-from optim_redist._direct import direct_phases
+from optim_redist._methods.direct import direct_phases
 from optim_redist.lower_bounds import crossing
 from optim_redist.problem import Problem
 

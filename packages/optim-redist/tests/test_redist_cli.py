@@ -293,7 +293,7 @@ def test_ascii_pictures():
 
 
 def test_every_cell_of_a_picture_names_its_owners():
-    from optim_redist._grids import grids_of
+    from optim_redist._drawing.grids import grids_of
 
     layout, shape = Layout(Mesh((2, 3)), [((1, 0), Cyclic(1)), None, None]), (7, 3, 2)
     for grid in grids_of(layout, shape):

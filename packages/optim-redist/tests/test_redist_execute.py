@@ -23,7 +23,6 @@ from optim_redist import (
     PlanMismatchError,
     Ragged,
     UnsupportedError,
-    _collectives,
     compile,
     execute,
     plan,
@@ -33,9 +32,10 @@ from optim_redist import (
     simulate,
     verify,
 )
-from optim_redist._collectives import Team
-from optim_redist._native import NativeReduction
-from optim_redist._stage_program import stage_programs
+from optim_redist._running import collectives
+from optim_redist._running.collectives import Team
+from optim_redist._running.native import NativeReduction
+from optim_redist._running.stage_program import stage_programs
 from optim_redist.execute import program_for
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
@@ -350,8 +350,8 @@ def test_integers_that_torch_does_not_add_are_refused(op: str, dtype: torch.dtyp
 def _as_beside_nccl(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # a world of cpu:gloo,cuda:nccl with tensors of the CPU, as far as this machine can have one
-        patch.setattr(_collectives, "_has_nccl", lambda group: True)
-        patch.setattr(_collectives, "device_of", lambda where: torch.device("cpu"))
+        patch.setattr(collectives, "_has_nccl", lambda group: True)
+        patch.setattr(collectives, "device_of", lambda where: torch.device("cpu"))
         mesh = Mesh(4)
         layouts = [Layout(mesh, dims) for dims in ([0, None], [None, 0], [None, None])]
         for src, dst in product(layouts, layouts):
@@ -376,7 +376,7 @@ def _on_a_device(rank: int, world: int) -> None:
     # compare plans first, which asks for the group's device
     _assert_moved(Case((6,), src, dst), full, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collectives, "device_of", None)
+        patch.setattr(collectives, "device_of", None)
         _assert_moved(Case((6,), src, dst), full, rank, device=torch.device("cpu"))
         moved = redistribute(tensor, other, [Shard(0)])
         assert rank < 2 or torch.equal(moved.to_local(), part_of(full, dst, rank))

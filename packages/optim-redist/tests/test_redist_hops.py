@@ -11,10 +11,10 @@ import pytest
 from redist_cases import Case, example_cases, random_case
 
 from optim_redist import Layout, Mesh, Topology, bounds, plan, verify
-from optim_redist._flow import Network, add_edge, saturate
-from optim_redist._forward import forward_phases
-from optim_redist._hierarchical import hierarchical_phases
-from optim_redist._relay import busiest
+from optim_redist._methods.flow import Network, add_edge, saturate
+from optim_redist._methods.forward import forward_phases
+from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.relay import busiest
 from optim_redist.lower_bounds import crossing, least_inside_groups
 from optim_redist.planners import best_relay
 from optim_redist.problem import Problem

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optim_redist import MultiAxisDist
-from optim_redist._multi_axis_moves import max_block_size, split_fits
+from optim_redist._multi_axis.moves import max_block_size, split_fits
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
 MANUAL = EXAMPLES["notebook"]["manual"]

@@ -11,7 +11,7 @@ from redist_notebook_pairs import cheapest_by_exhaustion, random_pairs
 
 import optim_redist as tc
 from optim_redist import Cost, CostModel, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_straight import StraightPath
+from optim_redist._multi_axis.straight import StraightPath
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))
 NOTEBOOK = EXAMPLES["notebook"]

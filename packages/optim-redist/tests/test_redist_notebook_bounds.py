@@ -8,12 +8,12 @@ import pytest
 from redist_notebook_pairs import cheapest_by_exhaustion, random_pairs
 
 from optim_redist import Cost, IdealLowerBoundsCM, MultiAxisDist, OptimalRedist, TextbookCM
-from optim_redist._multi_axis_codes import ACROSS, AWAY, FREE, HOME, OPEN, START, Codes
-from optim_redist._multi_axis_estimate import Estimate
-from optim_redist._multi_axis_floor import least_elements
-from optim_redist._multi_axis_moves import State, max_local_size
-from optim_redist._multi_axis_moves_left import MovesLeft
-from optim_redist._multi_axis_steps import MoveSet
+from optim_redist._multi_axis.codes import ACROSS, AWAY, FREE, HOME, OPEN, START, Codes
+from optim_redist._multi_axis.estimate import Estimate
+from optim_redist._multi_axis.floor import least_elements
+from optim_redist._multi_axis.moves import State, max_local_size
+from optim_redist._multi_axis.moves_left import MovesLeft
+from optim_redist._multi_axis.steps import MoveSet
 from optim_redist.redistributors import _Prices
 
 

@@ -31,10 +31,10 @@ from optim_redist import (
     plan,
     verify,
 )
-from optim_redist._borders import border_volumes
-from optim_redist._hierarchical import hierarchical_phases
-from optim_redist._relabel import _assign
-from optim_redist._relay import busiest, relay_phases
+from optim_redist._methods.borders import border_volumes
+from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.relabel import _assign
+from optim_redist._methods.relay import busiest, relay_phases
 from optim_redist.moves import Phase, Transfer
 from optim_redist.planners import best_relay
 from optim_redist.problem import Problem

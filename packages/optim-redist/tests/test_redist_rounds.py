@@ -24,8 +24,8 @@ from optim_redist import (
     simulate,
     verify,
 )
-from optim_redist._chunked import fullest_round, in_rounds
-from optim_redist._direct import direct_phases
+from optim_redist._methods.chunked import fullest_round, in_rounds
+from optim_redist._methods.direct import direct_phases
 from optim_redist.execute import program_for
 from optim_redist.problem import Problem
 from optim_redist.program import Program

@@ -11,8 +11,8 @@ import pytest
 from redist_cases import random_case
 
 from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, plan, same_ownership, verify
-from optim_redist._collective_search import search_collectives
-from optim_redist._collective_states import prime_factors
+from optim_redist._methods.collective_search import search_collectives
+from optim_redist._methods.collective_states import prime_factors
 from optim_redist.index_sets import elements
 
 EXAMPLES = json.loads((Path(__file__).parent / "redist_examples.json").read_text(encoding="utf-8"))

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from optim_kernels._adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
-from optim_kernels._adamw_state import (
+from optim_kernels._dtensors import whole
+from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._impl import Impl, check_impl
+from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
+from optim_kernels._optimizers.adamw_state import (
     MasterWeights,
     StateDtype,
     check_storage,
@@ -25,20 +28,17 @@ from optim_kernels._adamw_state import (
     plain_state,
     torch_state,
 )
-from optim_kernels._adamw_step import PreparedStep, TorchPart, prepared_for
-from optim_kernels._adamw_torch import step_with_torch
-from optim_kernels._dtensors import whole
-from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._group_clipping import check_clipping, clipping_of_step, norm_and_factor
-from optim_kernels._impl import Impl, check_impl
-from optim_kernels._optimizer import (
+from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepared_for
+from optim_kernels._optimizers.adamw_torch import step_with_torch
+from optim_kernels._optimizers.base import (
     check_capture,
     hooked_step,
     log_fallback,
     run_closure,
     text_table,
 )
-from optim_kernels._private_state import PrivateState
+from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList, is_capturing
 

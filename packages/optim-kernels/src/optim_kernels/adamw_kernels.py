@@ -1,11 +1,11 @@
 """One AdamW step over a list of tensors in one launch.
 
-The formula is in ``_adamw_update``, the storage formats in ``_adamw_tiles``, a program's work in ``_adamw_chunk``; here
-is which program does what. Tensors are cut into chunks, one program each (``multi_tensor.ChunkMap``): full chunks of
-aligned tensors first, then what is left over, tails and unaligned views. A program reads which tensor and elements are
-its own, and in the tensor's record addresses and everything that stays between steps; gradients and hyperparameters
-change, so they have tables of their own. A list of one tensor needs no table: ``adamw_kernel_of_one`` takes the record
-as arguments.
+The formula is in ``_kernels.adamw_update``, the storage formats in ``_kernels.adamw_tiles``, a program's work in
+``_kernels.adamw_chunk``; here is which program does what. Tensors are cut into chunks, one program each
+(``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then what is left over, tails and unaligned views. A
+program reads which tensor and elements are its own, and in the tensor's record addresses and everything that stays
+between steps; gradients and hyperparameters change, so they have tables of their own. A list of one tensor needs no
+table: ``adamw_kernel_of_one`` takes the record as arguments.
 
 Step counts live on the device. A program announces that it has read its count (``counters``); the last one to do so
 stores the next count and clears the counter. So the whole step, counts included, is one launch.
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from optim_kernels._adamw_chunk import update_chunk
-from optim_kernels._adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, Format
-from optim_kernels._adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
-from optim_kernels._chunks import read_chunk
+from optim_kernels._kernels.adamw_chunk import update_chunk
+from optim_kernels._kernels.adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, Format
+from optim_kernels._kernels.adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
+from optim_kernels._kernels.chunks import read_chunk
 from optim_kernels._triton import after_previous, before_next, tl, triton, wide
 
 __all__ = [

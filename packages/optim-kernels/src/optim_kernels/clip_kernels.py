@@ -14,7 +14,7 @@ A tensor's row in the table is ``address, numel``; what a chunk is, ``multi_tens
 
 from __future__ import annotations
 
-from optim_kernels._chunks import fields_of_chunk, read_chunk
+from optim_kernels._kernels.chunks import fields_of_chunk, read_chunk
 from optim_kernels._triton import after_previous, div_rn, fetch, narrow, tl, triton
 
 ROW_SIZE = 2

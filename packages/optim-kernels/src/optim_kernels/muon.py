@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._impl import Impl
-from optim_kernels._muon_entries import entries_of, explained_entry, placed_state
-from optim_kernels._muon_groups import (
+from optim_kernels._optimizers.base import StatefulOptimizer, check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.muon_entries import entries_of, explained_entry, placed_state
+from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
     KELLER,
     VARIANTS,
@@ -27,8 +28,7 @@ from optim_kernels._muon_groups import (
     variant_options,
     view_of,
 )
-from optim_kernels._muon_planner import MuonPlanner, why_not_grouped
-from optim_kernels._optimizer import StatefulOptimizer, check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
 

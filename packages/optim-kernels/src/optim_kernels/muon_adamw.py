@@ -14,16 +14,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels import _nanochat_checkpoints as nanochat
-from optim_kernels._adamw_step import PreparedStep, TorchPart, prepared_for
 from optim_kernels._dtensors import local, whole
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._impl import Impl, check_impl, why_not_triton
-from optim_kernels._muon_entries import check_state_in_capture
-from optim_kernels._muon_groups import variant_options
-from optim_kernels._muon_planner import MuonPlanner
-from optim_kernels._optimizer import check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers import nanochat_checkpoints as nanochat
+from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepared_for
+from optim_kernels._optimizers.base import check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.muon_entries import check_state_in_capture
+from optim_kernels._optimizers.muon_groups import variant_options
+from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import TensorList, is_dense
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of

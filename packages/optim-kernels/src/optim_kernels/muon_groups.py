@@ -4,8 +4,8 @@ A group is torch's dict of hyperparameters. A `MuonPlanner` steps groups with `M
 the kernels run.
 """
 
-from optim_kernels._muon_entries import MuonEntry, init_state
-from optim_kernels._muon_groups import (
+from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
+from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
     check_group,
     check_param,
@@ -14,7 +14,7 @@ from optim_kernels._muon_groups import (
     variant_options,
     view_of,
 )
-from optim_kernels._muon_planner import MuonPlanner
+from optim_kernels._optimizers.muon_planner import MuonPlanner
 
 __all__ = [
     "DEFAULTS",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from optim_kernels._product_launches import (
+from optim_kernels._newton_schulz.product_launches import (
     ALIGNMENT,
     TritonProducts,
     as_batch,
@@ -22,7 +22,7 @@ from optim_kernels._product_launches import (
     portable_tile,
     symmetric_product,
 )
-from optim_kernels._product_ops import gram, matmul_add, symmetric_matmul
+from optim_kernels._newton_schulz.product_ops import gram, matmul_add, symmetric_matmul
 from optim_kernels.orthogonalization import newton_schulz
 
 __all__ = [

@@ -2,8 +2,8 @@
 
     X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
-`_ns_config` says what can be chosen, `_iterations` how it is computed; on CUDA `_newton_schulz_plan` runs it. One step
-X' = aX + SX, S = bA + cA², has the derivative, given dX',
+What can be chosen is said in `_newton_schulz.config`, how it is computed in `_newton_schulz.iterations`; on CUDA
+`_newton_schulz.plan` runs it. One step X' = aX + SX, S = bA + cA², has the derivative, given dX',
 
     D = dX' Xᵀ,  E = D + Dᵀ,  F = bE + c(EA + AE),  dX = a dX' + S dX' + F X
 
@@ -25,10 +25,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from optim_kernels._coefficients import COEFFICIENTS
 from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
-from optim_kernels._iterations import TorchProducts, iterate, normalize, without_autocast
-from optim_kernels._ns_config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, hashable
+from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
+from optim_kernels._newton_schulz.config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, hashable
+from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 __all__ = [
@@ -214,9 +214,9 @@ def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
 def _gains_by_batches(x: Tensor, values: Values, impl: Impl) -> bool:
     if torch.compiler.is_compiling() or x.ndim < 2 or not _takes_triton(x, _config(*values), impl):
         return False
-    from optim_kernels import _newton_schulz_plan
+    from optim_kernels._newton_schulz import plan
 
-    return _newton_schulz_plan.is_small(x.shape, _config(*values))
+    return plan.is_small(x.shape, _config(*values))
 
 
 # What computes matrices of a kind (shape, strides, dtype, device, alignment, options), the latest last.
@@ -244,9 +244,9 @@ def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
 
 def _plan_for(x: Tensor, config: NSConfig, impl: Impl) -> Callable[[Tensor], Tensor]:
     if _takes_triton(x, config, impl):
-        from optim_kernels import _newton_schulz_plan
+        from optim_kernels._newton_schulz import plan
 
-        return _newton_schulz_plan.plan_for(x, config)
+        return plan.plan_for(x, config)
     return partial(_by_torch, config=config)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from optim_redist import _collectives
 from optim_redist._progress import progress
+from optim_redist._running import collectives
 from optim_redist.calibration import slowest_seconds
 from optim_redist.cost import CommModel
 from optim_redist.dtensor import mesh_from, to_placements
@@ -95,7 +95,7 @@ def measure(
 ) -> list[Row]:
     """All rows on the world's ranks: the moves of one axis, and those of two on 2 × (ranks / 2) if that is a mesh."""
     world = dist.get_world_size()
-    device = _collectives.device_of(dist.group.WORLD)
+    device = collectives.device_of(dist.group.WORLD)
     meshes: list[tuple[tuple[int, ...], list[tuple[str, str]]]] = [((world,), FLAT_MOVES)]
     if world >= 4 and world % 2 == 0:
         meshes.append(((2, world // 2), GRID_MOVES))

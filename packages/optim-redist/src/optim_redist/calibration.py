@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_redist import _collectives
 from optim_redist._progress import progress
+from optim_redist._running import collectives
 from optim_redist.cost import CommModel, Topology, interpolate, monotone
 from optim_redist.errors import UnsupportedError
 
@@ -57,13 +57,13 @@ def calibrate(
         sizes: bytes of the buffer on each rank; those that do not fit into a quarter of the free memory are left out.
         seconds: about how long it may take.
     """
-    if not _collectives.is_initialized():
+    if not collectives.is_initialized():
         raise UnsupportedError("calibrate measures a running group; call torch.distributed.init_process_group first")
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
     if dist.get_world_size(whole) < 2:
         raise UnsupportedError("calibrate measures exchanges between ranks; the group has only one")
-    device = _collectives.device_of(whole)
+    device = collectives.device_of(whole)
     kinds = {"all": whole, **({} if mesh is None else _axis_groups(mesh))}
     tasks = [
         (kind, members, op, size)

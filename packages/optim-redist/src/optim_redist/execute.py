@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_redist import _collectives
 from optim_redist._recent import Recent
-from optim_redist._stage_program import StageProgram, slots
-from optim_redist._views import resolved
+from optim_redist._running import collectives
+from optim_redist._running.stage_program import StageProgram, slots
+from optim_redist._running.views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
@@ -91,8 +91,8 @@ def redistribute_local(
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
     """The plan compiled on this rank, once for every process group."""
-    world = _collectives.world()
-    key = (id(made), _collectives.my_rank(), id(group))
+    world = collectives.world()
+    key = (id(made), collectives.my_rank(), id(group))
     known = _programs.find(key)
     if known is not None and known[0] is world and known[1].plan is made:
         return known[1]

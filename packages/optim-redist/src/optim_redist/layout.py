@@ -211,7 +211,7 @@ class Layout:
 
     def to_multi_axis(self, shape: Sequence[int] | None = None) -> MultiAxisDist:
         """The notebook's notation of this layout; ``shape`` is needed for all kinds but ``Cyclic``."""
-        from optim_redist._multi_axis_layout import from_layout
+        from optim_redist._multi_axis.layout import from_layout
 
         return from_layout(self, shape)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_redist import _collectives
-from optim_redist._collectives import Team, Waitable
-from optim_redist._rank_program import Message
 from optim_redist._recent import Recent
-from optim_redist._stage_program import StageProgram, stage_programs
-from optim_redist._views import Copy, copy_together, resolved
+from optim_redist._running import collectives
+from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.rank_program import Message
+from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.views import Copy, copy_together, resolved
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.layout import Layout
@@ -92,7 +92,7 @@ class ManyProgram:
 
     def __init__(self, plans: Sequence[Plan], bucket_bytes: int, group: ProcessGroup | None) -> None:
         self.plans = list(plans)
-        self.rank = _collectives.my_rank()
+        self.rank = collectives.my_rank()
         self.team: Team | None = None
         members: tuple[int, ...] = ()
         if any(made.communicates for made in plans):
@@ -117,7 +117,7 @@ class ManyProgram:
         self, tensors: list[Tensor | None], async_op: bool
     ) -> Generator[Waitable | None, None, list[Tensor | None]]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
-        device = next((t.device for t in tensors if t is not None), _collectives.device_of(self.team))
+        device = next((t.device for t in tensors if t is not None), collectives.device_of(self.team))
         self._compare()
         tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
@@ -240,8 +240,8 @@ def redistribute_many(
     if not chosen:
         return {} if isinstance(items, Mapping) else []
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
-    key = (tuple(map(id, plans)), bucket_bytes, id(group), _collectives.my_rank())
-    world = _collectives.world()
+    key = (tuple(map(id, plans)), bucket_bytes, id(group), collectives.my_rank())
+    world = collectives.world()
     known = _programs.find(key)
     if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
         known = (world, ManyProgram(plans, bucket_bytes, group))

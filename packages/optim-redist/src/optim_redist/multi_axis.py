@@ -17,7 +17,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
-from optim_redist._multi_axis_moves import (
+from optim_redist._multi_axis.moves import (
     UNSPLIT,
     Axes,
     State,
@@ -28,7 +28,7 @@ from optim_redist._multi_axis_moves import (
     split_fits,
     swap_axes,
 )
-from optim_redist._multi_axis_steps import MoveSet
+from optim_redist._multi_axis.steps import MoveSet
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -378,7 +378,7 @@ class MultiAxisDist:
 
     def apply(self, shape: Sequence[int], op_name: str, target: MultiAxisDist | None = None) -> Outcome:
         """Replay an operation by its printed name; ``split_*`` and ``exchange_*`` need to be told their ``target``."""
-        from optim_redist._multi_axis_names import replay
+        from optim_redist._multi_axis.names import replay
 
         return replay(self, shape, op_name, target)
 
@@ -394,6 +394,6 @@ class MultiAxisDist:
 
     def to_layout(self) -> Layout:
         """The same distribution as a general layout: every split dimension cyclic in its blocks."""
-        from optim_redist._multi_axis_layout import to_layout
+        from optim_redist._multi_axis.layout import to_layout
 
         return to_layout(self)

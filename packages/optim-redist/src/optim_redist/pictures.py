@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from optim_redist._grids import Grid, grids_of, label, span
+from optim_redist._drawing.grids import Grid, grids_of, label, span
 from optim_redist.errors import LayoutError, RedistError
 from optim_redist.plan_text import align, traffic
 from optim_redist.units import format_bytes
@@ -37,13 +37,13 @@ def layout_picture(
     if fmt == "ascii":
         return "\n\n".join(_grid_text(grid) for grid in grids)
     if fmt == "svg":
-        from optim_redist._svg import Drawing
+        from optim_redist._drawing.svg import Drawing
 
         drawing = Drawing()
         for grid in grids:
             drawing.grid(grid, 0, drawing.height)
         return drawing.finish()
-    from optim_redist._figures import draw_grid, figure_of
+    from optim_redist._drawing.figures import draw_grid, figure_of
 
     figure = figure_of(9, 3.2)
     axes = figure.subplots(1, len(grids), squeeze=False)[0]
@@ -60,11 +60,11 @@ def plan_picture(plan: Plan, fmt: PictureFormat = "ascii") -> Any:
     layouts += [(f"after {stage.op}", stage.dst) for stage in plan.stages[:-1]]
     layouts.append(("target", plan.dst))
     if fmt == "svg":
-        from optim_redist._svg import plan_drawing
+        from optim_redist._drawing.svg import plan_drawing
 
         return plan_drawing(plan, layouts, ranks)
     if fmt == "matplotlib":
-        from optim_redist._figures import plan_figure
+        from optim_redist._drawing.figures import plan_figure
 
         return plan_figure(plan, layouts, ranks)
     parts = [part for title, layout in layouts for part in (f"{title} {layout}", layout_picture(layout, plan.shape))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from optim_redist._notebook import notebook_charges
+from optim_redist._multi_axis.notebook import notebook_charges
 from optim_redist.lower_bounds import Bounds, Cut, least_inside_groups
 from optim_redist.planners import UNSEARCHED, best_relay
 from optim_redist.problem import Problem

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from optim_redist._borders import listed
-from optim_redist._candidates import from_layouts, from_phases, from_ways, one_exchange, step_of, whole_phases
-from optim_redist._collective_search import search_collectives
 from optim_redist._inside import Inside
-from optim_redist._notebook import notebook_layouts
-from optim_redist._packed import packed_peak
-from optim_redist._reduce_inside import ways_to_reduce
-from optim_redist._scatter import scattered
+from optim_redist._methods.borders import listed
+from optim_redist._methods.candidates import from_layouts, from_phases, from_ways, one_exchange, step_of, whole_phases
+from optim_redist._methods.collective_search import search_collectives
+from optim_redist._methods.packed import packed_peak
+from optim_redist._methods.reduce_inside import ways_to_reduce
+from optim_redist._methods.scatter import scattered
+from optim_redist._multi_axis.notebook import notebook_layouts
 from optim_redist.cost import CommModel
 from optim_redist.errors import NotRepresentableError, RedistError
 from optim_redist.layout import Layout

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optim_redist._candidates import phases_of
 from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates, grid_points, int_tuple
+from optim_redist._methods.candidates import phases_of
+from optim_redist._methods.relabel import relabelled
 from optim_redist._recent import Recent
-from optim_redist._relabel import relabelled
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_redist import _collectives
-from optim_redist._collectives import Team, Waitable
-from optim_redist._native import NativeReduction
-from optim_redist._packed import packed_peak
-from optim_redist._rank_program import RankPhase
-from optim_redist._stage_program import StageProgram, stage_programs
-from optim_redist._views import resolved
+from optim_redist._methods.packed import packed_peak
+from optim_redist._running import collectives
+from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.native import NativeReduction
+from optim_redist._running.rank_program import RankPhase
+from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.views import resolved
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
@@ -131,7 +131,7 @@ class Program:
             if not copy:
                 return x[self._kept]
         given = x if x is not None else out
-        device = given.device if given is not None else device or _collectives.device_of(self.team)
+        device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()
         if async_op:
             return Handle(self._run(x, out, device))
@@ -320,7 +320,7 @@ def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
         plan: the same on every rank; the first run makes sure.
         group: who takes part, all of its ranks; by default the layouts' ranks.
     """
-    rank = _collectives.my_rank()
+    rank = collectives.my_rank()
     if not plan.communicates:
         return Program(plan, rank, None)
     team = Team.of({*plan.src.mesh.ranks, *plan.dst.mesh.ranks}, group)

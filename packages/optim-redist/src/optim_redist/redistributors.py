@@ -14,8 +14,8 @@ from functools import reduce
 from math import inf
 from operator import add
 
-from optim_redist._multi_axis_moves import Move, max_local_size
-from optim_redist._multi_axis_search import cheapest_moves
+from optim_redist._multi_axis.moves import Move, max_local_size
+from optim_redist._multi_axis.search import cheapest_moves
 from optim_redist.collective_costs import Cost, CostModel, Formula
 from optim_redist.multi_axis import MultiAxisDist
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optim_redist._packed import packed_peak
+from optim_redist._methods.packed import packed_peak
 from optim_redist.boxes import Box, intersect_boxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size

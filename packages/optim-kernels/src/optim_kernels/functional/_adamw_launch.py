@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # fp64 numbers that the kernels keep for a step count (``adamw_kernels.MEMOS_SIZE``)
 MEMOS_SIZE = 16
-# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_moment_codes.MOST_BLOCKS``)
+# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_kernels.moment_codes.MOST_BLOCKS``)
 MOST_BLOCKS = 32
 
 

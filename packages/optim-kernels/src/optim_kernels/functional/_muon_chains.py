@@ -1,4 +1,4 @@
-"""Newton–Schulz inside a Muon step in one launch: what `_hopper_chain` does, on the buffers of a plan."""
+"""Newton–Schulz inside a Muon step in one launch: what `_newton_schulz.chain` does, on the buffers of a plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._chain_jobs import Ending, Members, jobs_of
-from optim_kernels._hopper_chain import Chain, ChainLaunch
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._tiles import cdiv
+from optim_kernels._newton_schulz.chain import Chain, ChainLaunch
+from optim_kernels._newton_schulz.chain_jobs import Ending, Members, jobs_of
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables
 
 

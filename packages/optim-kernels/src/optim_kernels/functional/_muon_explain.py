@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._product_launches import choose_tile
-from optim_kernels._tiles import PING_PONG, Tile, general_tile, symmetric_tile
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.product_launches import choose_tile
+from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
 from optim_kernels.functional._muon_tables import Batch, Family
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from optim_kernels import _muon_momentum_kernels as front
-from optim_kernels import _muon_table as fields
-from optim_kernels import _muon_update_kernels as back
-from optim_kernels._chain_jobs import Ending
 from optim_kernels._impl import is_interpreted
-from optim_kernels._iterations import iterate
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._tiles import PING_PONG, cdiv
+from optim_kernels._kernels import muon_momentum as front
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels._kernels import muon_update as back
+from optim_kernels._newton_schulz.chain_jobs import Ending
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.iterations import iterate
+from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES
 from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_matrices import MuonTensors
@@ -44,7 +44,7 @@ class StepOptions:
     """What a step computes, and the dtypes of its tensors.
 
     Args:
-        state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_muon_tiles`).
+        state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`).
     """
 
     rule: MuonRule
@@ -101,7 +101,7 @@ class Launches:
     """Everything a step launches, on the tables of a plan.
 
     Attributes:
-        gradients_are_aligned: whether the gradients in the tables keep the promise of ALIGNED (`_muon_tiles`).
+        gradients_are_aligned: whether the gradients in the tables keep the promise of ALIGNED (`_kernels.muon_tiles`).
     """
 
     gradients_are_aligned = False
@@ -274,8 +274,8 @@ class Launches:
 
     def _ping_pong_update(self, last: LastProduct) -> None:
         """The last product of a large batch on Hopper, and the update of its parameters."""
-        from optim_kernels._hopper_ring import descriptor
-        from optim_kernels._hopper_update_kernel import update_product_kernel
+        from optim_kernels._hopper.ring import descriptor
+        from optim_kernels._hopper.update_kernel import update_product_kernel
 
         t, tile = self._tables, PING_PONG
         count, m, n = last.x.shape

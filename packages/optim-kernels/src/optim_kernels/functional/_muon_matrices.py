@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels import _muon_table as fields
 from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._tiles import cdiv
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels.reference.muon import MuonRule, lr_scale
 from optim_utils.param_groups import MatrixView
 
@@ -141,7 +141,7 @@ def matrices_of(parameter: int, tensors: MuonTensors, rule: MuonRule) -> list[Ma
 
 
 def is_aligned(matrix: Matrix, *tensors: Tensor | None) -> bool:
-    """Whether the matrix keeps the promise of ALIGNED (`_muon_tiles`) in each of the tensors."""
+    """Whether the matrix keeps the promise of ALIGNED (`_kernels.muon_tiles`) in each of the tensors."""
     there = [tensor for tensor in tensors if tensor is not None]
     sizes = (matrix.stride, matrix.outer, matrix.inner, matrix.offset)
     return all(address_of(t, matrix.offset) % 16 == 0 for t in there) and all(size % 8 == 0 for size in sizes)

@@ -1,6 +1,6 @@
 """Newton–Schulz's products inside a Muon step: the first ones bring X to norm 1, the last one is left to the update.
 
-X arrives as υU (`_muon_momentum_kernels`), and U/N = σ·υU. With S formed from A = σ²·(υU)(υU)ᵀ the first rectangular
+X arrives as υU (`_kernels.muon_momentum`), and U/N = σ·υU. With S formed from A = σ²·(υU)(υU)ᵀ the first rectangular
 product becomes σ(aX + SX), in the Gram iteration σQX: the same iteration of U/N, without a pass to divide.
 """
 
@@ -11,8 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._product_launches import TritonProducts, empty_matrices, general_product, symmetric_product
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.product_launches import (
+    TritonProducts,
+    empty_matrices,
+    general_product,
+    symmetric_product,
+)
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
 
 

@@ -2,7 +2,7 @@
 
 Matrices are numbered so that those of one shape are neighbours, a batch, and batches that share a short side and an
 iteration are too, a family. Where all batches of one short side are orthogonalised in one launch, they are a chain
-whatever their iterations, and their X is cut into panels (`_hopper_chain_kernel`).
+whatever their iterations, and their X is cut into panels (`_hopper.chain_kernel`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels import _muon_table as fields
-from optim_kernels._hopper_chain import takes_step_chain
 from optim_kernels._impl import is_interpreted
-from optim_kernels._ns_config import NSConfig
-from optim_kernels._product_launches import has_gluon
-from optim_kernels._tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels._newton_schulz.chain import takes_step_chain
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.product_launches import has_gluon
+from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
@@ -147,7 +147,7 @@ def _last_tile(x: Tensor) -> Tile:
 
 
 def takes_ping_pong(x: Tensor) -> bool:
-    """Whether the last product that makes ``x [count, m, n]`` runs on the schedule of `_hopper_kernels`."""
+    """Whether the last product that makes ``x [count, m, n]`` runs on the schedule of `_hopper.ping_pong_kernels`."""
     if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
         return False
     count, m, n = x.shape
@@ -167,7 +167,7 @@ def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
 
 
 class MuonTables:
-    """Device tensors of a plan over ordered ``matrices``; see `_muon_table` for the columns."""
+    """Device tensors of a plan over ordered ``matrices``; see `_kernels.muon_table` for the columns."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ one for each product of a family, and of a batch for the last one with its updat
 
 With row equilibration the front is  strips → equilibrate.  Where an update needs all of O first (NorMuon,
 renormalisation) the last product leaves sums of squares, and  variance → update  follow; stochastic rounding has
-advance → update  behind the products (`_muon_momentum_kernels` and `_muon_update_kernels` say what each does).
+advance → update  behind the products (`_kernels.muon_momentum` and `_kernels.muon_update` say what each does).
 
 Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
 compiles, the sequence is recorded as a CUDA graph and replayed; hyperparameters and gradient addresses live in device
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels import _muon_table as fields
-from optim_kernels._ns_config import NSConfig
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.functional._muon_explain import tiles_in_chain, tiles_of
 from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (

@@ -1,0 +1,1 @@
+"""Products of Newton–Schulz for Hopper, in Gluon: device code alone, launched from ``_newton_schulz``."""

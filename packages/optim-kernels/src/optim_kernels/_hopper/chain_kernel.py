@@ -1,0 +1,242 @@
+"""All products of a Newton–Schulz iteration on many matrices in one launch, for Hopper in Gluon.
+
+The products of one matrix depend on each other, those of different matrices do not. So tiles of all products are put
+into one list (`_newton_schulz.chain_jobs`), in an order in which whatever a tile reads comes before it, and
+the programs take them from there one by one:
+
+    scout          draws the next tile from a counter, waits until `done` of its matrix says that what it reads is
+                   there, and posts it (`mail`)
+    producer       copies the operands of posted tiles, as in `ping_pong_kernels`
+    consumer 0, 1  multiply in turn, as there, and put results into a buffer (`chain_tiles`)
+    porter 0, 1    call for C, into that buffer; store what a consumer puts there; and when a tile is in memory add 1 to
+                   the matrix's `done`
+
+The scout is up to two tiles ahead, so nobody waits for its three round trips to memory.
+
+No launch waits for the last tile of the one before it. It cannot deadlock, however many of its programs the chip
+holds: of all unfinished tiles the first was drawn by a program that runs, that has finished every tile it drew before,
+and that waits for none.
+
+Matrices share their short side. X is [matrices, m, n], or where they differ in length [panels, m, BLOCK]: each matrix
+in as many panels of BLOCK columns as it has, whose last columns may be left over.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from optim_kernels._hopper.chain_panels import load_x
+from optim_kernels._hopper.chain_porter import carry
+from optim_kernels._hopper.chain_tiles import (
+    FULL,
+    GRAM,
+    RECTANGLE,
+    SQUARE,
+    diagonal_tile,
+    place_in_job,
+    rectangular_tile,
+    square_tile,
+)
+from optim_kernels._hopper.mail import allocate_mail, fence_proxies, post, read_done, receive
+from optim_kernels._hopper.ring import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    as_blocks,
+    barriers,
+    blocks_of,
+    load,
+)
+from optim_kernels._hopper.turns import BLOCK
+from optim_kernels._newton_schulz import chain_jobs as chain
+
+ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
+# Of a job's numbers, those that only the scout needs.
+KIND, NEEDED, A, B, LENGTH = (gl.constexpr(field) for field in range(8, 13))
+IS_WHOLE = gl.constexpr(15)
+
+
+@gluon.jit
+def _scout(mail, schedule, flags: gl.constexpr):
+    DEPTH: gl.constexpr = flags[0]
+    entries, jobs, matrices, state, counter, total = schedule
+    next_tile = state + counter
+    step = 0
+    number = 0
+    tile = gl.atomic_add(next_tile, 1, sem="relaxed")
+    while tile < total:
+        entry = entries + tile * ENTRY_FIELDS
+        job, matrix, row, column = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        numbers = jobs + job * JOB_FIELDS
+        kind = place_in_job(numbers, KIND)
+        x, squares = gl.load(matrices + 2 * matrix), gl.load(matrices + 2 * matrix + 1)
+        # square operands are numbered over all matrices, the others are buffers of X
+        a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
+        b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
+        K = place_in_job(numbers, LENGTH)
+        # as far as A is there as it is; from then on it is read in its mirror image
+        is_whole = (kind == GRAM) | (place_in_job(numbers, IS_WHOLE) != 0)
+        of_a = gl.where(is_whole, K, gl.minimum(row + BLOCK, K))
+        needed = place_in_job(numbers, NEEDED)
+        while read_done(state + matrix) < needed:
+            pass
+        post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K, of_a))
+        step += gl.cdiv(K, DEPTH)
+        number += 1
+        tile = gl.atomic_add(next_tile, 1, sem="relaxed")
+    for last in gl.static_range(2):
+        post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
+    DEPTH: gl.constexpr = flags[0]
+    STAGES: gl.constexpr = flags[1]
+    PANELS: gl.constexpr = flags[2]
+    square_desc, mirror_desc, gram_descs, right_descs = operands
+    blocks, ready, empty = ring
+    # blocks of a mirror image, and of X on the right: [K, rows] and [K, columns], not [rows, K] and [columns, K]
+    upright = as_blocks(blocks, mirror_desc, 2 * STAGES)
+    number = 0
+    job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
+    while job >= 0:
+        fence_proxies(job)
+        # A is B
+        is_single = (kind < RECTANGLE) & (row == column) & (a == b)
+        for k in range(0, K, DEPTH):
+            slot = step % STAGES
+            full = ready.index(slot)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            if is_single:
+                mbarrier.expect(full, square_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(full, 2 * square_desc.block_type.nbytes)
+            if kind == GRAM:
+                load_x(gram_descs, a, x, row, k, full, blocks.index(slot), PANELS)
+                if not is_single:
+                    load_x(gram_descs, a, x, column, k, full, blocks.index(slot + STAGES), PANELS)
+            else:
+                if k < of_a:
+                    load(square_desc, [a, row, k], full, blocks.index(slot))
+                else:
+                    load(mirror_desc, [a, k, row], full, upright.index(slot))
+                if kind == RECTANGLE:
+                    load_x(right_descs, b, x, k, column, full, upright.index(slot + STAGES), PANELS)
+                elif not is_single:
+                    if k < column + BLOCK:
+                        load(square_desc, [b, column, k], full, blocks.index(slot + STAGES))
+                    else:
+                        load(mirror_desc, [b, k, column], full, upright.index(slot + STAGES))
+            step += 1
+        number += 1
+        job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
+
+
+@gluon.jit
+def _consume(
+    ME: gl.constexpr,
+    results,
+    ring,
+    buffers,
+    page,
+    turn,
+    mail,
+    schedule,
+    scales,
+    diagonals,
+    addresses,
+    flags: gl.constexpr,
+    update: gl.constexpr,
+):
+    STAGES: gl.constexpr = flags[1]
+    square_desc, mirror_desc, _x_descs = results
+    c_ready, filled, free = page
+    _entries, jobs, _matrices, _state, _counter, _total = schedule
+    blocks, ready, empty = ring
+    mine = (buffers.index(ME), c_ready.index(ME), filled.index(ME), free.index(ME))
+    shared = ((blocks, as_blocks(blocks, mirror_desc, 2 * STAGES), ready, empty), turn, mine)
+    dtype: gl.constexpr = square_desc.dtype
+    turns = 0
+    loads = 0
+    fills = 0
+    job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, ME, 4)
+    while job >= 0:
+        numbers = jobs + job * JOB_FIELDS
+        of_tile = (numbers, matrix, row, column, step, turns, loads, fills, K, of_a)
+        if kind == RECTANGLE:
+            loads, fills = rectangular_tile(ME, of_tile, diagonals, shared, scales, addresses, flags, update)
+        elif (row == column) & (kind != FULL):
+            loads, fills = diagonal_tile(ME, of_tile, kind, a == b, shared, scales, dtype, flags)
+        else:
+            loads, fills = square_tile(ME, of_tile, kind, diagonals, shared, scales, dtype, flags)
+        turns += 1
+        job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, 2 * turns + ME, 4)
+
+
+# the second row of scales is aligned or not, which would compile everything twice
+@gluon.jit(do_not_specialize=["scales", "squared_scales", "side", "counter", "total"])
+def chain_kernel(
+    square_load,
+    right_load_square,
+    gram_load_0,
+    gram_load_1,
+    gram_load_2,
+    right_load_0,
+    right_load_1,
+    right_load_2,
+    square_tile,
+    rectangle_tile_0,
+    rectangle_tile_1,
+    rectangle_tile_2,
+    entries,
+    jobs,
+    matrices,
+    scales,
+    squared_scales,
+    diagonals,
+    state,
+    addresses,
+    side,
+    counter,
+    total,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    PANELS: gl.constexpr,
+    ENDING: gl.constexpr,
+    P_DTYPE: gl.constexpr,
+    MASTER_KIND: gl.constexpr,
+    CAUTIOUS: gl.constexpr,
+):
+    """All jobs of matrices that share their short side.
+
+    ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next tile. ``diagonals``:
+    ``side`` numbers for each matrix.
+    """
+    # slots of A, then slots of B
+    blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
+    buffers = blocks_of(square_tile, 2)
+    # of each consumer: C is there, its buffer is filled, the buffer is free again; it may multiply
+    page, turn = (barriers(2), barriers(2), barriers(2)), barriers(2)
+    mail = allocate_mail()
+    fence_async_shared()
+    ring = (blocks, ready, empty)
+    schedule = (entries, jobs, matrices, state, counter, total)
+    grams, rights = (gram_load_0, gram_load_1, gram_load_2), (right_load_0, right_load_1, right_load_2)
+    results = (square_tile, right_load_square, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2))
+    both = (scales, squared_scales)
+    apart = (diagonals, side)
+    flags: gl.constexpr = (DEPTH, STAGES, PANELS, ENDING)
+    update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
+    gl.warp_specialize(
+        [
+            (_consume, (0, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
+            (_consume, (1, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
+            (_produce, ((square_load, right_load_square, grams, rights), ring, mail, schedule, flags)),
+            (_scout, (mail, schedule, flags)),
+            (carry, (0, results, buffers, page, mail, schedule, addresses, flags, update)),
+            (carry, (1, results, buffers, page, mail, schedule, addresses, flags, update)),
+        ],
+        [4, 1, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )

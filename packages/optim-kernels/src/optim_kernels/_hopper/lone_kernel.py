@@ -1,0 +1,286 @@
+"""Products of Newton–Schulz for Hopper in Gluon, one tile a program: for those that fill the chip at most once.
+
+    D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles of TALL×TALL blocks on and below the diagonal, mirrored
+    D = s (α A B + β C)                    otherwise, in tiles of TALL × 2 TALL blocks
+
+A block is 64×64, TALL is 1 or 2. A program has a multiprocessor to itself: a producer copies A and B for each step
+along K into a ring in shared memory, and TALL consumers multiply 64 rows each (`lone_tiles`). Nothing hides the
+end of a tile, so what can be is done before it: C comes as one more step of the ring, results leave from slots that
+have been read, and buffers of their own do not take room from the ring. With OVERLAP the next launch's programs wait
+for a multiprocessor that is free, not for the last one: two never share it, as the ring takes more than half of its
+memory. EARLY, where only the scale comes from the launch before, they even multiply before that is there.
+
+In tiles on the diagonal some are idle, and where every tile counts (BANDED, of A Aᵀ alone) they are put together:
+
+    TALL 1    two tiles to a program, which reads as much for them as for one below the diagonal
+    TALL 2    consumer 1 computes the lower half [64, 128] of a tile and consumer 0 the upper left quarter, which leaves
+              it half idle: so four tiles go to three programs, each of which computes one of them, and a quarter of the
+              fourth
+
+T = 16 blocks a side are 128 or 132 programs then, in place of 136, and an H100 has 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, lower_half, wait_for_previous, whole_tile
+from optim_kernels._hopper.ring import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    blocks_of,
+    descriptor,
+    load,
+)
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.tiles import Tile
+
+# Registers of a thread before the producer's go to the consumer, where TALL is 1: without a limit the compiler asks for
+# more of them than a thread may have.
+_REGISTERS = 168
+
+
+@gluon.jit
+def _let_next_start(token):
+    """The next launch's programs may come to the device as soon as there is room."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _place(schedule, flags: gl.constexpr):
+    """The matrix; the tile's first row and column; which quarter of another tile comes with it, its row and column."""
+    SYMMETRIC: gl.constexpr = flags[0]
+    BANDED: gl.constexpr = flags[5]
+    GROUP: gl.constexpr = flags[6]
+    TALL: gl.constexpr = flags[8]
+    programs, T, columns, _K = schedule
+    pid = gl.program_id(0)
+    inside = pid % programs
+    # upper left, lower left or lower right; a tile of one block has the first alone
+    quarter = 0
+    other = 0
+    if SYMMETRIC:
+        if BANDED:
+            # tiles below the diagonal, then those on it
+            i, j = triangle_tile(inside, T - 1, GROUP)
+            i += 1
+            rest = inside - T * (T - 1) // 2
+            if rest >= 0:
+                if TALL == 1:
+                    i = 2 * rest
+                    other = i + 1
+                else:
+                    quarter = rest % 3
+                    i = rest // 3 * 4 + quarter
+                    other = rest // 3 * 4 + 3
+                j = i
+        else:
+            i, j = triangle_tile(inside, T, GROUP)
+        j *= TALL * SIDE
+    else:
+        i, j = rectangle_tile(inside, T, columns, GROUP)
+        j *= 2 * TALL * SIDE
+    other *= TALL * SIDE
+    return pid // programs, i * TALL * SIDE, j, quarter, other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
+
+
+@gluon.jit
+def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, first):
+    """Call for NUM blocks, below one another or side by side."""
+    batch, row, column = where
+    for i in gl.static_range(NUM):
+        if DOWN:
+            load(desc, [batch, row + i * SIDE, column], ready, blocks.index(first + i))
+        else:
+            load(desc, [batch, row, column + i * SIDE], ready, blocks.index(first + i))
+
+
+@gluon.jit
+def _produce(descs, ring, schedule, flags: gl.constexpr):
+    SYMMETRIC: gl.constexpr = flags[0]
+    SAME: gl.constexpr = flags[1]
+    BANDED: gl.constexpr = flags[5]
+    STAGES: gl.constexpr = flags[7]
+    TALL: gl.constexpr = flags[8]
+    OVERLAP: gl.constexpr = flags[9]
+    EARLY: gl.constexpr = flags[10]
+    # a step has two blocks of A
+    DEEP: gl.constexpr = 2 // TALL
+    a_desc, b_desc = descs[0], descs[1]
+    a_blocks, b_blocks, all_ready, _empty = ring
+    SIZE: gl.constexpr = a_desc.block_type.nbytes
+    K = schedule[3]
+    batch, row, column, quarter, other_row, other_column = _place(schedule, flags)
+    if OVERLAP and not EARLY:
+        wait_for_previous(K)
+    step = 0
+    for first in range(0, K, DEEP * SIDE):
+        slot = step % STAGES
+        ready = all_ready.index(slot)
+        await_free(ring, step, STAGES)
+        if not SYMMETRIC:
+            mbarrier.expect(ready, 6 * SIZE)
+        elif not SAME or row != column:
+            mbarrier.expect(ready, 4 * SIZE)
+        elif not BANDED:
+            mbarrier.expect(ready, 2 * SIZE)
+        elif quarter == 1 or TALL == 1:
+            mbarrier.expect(ready, 4 * SIZE)
+        else:
+            mbarrier.expect(ready, 3 * SIZE)
+        for i in gl.static_range(DEEP):
+            k = first + i * SIDE
+            _load(a_desc, (batch, row, k), TALL, True, ready, a_blocks, 2 * slot + i)
+            if not SYMMETRIC:
+                _load(b_desc, (batch, k, column), 2 * TALL, False, ready, b_blocks, 4 * slot + 2 * i)
+            elif not SAME or row != column:
+                _load(b_desc, (batch, column, k), TALL, True, ready, b_blocks, 2 * slot + i)
+            elif BANDED:
+                load(a_desc, [batch, other_row, k], ready, b_blocks.index(2 * slot + i))
+                if quarter == 1:
+                    load(a_desc, [batch, other_column, k], ready, b_blocks.index(2 * slot + 1))
+        step += 1
+    _produce_c(descs[2], ring, step, (batch, row, column, other_row, other_column), flags)
+
+
+@gluon.jit
+def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
+    """Call for C, to where D will be."""
+    SYMMETRIC: gl.constexpr = flags[0]
+    HAS_C: gl.constexpr = flags[2]
+    BANDED: gl.constexpr = flags[5]
+    STAGES: gl.constexpr = flags[7]
+    TALL: gl.constexpr = flags[8]
+    a_blocks, b_blocks, all_ready, _empty = ring
+    SIZE: gl.constexpr = c_desc.block_type.nbytes
+    batch, row, column, other_row, other_column = where
+    if HAS_C:
+        if SYMMETRIC:
+            slot = step % STAGES
+            ready = all_ready.index(slot)
+            await_free(ring, step, STAGES)
+            if row != column:
+                mbarrier.expect(ready, TALL * TALL * SIZE)
+                _load(c_desc, (batch, row, column), TALL, False, ready, a_blocks, 2 * slot)
+            elif BANDED:
+                mbarrier.expect(ready, 2 * TALL * SIZE)
+                load(c_desc, [batch, row, row], ready, a_blocks.index(2 * slot))
+                load(c_desc, [batch, other_row, other_column], ready, a_blocks.index(2 * slot + 1))
+            else:
+                mbarrier.expect(ready, (2 * TALL - 1) * SIZE)
+                load(c_desc, [batch, row, row], ready, a_blocks.index(2 * slot))
+            if TALL == 2:
+                _load(c_desc, (batch, row + SIDE, column), 2, False, ready, b_blocks, 2 * slot)
+        else:
+            for me in gl.static_range(TALL):
+                slot = (step + me) % STAGES
+                ready = all_ready.index(slot)
+                await_free(ring, step + me, STAGES)
+                mbarrier.expect(ready, 2 * TALL * SIZE)
+                _load(c_desc, (batch, row + me * SIDE, column), 2 * TALL, False, ready, b_blocks, 4 * slot)
+
+
+@gluon.jit
+def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constexpr):
+    SYMMETRIC: gl.constexpr = flags[0]
+    OVERLAP: gl.constexpr = flags[9]
+    K = schedule[3]
+    if OVERLAP and ME == 0:
+        _let_next_start(K)
+    where = _place(schedule, flags)
+    if SYMMETRIC:
+        # the sums of ways to multiply must not meet, or the compiler lets one product wait for the other
+        if where[1] != where[2]:
+            whole_tile(ME, where, descs, ring, K, numbers, flags)
+        else:
+            if ME == 0:
+                corner(where, descs, ring, K, numbers, flags)
+            else:
+                lower_half(where, descs, ring, K, numbers, flags)
+    else:
+        whole_tile(ME, where, descs, ring, K, numbers, flags)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def lone_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    q_desc,
+    scale,
+    programs,
+    T,
+    columns,
+    K,
+    alpha,
+    beta,
+    omega,
+    SYMMETRIC: gl.constexpr,
+    SAME: gl.constexpr,
+    HAS_C: gl.constexpr,
+    HAS_Q: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    BANDED: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    TALL: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """``programs`` a matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
+    B_BLOCKS: gl.constexpr = 2 if SYMMETRIC else 4
+    a_blocks, b_blocks = blocks_of(a_desc, 2 * STAGES), blocks_of(b_desc, B_BLOCKS * STAGES)
+    ring = (a_blocks, b_blocks, barriers(STAGES), barriers(STAGES, TALL))
+    fence_async_shared()
+    descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
+    schedule = (programs, T, columns, K)
+    numbers = (alpha, beta, omega, scale)
+    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP, EARLY)
+    if TALL == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, descs, ring, schedule, numbers, flags)),
+                (_produce, (descs, ring, schedule, flags)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, descs, ring, schedule, numbers, flags)),
+                (_consume, (1, descs, ring, schedule, numbers, flags)),
+                (_produce, (descs, ring, schedule, flags)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def lone_launch(
+    tile: Tile, programs: int, flags: Sequence[bool], *, panel: int, overlap: bool, early: bool
+) -> BlockLaunch:
+    """A launch for matrices of 16 bits.
+
+    ``flags``: SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE and BANDED; ``panel``: rows of tiles that share a column's
+    operand in L2; ``early``: what still runs when this starts makes the scale alone.
+    """
+    side: int = SIDE.value
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    if tile.rows == side:
+        options["maxnreg"] = _REGISTERS
+    constants = (*flags, panel, tile.num_stages, tile.rows // side, overlap, overlap and early)
+    return BlockLaunch(
+        lone_kernel, programs, 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
+    )

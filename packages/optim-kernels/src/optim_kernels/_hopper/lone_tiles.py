@@ -1,0 +1,342 @@
+"""What a consumer of `lone_kernel` does with its part of a tile: multiply, finish, store.
+
+    whole_tile    64 rows of a tile of the general product, or of a symmetric one's below the diagonal
+    corner        of a tile on the diagonal the upper left block, which may be all; BANDED: a block of another such tile
+    lower_half    its lower 64 rows
+
+D is written where C was, the mirror image into the slot after it and Q, where it differs, into the one after that. The
+slots are those of the steps that would come next: they are free when all consumers have read what is in them.
+
+D is symmetric to the last bit: see `_kernels.symmetric`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from optim_kernels._hopper.ring import barrier, blocks_as, store
+
+# Of a block: what one instruction of the tensor cores has in rows, and what the copy engine swizzles as one in columns.
+SIDE = gl.constexpr(64)
+
+
+@gluon.jit
+def wait_for_previous(token):
+    """What the launch before has written is there."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_free(ring, step, STAGES: gl.constexpr):
+    """Wait until all consumers have read what was in the slot of this step."""
+    mbarrier.wait(ring[3].index(step % STAGES), ((step // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _await_ready(ring, step, STAGES: gl.constexpr):
+    """Wait until the copy engine has filled the slot of this step."""
+    mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES) & 1)
+
+
+@gluon.jit
+def _release(ring, step, STAGES: gl.constexpr, condition=True):
+    """This consumer has read the slot of this step."""
+    mbarrier.arrive(ring[3].index((step + STAGES) % STAGES), pred=condition)
+
+
+@gluon.jit
+def _await_place(ring, step, HAS_C: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until the slot of this step has C, or is free where there is none."""
+    if HAS_C:
+        _await_ready(ring, step, STAGES)
+    else:
+        await_free(ring, step, STAGES)
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([SIDE, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def _block(blocks, number):
+    """A block of 64×64."""
+    return blocks.index(number).reshape([SIDE, SIDE])
+
+
+@gluon.jit
+def _tall(blocks, slot, STAGES: gl.constexpr):
+    """The two blocks of a slot as one of 128×64."""
+    return blocks_as(blocks, STAGES, 2 * SIDE, SIDE).index(slot).reshape([2 * SIDE, SIDE])
+
+
+@gluon.jit
+def _wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
+    """One of NUM blocks of 64 rows, each of several side by side."""
+    return blocks_as(blocks, NUM, SIDE, COLUMNS).index(number).reshape([SIDE, COLUMNS])
+
+
+@gluon.jit
+def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
+    """Of a whole tile this consumer's rows; the steps taken."""
+    SYMMETRIC: gl.constexpr = flags[0]
+    STAGES: gl.constexpr = flags[7]
+    TALL: gl.constexpr = flags[8]
+    DEEP: gl.constexpr = 2 // TALL
+    COLUMNS: gl.constexpr = TALL * SIDE if SYMMETRIC else 2 * TALL * SIDE
+    a_blocks, b_blocks = ring[0], ring[1]
+    acc = _zeros(COLUMNS)
+    step = 0
+    for k in range(0, K, DEEP * SIDE):
+        slot = step % STAGES
+        _await_ready(ring, step, STAGES)
+        for i in gl.static_range(DEEP):
+            if not SYMMETRIC:
+                b = _wide(b_blocks, DEEP * slot + i, COLUMNS, DEEP * STAGES)
+            elif TALL == 1:
+                b = _block(b_blocks, 2 * slot + i).permute((1, 0))
+            else:
+                b = _tall(b_blocks, slot, STAGES).permute((1, 0))
+            acc = warpgroup_mma(_block(a_blocks, 2 * slot + i + ME), b, acc, is_async=True)
+        # all but this step's products are done
+        acc = warpgroup_mma_wait(DEEP, deps=(acc,))
+        _release(ring, step - 1, STAGES, k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    _release(ring, step - 1, STAGES)
+    return acc, step
+
+
+@gluon.jit
+def _multiply_lower(ring, K, flags: gl.constexpr):
+    """The lower half of a tile on the diagonal; the steps taken."""
+    SAME: gl.constexpr = flags[1]
+    STAGES: gl.constexpr = flags[7]
+    a_blocks, b_blocks = ring[0], ring[1]
+    acc = _zeros(2 * SIDE)
+    step = 0
+    for k in range(0, K, SIDE):
+        slot = step % STAGES
+        _await_ready(ring, step, STAGES)
+        b = _tall(a_blocks if SAME else b_blocks, slot, STAGES)
+        acc = warpgroup_mma(_block(a_blocks, 2 * slot + 1), b.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        _release(ring, step - 1, STAGES, k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    _release(ring, step - 1, STAGES)
+    return acc, step
+
+
+@gluon.jit
+def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
+    """The upper left block of a tile on the diagonal; BANDED: that of another tile; the steps taken."""
+    SAME: gl.constexpr = flags[1]
+    BANDED: gl.constexpr = flags[5]
+    STAGES: gl.constexpr = flags[7]
+    TALL: gl.constexpr = flags[8]
+    DEEP: gl.constexpr = 2 // TALL
+    a_blocks, b_blocks = ring[0], ring[1]
+    acc = _zeros(SIDE)
+    other = _zeros(SIDE)
+    # the lower left quarter is a product of two blocks of rows, the others are of one with itself
+    second = quarter % 2
+    step = 0
+    for k in range(0, K, DEEP * SIDE):
+        slot = step % STAGES
+        _await_ready(ring, step, STAGES)
+        for i in gl.static_range(DEEP):
+            b = _block(a_blocks if SAME else b_blocks, 2 * slot + i)
+            acc = warpgroup_mma(_block(a_blocks, 2 * slot + i), b.permute((1, 0)), acc, is_async=True)
+            if BANDED:
+                left = _block(b_blocks, 2 * slot + i)
+                right = left if TALL == 1 else _block(b_blocks, 2 * slot + second)
+                other = warpgroup_mma(left, right.permute((1, 0)), other, is_async=True)
+        if BANDED:
+            acc, other = warpgroup_mma_wait(2 * DEEP, deps=(acc, other))
+        else:
+            acc = warpgroup_mma_wait(DEEP, deps=(acc,))
+        _release(ring, step - 1, STAGES, k > 0)
+        step += 1
+    acc, other = warpgroup_mma_wait(0, deps=(acc, other))
+    _release(ring, step - 1, STAGES)
+    return acc, other, step
+
+
+@gluon.jit
+def _finish(acc, view, numbers, batch, flags: gl.constexpr):
+    """``s (α acc + β C)`` rounded, which replaces C in ``view``."""
+    HAS_C: gl.constexpr = flags[2]
+    HAS_SCALE: gl.constexpr = flags[4]
+    alpha, beta, _omega, scale = numbers
+    acc = acc * alpha
+    if HAS_C:
+        acc += beta * view.load(acc.type.layout).to(gl.float32)
+    if HAS_SCALE:
+        acc *= gl.load(scale + batch)
+    d = acc.to(view.dtype)
+    view.store(d)
+    return d
+
+
+@gluon.jit
+def _symmetrize(view):
+    """Mirror the lower half of a block on the diagonal."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    rows = gl.arange(0, SIDE, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, SIDE, gl.SliceLayout(0, layout))[None, :]
+    barrier()
+    d = view.load(layout)
+    mirrored = view.permute((1, 0)).load(layout)
+    barrier()
+    view.store(gl.where(rows >= cols, d, mirrored))
+
+
+@gluon.jit
+def _shift(view, target, omega):
+    """``target = view + ω I``."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    rows = gl.arange(0, SIDE, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, SIDE, gl.SliceLayout(0, layout))[None, :]
+    barrier()
+    wide = view.load(layout).to(gl.float32)
+    target.store(gl.where(rows == cols, wide + omega, wide).to(view.dtype))
+
+
+@gluon.jit
+def _send(desc, blocks, number, batch, row, column):
+    store(desc, [batch, row, column], blocks.index(number))
+
+
+@gluon.jit
+def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr):
+    SYMMETRIC: gl.constexpr = flags[0]
+    HAS_C: gl.constexpr = flags[2]
+    HAS_Q: gl.constexpr = flags[3]
+    STAGES: gl.constexpr = flags[7]
+    TALL: gl.constexpr = flags[8]
+    DEEP: gl.constexpr = 2 // TALL
+    a_blocks, b_blocks = ring[0], ring[1]
+    d_desc, q_desc = descs[3], descs[4]
+    batch, row, column = where[0], where[1] + ME * SIDE, where[2]
+    acc, step = _multiply(ME, ring, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
+    if SYMMETRIC:
+        blocks = a_blocks if ME == 0 else b_blocks
+        slot, next_slot = step % STAGES, (step + 1) % STAGES
+        _await_place(ring, step, HAS_C, STAGES)
+        d = _finish(acc, _wide(blocks, DEEP * slot, TALL * SIDE, DEEP * STAGES), numbers, batch, flags)
+        await_free(ring, step + 1, STAGES)
+        if TALL == 1:
+            _block(blocks, 2 * next_slot).permute((1, 0)).store(d)
+        else:
+            _tall(blocks, next_slot, STAGES).permute((1, 0)).store(d)
+        fence_async_shared()
+        barrier()
+        for i in gl.static_range(TALL):
+            _send(d_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+            _send(d_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+            if HAS_Q:
+                _send(q_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+                _send(q_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+    else:
+        # C's rows of the second consumer are the second step's
+        slot = (step + ME) % STAGES
+        _await_place(ring, step + ME, HAS_C, STAGES)
+        view = _wide(b_blocks, DEEP * slot, 2 * TALL * SIDE, DEEP * STAGES)
+        _finish(acc, view, numbers, batch, flags)
+        fence_async_shared()
+        barrier()
+        for i in gl.static_range(2 * TALL):
+            _send(d_desc, b_blocks, 4 * slot + i, batch, row, column + i * SIDE)
+
+
+@gluon.jit
+def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
+    SAME: gl.constexpr = flags[1]
+    HAS_C: gl.constexpr = flags[2]
+    HAS_Q: gl.constexpr = flags[3]
+    STAGES: gl.constexpr = flags[7]
+    blocks = ring[1]
+    d_desc, q_desc = descs[3], descs[4]
+    batch, first, row = where[0], where[1], where[1] + SIDE
+    acc, step = _multiply_lower(ring, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
+    left = 2 * (step % STAGES)
+    mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
+    _await_place(ring, step, HAS_C, STAGES)
+    _finish(acc, _wide(blocks, step % STAGES, 2 * SIDE, STAGES), numbers, batch, flags)
+    if not SAME:
+        _symmetrize(_block(blocks, left + 1))
+    barrier()
+    await_free(ring, step + 1, STAGES)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    _block(blocks, mirror).permute((1, 0)).store(_block(blocks, left).load(layout))
+    if HAS_Q:
+        await_free(ring, step + 2, STAGES)
+        _shift(_block(blocks, left + 1), _block(blocks, shifted), numbers[2])
+    fence_async_shared()
+    barrier()
+    _send(d_desc, blocks, left, batch, row, first)
+    _send(d_desc, blocks, left + 1, batch, row, row)
+    _send(d_desc, blocks, mirror, batch, first, row)
+    if HAS_Q:
+        _send(q_desc, blocks, left, batch, row, first)
+        _send(q_desc, blocks, shifted, batch, row, row)
+        _send(q_desc, blocks, mirror, batch, first, row)
+
+
+@gluon.jit
+def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
+    SAME: gl.constexpr = flags[1]
+    HAS_C: gl.constexpr = flags[2]
+    HAS_Q: gl.constexpr = flags[3]
+    BANDED: gl.constexpr = flags[5]
+    STAGES: gl.constexpr = flags[7]
+    blocks = ring[0]
+    d_desc, q_desc = descs[3], descs[4]
+    batch, row, _column, quarter, other_row, other_column = where
+    acc, other, step = _multiply_corner(ring, quarter, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
+    place = 2 * (step % STAGES)
+    mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
+    _await_place(ring, step, HAS_C, STAGES)
+    _finish(acc, _block(blocks, place), numbers, batch, flags)
+    if not SAME:
+        _symmetrize(_block(blocks, place))
+    if HAS_Q:
+        await_free(ring, step + 2, STAGES)
+        _shift(_block(blocks, place), _block(blocks, shifted), numbers[2])
+    if BANDED:
+        e = _finish(other, _block(blocks, place + 1), numbers, batch, flags)
+        if quarter == 1:
+            await_free(ring, step + 1, STAGES)
+            _block(blocks, mirror).permute((1, 0)).store(e)
+        elif HAS_Q:
+            _shift(_block(blocks, place + 1), _block(blocks, shifted + 1), numbers[2])
+    fence_async_shared()
+    barrier()
+    _send(d_desc, blocks, place, batch, row, row)
+    if HAS_Q:
+        _send(q_desc, blocks, shifted, batch, row, row)
+    if BANDED:
+        _send(d_desc, blocks, place + 1, batch, other_row, other_column)
+        if quarter == 1:
+            _send(d_desc, blocks, mirror, batch, other_column, other_row)
+            if HAS_Q:
+                _send(q_desc, blocks, place + 1, batch, other_row, other_column)
+                _send(q_desc, blocks, mirror, batch, other_column, other_row)
+        elif HAS_Q:
+            _send(q_desc, blocks, shifted + 1, batch, other_row, other_column)

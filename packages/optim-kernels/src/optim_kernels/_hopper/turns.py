@@ -1,0 +1,72 @@
+"""A consumer's turn in `ping_pong_kernels` and `chain_kernel`: the products of its tile, one after another.
+
+    begin    wait for the turn
+    add      multiply what the ring has, step by step; once, or for several ways to multiply one behind the other
+    end      hand the turn over, then wait for the sums
+
+Ways to multiply are loops one behind the other, not branches: where sums of two ways meet, the compiler lets one
+product wait for the other.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+# Side of a tile.
+BLOCK = gl.constexpr(128)
+
+
+@gluon.jit
+def begin(ME: gl.constexpr, turn, turns):
+    """Sums of nothing, when it is this consumer's turn, number ``turns``: consumer 0 starts, then they alternate."""
+    mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
+    return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
+
+
+@gluon.jit
+def add(
+    acc,
+    ring,
+    step,
+    first,
+    end,
+    b_first,
+    A_UPRIGHT: gl.constexpr,
+    B_UPRIGHT: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add the products from ``first`` to ``end`` along K; the last one may still be under way.
+
+    Upright blocks are [K, rows of A] or [K, columns]; others are [rows, K], of Bᵀ too. Slots of B are numbered from
+    ``b_first`` on. Beside the sums the ring's next step.
+    """
+    a_ring, b_ring, ready, empty = ring
+    for k in range(first, end, DEPTH):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+        if A_UPRIGHT:
+            a = a_ring.index(slot).reshape([DEPTH, BLOCK]).permute((1, 0))
+        else:
+            a = a_ring.index(slot).reshape([BLOCK, DEPTH])
+        if B_UPRIGHT:
+            b = b_ring.index(slot + b_first).reshape([DEPTH, BLOCK])
+        else:
+            b = b_ring.index(slot + b_first).reshape([BLOCK, DEPTH]).permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # all but this step's product are done
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def end(ME: gl.constexpr, acc, empty, turn, step, STAGES: gl.constexpr):
+    """The sums, when all products are done; ``step`` is the one after the last."""
+    mbarrier.arrive(turn.index(1 - ME))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc

@@ -1,0 +1,268 @@
+"""Products of Newton–Schulz for Hopper in Gluon, in tiles of 128×256: for large matrices, which are short of power.
+
+    D = s (α A Aᵀ + β C)     SYMMETRIC: the tiles of one triangle of 256×256 blocks are computed, and mirrored
+    D = s (α A B + β C)      otherwise
+
+One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Both of its consumers multiply the same
+slots of the ring, each its own 64 rows of A with all 256 columns of B. Beside two tiles of 128×128
+(`ping_pong_kernels`) a quarter fewer bytes come from L2, and a sixth fewer are read from shared memory. What a tile
+ends with is not hidden behind the other consumer's products, so most of it happens during the next tile, at two
+points along K:
+
+    after the first steps     D has left shared memory: its mirror image, which was kept in registers, takes its place
+    after as many more        that has left too: C is called for
+
+A block on the diagonal is computed whole, and is symmetric to the last bit because the tensor cores add in one order.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from optim_kernels._hopper.ring import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_ring,
+    as_blocks,
+    barrier,
+    barriers,
+    blocks_of,
+    descriptor,
+    fill,
+    load,
+    store,
+)
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._newton_schulz.tiles import WIDE, cdiv, symmetric_tiles
+
+ROWS = gl.constexpr(128)
+COLUMNS = gl.constexpr(256)
+# Rows of a consumer.
+HALF = gl.constexpr(64)
+# Steps along K between the points at which shared memory changes hands.
+PAUSE = gl.constexpr(4)
+
+
+@gluon.jit
+def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr):
+    """(batch, first row, first column) of a tile."""
+    inside = tile % tiles
+    if SYMMETRIC:
+        i, j = triangle_tile(inside // 2, T, GROUP)
+        i = 2 * i + inside % 2
+    else:
+        i, j = rectangle_tile(inside, T, columns, GROUP)
+    return tile // tiles, i * ROWS, j * COLUMNS
+
+
+@gluon.jit
+def _produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
+    SYMMETRIC: gl.constexpr = flags[0]
+    GROUP: gl.constexpr = flags[3]
+    DEPTH: gl.constexpr = flags[4]
+    STAGES: gl.constexpr = flags[5]
+    total, tiles, T, columns, K = schedule
+    step = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        place = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
+
+
+@gluon.jit
+def _multiply(ME: gl.constexpr, ring, acc, step, first, end, flags: gl.constexpr):
+    """Add the products from ``first`` to ``end`` along K; the last one may still be under way."""
+    SYMMETRIC: gl.constexpr = flags[0]
+    DEPTH: gl.constexpr = flags[4]
+    STAGES: gl.constexpr = flags[5]
+    a_ring, b_ring, ready, empty = ring
+    for k in range(first, end, DEPTH):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
+        a = a_ring.index(slot).reshape([ROWS, DEPTH]).slice(ME * HALF, HALF)
+        if SYMMETRIC:
+            b = b_ring.index(slot).reshape([COLUMNS, DEPTH]).permute((1, 0))
+        else:
+            b = b_ring.index(slot).reshape([DEPTH, COLUMNS])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # all but this step's product are done
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def _store_mirrored(mirror_desc, place, d, buffer):
+    """Send the transpose of ``d`` off, once what is in the buffer has been read."""
+    tma.store_wait(0)
+    barrier()
+    mirror = as_blocks(buffer, mirror_desc, 0)
+    mirror.reshape([COLUMNS, HALF]).permute((1, 0)).store(d)
+    fence_async_shared()
+    barrier()
+    batch, row, column = place
+    store(mirror_desc, [batch, column, row], mirror)
+
+
+@gluon.jit
+def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, numbers, flags: gl.constexpr):
+    SYMMETRIC: gl.constexpr = flags[0]
+    HAS_C: gl.constexpr = flags[1]
+    HAS_SCALE: gl.constexpr = flags[2]
+    GROUP: gl.constexpr = flags[3]
+    DEPTH: gl.constexpr = flags[4]
+    STAGES: gl.constexpr = flags[5]
+    c_desc, d_desc, mirror_desc = results
+    alpha, beta, scale = numbers
+    empty = ring[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    total, tiles, T, columns, K = schedule
+    buffer = buffers.index(ME)
+    matrix = buffer.reshape([HALF, COLUMNS])
+    step = 0
+    turns = 0
+    # the tile before, and whether it has a mirror image elsewhere
+    d = gl.zeros([HALF, COLUMNS], d_desc.dtype, layout)
+    last_batch = 0
+    last_row = 0
+    last_column = 0
+    is_mirrored = False
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        acc = gl.zeros([HALF, COLUMNS], gl.float32, layout)
+        if SYMMETRIC:
+            acc, step = _multiply(ME, ring, acc, step, 0, PAUSE * DEPTH, flags)
+            if is_mirrored:
+                _store_mirrored(mirror_desc, (last_batch, last_row, last_column), d, buffer)
+            acc, step = _multiply(ME, ring, acc, step, PAUSE * DEPTH, 2 * PAUSE * DEPTH, flags)
+        else:
+            acc, step = _multiply(ME, ring, acc, step, 0, 2 * PAUSE * DEPTH, flags)
+        # the copy engine has read the buffer's last content
+        tma.store_wait(0)
+        barrier()
+        if HAS_C:
+            mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
+            load(c_desc, [batch, row + ME * HALF, column], c_ready.index(ME), buffer)
+        acc, step = _multiply(ME, ring, acc, step, 2 * PAUSE * DEPTH, K, flags)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        acc = acc * alpha
+        if HAS_C:
+            mbarrier.wait(c_ready.index(ME), turns & 1)
+            acc += beta * matrix.load(layout).to(gl.float32)
+        if HAS_SCALE:
+            acc *= gl.load(scale + batch)
+        turns += 1  # noqa: SIM113
+        d = acc.to(d_desc.dtype)
+        matrix.store(d)
+        fence_async_shared()
+        barrier()
+        store(d_desc, [batch, row + ME * HALF, column], buffer)
+        last_batch = batch
+        last_row = row + ME * HALF
+        last_column = column
+        is_mirrored = row >= column + COLUMNS
+    if SYMMETRIC:  # noqa: SIM102
+        if is_mirrored:
+            _store_mirrored(mirror_desc, (last_batch, last_row, last_column), d, buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wide_product_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    d_desc,
+    mirror_desc,
+    scale,
+    total,
+    tiles,
+    T,
+    columns,
+    K,
+    alpha,
+    beta,
+    SYMMETRIC: gl.constexpr,
+    HAS_C: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """All tiles of a batch; K is longer than twice PAUSE steps. SYMMETRIC: T blocks a side, else T rows of tiles."""
+    ring = allocate_ring(a_desc, b_desc, STAGES, 2)
+    buffers = blocks_of(d_desc, 2)
+    c_ready = barriers(2)
+    fence_async_shared()
+    results = (c_desc, d_desc, mirror_desc)
+    schedule = (total, tiles, T, columns, K)
+    numbers = (alpha, beta, scale)
+    flags: gl.constexpr = (SYMMETRIC, HAS_C, HAS_SCALE, GROUP, DEPTH, STAGES)
+    gl.warp_specialize(
+        [
+            (_consume, (0, results, ring, buffers, c_ready, schedule, numbers, flags)),
+            (_consume, (1, results, ring, buffers, c_ready, schedule, numbers, flags)),
+            (_produce, (a_desc, b_desc, ring, schedule, flags)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def wide_product(
+    a: Tensor,
+    b: Tensor | None,
+    *,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    scale: Tensor | None,
+    panel: int,
+    programs: int,
+) -> Tensor:
+    """``scale (alpha a b + beta c)`` for ``a [batch, M, K]`` and ``b [batch, K, N]``; b ``None`` is ``aᵀ``.
+
+    ``panel``: rows of tiles (of blocks, where symmetric) that share a column's operand in L2; ``programs``: at most.
+    """
+    batch, m, k = a.shape
+    half, columns = WIDE.rows // 2, WIDE.columns
+    if b is None:
+        tiles, grid = symmetric_tiles(m, WIDE), (cdiv(m, columns), 0)
+        second = descriptor(a, columns, WIDE.depth)
+    else:
+        grid = cdiv(m, WIDE.rows), cdiv(b.shape[-1], columns)
+        tiles = grid[0] * grid[1]
+        second = descriptor(b, WIDE.depth, columns)
+    wide_product_kernel[(min(batch * tiles, programs),)](
+        descriptor(a, WIDE.rows, WIDE.depth),
+        second,
+        descriptor(out if c is None else c, half, columns),
+        descriptor(out, half, columns),
+        descriptor(out, columns, half),
+        out if scale is None else scale,
+        batch * tiles,
+        tiles,
+        *grid,
+        k,
+        alpha,
+        beta,
+        SYMMETRIC=b is None,
+        HAS_C=c is not None,
+        HAS_SCALE=scale is not None,
+        GROUP=panel,
+        DEPTH=WIDE.depth,
+        STAGES=WIDE.num_stages,
+        num_warps=4,
+    )
+    return out

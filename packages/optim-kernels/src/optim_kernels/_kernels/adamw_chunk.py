@@ -1,0 +1,113 @@
+"""What one program of an AdamW step does: it goes through a chunk of one tensor, tile by tile.
+
+A full chunk of an aligned tensor is read and written 16 bytes a thread, and its elements are asked for before anything
+that has to be waited for: the step's number, the scalars, whether the step is to be kept. So a step that is to be
+skipped computes too, and writes nothing. Other chunks are masked.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._kernels.adamw_tiles import NO_MASTER, read_tile, scales_of_chunk, store_scales, store_tile, widened
+from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
+from optim_kernels._kernels.step_counts import advance, arrive
+from optim_kernels._triton import div_rn, tl, triton
+
+_NO_MASTER = tl.constexpr(NO_MASTER)
+
+
+@triton.jit
+def update_chunk(
+    places,
+    scale_addresses,
+    first,
+    end,
+    is_full,
+    is_last,
+    flags,
+    factors,
+    row,
+    step_pointer,
+    stream,
+    memo,
+    counter,
+    num_others,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    F: tl.constexpr,
+    MEMO: tl.constexpr,
+):
+    """Update the elements from ``first`` up to ``end``, unless told to skip them.
+
+    Args:
+        is_full: whether these are ``CHUNK`` elements, or with a CHUNK of 0 an even number of tiles, all aligned.
+        is_last: whether to leave a memo for the next step, wanted with ``MEMO``.
+        flags: where ``found_inf`` and the tensor's presence are.
+        factors: where the clip factor and the gradient scale are.
+        num_others: programs that work on tensors with this step count; the last to come here stores the next count.
+    """
+    scales = scales_of_chunk(scale_addresses, first, end, F)
+    if is_full:
+        offset = first
+        tile = read_tile(places, offset, True, TILE, F, False)
+        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
+        # the next tile is on its way while this one is worked on
+        if CHUNK == 0:
+            num_tiles = ((end - first) // TILE).to(tl.int32)
+            for i in range(0, num_tiles, 2):
+                following = read_tile(places, offset + TILE, True, TILE, F, False)
+                scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
+                if i + 2 < num_tiles:
+                    tile = read_tile(places, offset + 2 * TILE, True, TILE, F, False)
+                scales = _update_tile(following, places, offset + TILE, keep, scales, i + 1, scalars, random, F, False)
+                offset += 2 * TILE
+        else:
+            for i in range(CHUNK // TILE - 1):
+                following = read_tile(places, offset + TILE, True, TILE, F, False)
+                scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
+                tile = following
+                offset += TILE
+            scales = _update_tile(tile, places, offset, keep, scales, CHUNK // TILE - 1, scalars, random, F, False)
+        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
+        _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
+    else:
+        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
+        for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
+            i = (offset - first) // TAIL_TILE
+            mask = offset + tl.arange(0, TAIL_TILE) < end
+            tile = read_tile(places, offset, mask, TAIL_TILE, F, True)
+            scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, True)
+        store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
+        _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
+
+
+@triton.jit
+def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.constexpr, MASKED: tl.constexpr):
+    """Update tile ``i`` of a chunk, which has been read; the chunk's scales. ``mask`` is as for ``store_tile``."""
+    ROUNDED: tl.constexpr = F.master == _NO_MASTER and F.param.primitive_bitwidth == 16
+    p, g, m, v, w = widened(tile, scales, i, F)
+    p, m, v, w = adamw(p, g, m, v, w, scalars, F.amsgrad, ROUNDED)
+    return store_tile(places, offset, mask, scales, i, p, m, v, w, random, F, MASKED)
+
+
+@triton.jit
+def _start(step_pointer, flags, factors, row, stream, memo, counter, F: tl.constexpr, MEMO: tl.constexpr):
+    """What a program has to know before it computes: whether to keep the step, its number, random stream, scalars."""
+    found_inf, present = flags
+    clip_factor, grad_scale = factors
+    seed, place, start = stream
+    group = read_group(row, memo, MEMO)
+    t = tl.load(step_pointer) + 1.0
+    keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
+    scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
+    arrived = arrive(counter, keep.to(tl.int32))
+    scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+    return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
+
+
+@triton.jit
+def _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last):
+    """What a program does when its elements are done: the count, and a memo for the next step."""
+    if is_last & keep:
+        leave_memo(row, t.to(tl.float64) + 1.0, memo)
+    advance(step_pointer, t, counter, arrived, num_others, keep)

@@ -1,0 +1,237 @@
+"""Newton–Schulz of a batch in one launch behind its norms: which batches take it, its tables and its buffers.
+
+    squares → divisors → chain      fp16 matrices are read as they are; their first products bring them to norm 1
+    squares → scale → chain         others are divided and rounded first
+
+What the chain computes is said in `chain_jobs`, how it runs in `_hopper.chain_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._kernels.normalize import Start
+from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.chain_jobs import (
+    BLOCK,
+    Ending,
+    Kind,
+    Members,
+    job_table,
+    jobs_of,
+    num_squares,
+    places,
+    tile_list,
+)
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.product_launches import empty_matrices, has_gluon, is_readable, num_multiprocessors
+from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
+
+# Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
+# with fewer, smaller tiles are, and for short sides beyond SMALL_SIDE larger ones.
+LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 4.0
+# Matrices with longer short sides fill the chip one by one, unless they are long: only a chain restarts in factors.
+LARGEST_SIDE = 1664
+
+Xs = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The jobs and tiles of matrices that share their short side m, on the device; see `chain_jobs`.
+
+    Args:
+        in_panels: whether X is ``[panels, m, BLOCK]`` instead of ``[matrices, m, n]``.
+    """
+
+    groups: tuple[Members, ...]
+    m: int
+    in_panels: bool
+    entries: Tensor
+    jobs: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, groups: Sequence[Members], m: int, device: torch.device, *, in_panels: bool) -> Chain:
+        num_matrices = max(group.first + group.count for group in groups)
+        tables = (tile_list(groups, m), job_table(groups, m), places(groups, num_matrices))
+        return cls(tuple(groups), m, in_panels, *(table.to(device) for table in tables))
+
+    @property
+    def num_matrices(self) -> int:
+        """Up to the last of its own."""
+        return len(self.places)
+
+    @property
+    def has_diagonals(self) -> bool:
+        """Whether a job keeps a diagonal apart."""
+        return any(job.apart for group in self.groups for job in group.jobs)
+
+    @property
+    def num_squares(self) -> int:
+        """Square buffers of all matrices."""
+        return sum(group.count * num_squares(group.jobs) for group in self.groups)
+
+
+def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``count`` matrices m×n are orthogonalised in one launch."""
+    if not _can_chain(config, dtype, device) or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
+        return False
+    blocks = cdiv(m, BLOCK)
+    rounds = count * blocks * (blocks + 1) / 2 / num_multiprocessors(device.index)
+    return rounds >= (LEAST_ROUNDS if m <= SMALL_SIDE else LARGE_ROUNDS)
+
+
+def takes_step_chain(
+    shapes: Sequence[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether a step does so with matrices of short side m, ``(n, count)``.
+
+    A restart in factors rounds otherwise than one that forms XXᵀ. So a step takes a chain for it whatever the count:
+    results do not depend on which other matrices it has, nor on how many ranks share them.
+    """
+    if m > LARGEST_SIDE or not _can_chain(config, dtype, device):
+        return False
+    is_long = any(config.restarts_in_factors(m, n) for n, _ in shapes)
+    return is_long or takes_chain(sum(count for _, count in shapes), m, m, config, dtype, device)
+
+
+def _can_chain(config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda" or dtype.itemsize != 2 or not has_gluon(device.index):
+        return False
+    return config.steps > 0 and not config.row_factors
+
+
+class ChainLaunch:
+    """The launch of a chain, kept: again and again on buffers of the same shapes.
+
+    Args:
+        ending: of the last product; others than STORE need ``addresses`` at every launch.
+        update: the compile-time arguments of an update.
+    """
+
+    def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, **update: Any) -> None:
+        from optim_kernels._hopper import chain_kernel as kernels
+        from optim_kernels._hopper.ring import descriptor
+
+        self._chain, self._num_squares, self._has_diagonals = chain, chain.num_squares, chain.has_diagonals
+        side, depth = PING_PONG.rows, PING_PONG.depth
+        options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
+        self._launch = BlockLaunch(
+            kernels.chain_kernel,
+            min(len(chain.entries), num_multiprocessors(chain.entries.device.index)),
+            [
+                (side, depth),
+                (depth, side),
+                *3 * [(side, depth)],
+                *3 * [(depth, side)],
+                (side, side),
+                *3 * [(side, side)],
+            ],
+            (
+                depth,
+                PING_PONG.num_stages,
+                chain.in_panels,
+                ending.value,
+                options["P_DTYPE"],
+                options["MASTER_KIND"],
+                options["CAUTIOUS"],
+            ),
+            describe=descriptor,
+            num_warps=4,
+        )
+
+    def __call__(
+        self,
+        xs: Xs,
+        scales: Tensor,
+        squared_scales: Tensor,
+        state: Tensor,
+        counter: int,
+        addresses: Tensor | None = None,
+    ) -> None:
+        """Run the chain.
+
+        Args:
+            xs: where X is, then the two buffers that it moves to in turn; the first and the third may be one, and are
+                in panels. The result is in the one that the last job names.
+            scales, squared_scales: σ and σ² of each matrix.
+            state: int32, zero: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
+            addresses: what the ending needs, as `_hopper.chain_tiles` numbers it.
+        """
+        chain = self._chain
+        assert not chain.in_panels or xs[0] is xs[2]
+        squares = empty_matrices(self._num_squares, chain.m, chain.m, like=xs[0])
+        tables = (chain.entries, chain.jobs, chain.places)
+        others = chain.entries if addresses is None else addresses
+        # fp32, and as many for a matrix as its rows of tiles have rows
+        side = cdiv(chain.m, BLOCK) * BLOCK
+        diagonals = scales.new_empty(chain.num_matrices, side) if self._has_diagonals else scales
+        numbers = (side, counter, len(chain.entries))
+        tensors = (*tables, scales, squared_scales, diagonals, state, others)
+        self._launch.launch((squares, squares, *xs, *xs, squares, *xs), (*tensors, *numbers))
+
+
+class BatchPlan:
+    """Newton–Schulz of batches like ``g [batch, M, N]``, M ≤ N, in one launch behind the norms.
+
+    Args:
+        shape: ``[..., M, N]``, in which they come and the results go.
+    """
+
+    def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
+        self._shape, self._dtype = shape, g.dtype
+        self._compute_dtype = config.compute_dtype(g)
+        is_read = g.dtype == self._compute_dtype == torch.float16 and is_readable(g)
+        norm: Any = {
+            "norm_scale": config.norm_scale,
+            "eps": config.eps,
+            "add_eps": config.eps_mode == "add",
+        }
+        count, m, n = g.shape
+        chain = _chain_of(config, count, m, n, g.device)
+        (group,) = chain.groups
+        self._launch, self._last = ChainLaunch(chain), group.jobs[-1].d
+        # X's third place; where X is divided first, it is the first one too
+        self._has_third = not is_read or any(job.kind is Kind.RECTANGLE and job.d == 2 for job in group.jobs)
+        x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
+        self._start = Start(g, x, **norm, has_state=True)
+        # of matrices that are divided first
+        self._ones = None if is_read else torch.ones(count, device=g.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result for ``x [..., M, N]``."""
+        g = x.reshape(-1, *x.shape[-2:])
+        count, m, n = g.shape
+        like = g.new_empty(0, dtype=self._compute_dtype)
+        state = g.new_empty(1 + count, dtype=torch.int32)
+        other = empty_matrices(count, m, n, like=like)
+        third = empty_matrices(count, m, n, like=like) if self._has_third else other
+        if self._ones is None:
+            first, inverses = g, self._start(g, state=state)
+            assert inverses is not None
+            scales, squared_scales = inverses[0], inverses[1]
+        else:
+            first, scales, squared_scales = third, self._ones, self._ones
+            self._start(g, third, state=state)
+        xs = (first, other, third)
+        self._launch(xs, scales, squared_scales, state, count)
+        return xs[self._last].reshape(self._shape).to(self._dtype).contiguous()
+
+
+@lru_cache(maxsize=64)
+def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device) -> Chain:
+    """The chain of ``count`` matrices m×n.
+
+    Raises:
+        RuntimeError: it is not known yet while a CUDA graph is captured, which cannot hold the upload of its tables.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"Newton–Schulz of {count} matrices {m}×{n} has to run once before it can be captured")
+    return Chain.of([Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)], m, device, in_panels=False)

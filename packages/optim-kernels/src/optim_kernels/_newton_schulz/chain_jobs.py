@@ -1,0 +1,289 @@
+"""The products of a Newton–Schulz iteration as a list of jobs, and the tiles of all of them in an order to run.
+
+A job is one product, for every matrix of a batch. It reads and writes buffers of each matrix: square ones [m, m], and
+rectangular ones [m, n]. Of a symmetric result only the tiles on and below the diagonal are stored, and who reads it
+finds the others in their mirror images. A tile waits until all tiles of its matrix's earlier jobs are done: with no
+more buffers than the iteration needs, every job reads or overwrites something of the one before it.
+
+Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices advance alike, those
+of different shapes too: a job starts in the list where as much of its matrix's work is done as of the others'. So what
+a tile waits for was drawn long before it, and in the end all last products are there to fill the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._newton_schulz.coefficients import Triple
+from optim_kernels._newton_schulz.config import NSConfig
+
+# Side of a tile.
+BLOCK = 128
+# Numbers of a tile's entry in the list, and of a job's in the table.
+ENTRY_FIELDS, JOB_FIELDS = 4, 16
+# What a tile takes beside its products, as a length of its sums.
+TILE_END = 180
+# What R is multiplied with where its digits are in two numbers: ‖R‖ ≤ 1, and low ones shall not be subnormal.
+_UNITS = 256.0
+
+
+class Kind(IntEnum):
+    """What a job multiplies.
+
+    X Xᵀ; two square matrices whose product is symmetric; one and X; one and the transpose of another, all of it.
+    """
+
+    GRAM, SQUARE, RECTANGLE, FULL = range(4)
+
+
+class Scale(IntEnum):
+    """Which numbers of each matrix multiply a job's result."""
+
+    NONE, SCALE, SQUARED = range(3)
+
+
+class Ending(IntEnum):
+    """What follows the last product: nothing, the update of the parameters, or sums of O² over lines."""
+
+    STORE, UPDATE, SQUARES = range(3)
+
+
+@dataclass(frozen=True)
+class Job:
+    """``d = s (α a b + β c)``, and ``q = d + ω I``: buffers by number, −1 for none; ``b`` is ``a`` in X Xᵀ.
+
+    With ``low`` q is what rounding took from d, so that d + q has twice the digits. With ``apart`` the diagonal of a
+    square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row. ``whole``:
+    a is not symmetric, so all of it is there; b always is, if it is square.
+    """
+
+    kind: Kind
+    a: int
+    b: int
+    d: int
+    c: int = -1
+    q: int = -1
+    alpha: float = 1.0
+    beta: float = 0.0
+    omega: float = 0.0
+    scale: Scale = Scale.NONE
+    low: bool = False
+    apart: bool = False
+    whole: bool = False
+
+    @property
+    def reads(self) -> set[tuple[str, int]]:
+        left = "rectangle" if self.kind is Kind.GRAM else "square"
+        right = "square" if self.kind in (Kind.SQUARE, Kind.FULL) else "rectangle"
+        return {(left, self.a), (right, self.b)} | ({(self._result, self.c)} if self.c >= 0 else set())
+
+    @property
+    def writes(self) -> set[tuple[str, int]]:
+        return {(self._result, self.d)} | ({(self._result, self.q)} if self.q >= 0 else set())
+
+    @property
+    def _result(self) -> str:
+        return "rectangle" if self.kind is Kind.RECTANGLE else "square"
+
+    def length(self, m: int, n: int) -> int:
+        """Of its sums."""
+        return n if self.kind is Kind.GRAM else m
+
+    def tiles(self, m: int, n: int) -> list[tuple[int, int]]:
+        """(row, column) where its tiles begin."""
+        rows, columns = range(0, m, BLOCK), range(0, m if self.kind is Kind.FULL else n, BLOCK)
+        if self.kind in (Kind.RECTANGLE, Kind.FULL):
+            return [(row, column) for column in columns for row in rows]
+        return [(row, column) for row in rows for column in rows if column <= row]
+
+
+@dataclass
+class _Writer:
+    """Collects jobs. X goes from rectangle 0 to 1 to 2 to 1 and so on; the caller may let 2 be 0."""
+
+    jobs: list[Job] = field(default_factory=list)
+    x: int = 0
+    # square buffers that are not symmetric now
+    whole: set[int] = field(default_factory=set)
+
+    def gram(self, d: int, **others: Any) -> None:
+        scale = Scale.NONE if self.jobs else Scale.SQUARED
+        self.jobs.append(Job(Kind.GRAM, self.x, self.x, d, scale=scale, **others))
+        self.whole -= {d, others.get("q", d)}
+
+    def square(self, a: int, b: int, d: int, **others: Any) -> None:
+        self._of_squares(Job(Kind.SQUARE, a, b, d, whole=a in self.whole, **others))
+        self.whole -= {d, others.get("q", d)}
+
+    def full(self, a: int, b: int, d: int, **others: Any) -> None:
+        self._of_squares(Job(Kind.FULL, a, b, d, whole=a in self.whole, **others))
+        self.whole |= {d, others.get("q", d)}
+
+    def _of_squares(self, job: Job) -> None:
+        assert job.b not in self.whole
+        # nor would all of C be there
+        assert job.kind is not Kind.FULL or job.c < 0 or job.c in self.whole
+        self.jobs.append(job)
+
+    def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
+        """Q of a block of steps, from R = ``unit`` times buffer ``start``; where it is, ``q`` or ``other``."""
+        for step, (a, b, c) in enumerate(block, start=1):
+            if step == 1:
+                self.square(start, start, z, c=start, q=q, alpha=c * unit * unit, beta=b * unit, omega=a)
+            else:
+                self.square(r, r, z, c=r, alpha=c, beta=b)
+            if step < len(block):
+                self.square(start, z, other, c=start, alpha=unit, beta=a * unit)
+                self.square(z, other, r, c=other, beta=a)
+                start, unit = r, 1.0
+            if step > 1:
+                # P was there, and is no longer needed
+                self.square(q, z, other, c=q, beta=a)
+                q, other = other, q
+        return q
+
+    def rectangle(self, s: int, alpha: float = 1.0, beta: float | None = None, *, apart: bool = False) -> None:
+        d = 2 if self.x == 1 else 1
+        c, scale = (-1 if beta is None else self.x), Scale.NONE if self.x else Scale.SCALE
+        others: dict[str, Any] = {"scale": scale, "apart": apart, "whole": s in self.whole}
+        self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, **others))
+        self.x = d
+
+
+def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> list[Job]:
+    """The iteration that ``config`` chooses for m×n matrices; the last job's ``d`` is the result.
+
+    ``in_factors``: the Gram iteration restarts in its factors where that is shorter (`_restart_in_factors`).
+    """
+    write = _Writer()
+    if config.method_for(m, n) == "standard":
+        for a, b, c in config.triples:
+            write.gram(0)
+            if c == 0.0:
+                write.rectangle(0, alpha=b, beta=a)
+            else:
+                write.square(0, 0, 1, c=0, alpha=c, beta=b)
+                write.rectangle(1, beta=a)
+    elif in_factors and config.restarts_in_factors(m, n):
+        _restart_in_factors(write, *config.blocks)
+    else:
+        r, z, q, other = range(4)
+        for block in config.blocks:
+            write.gram(r)
+            write.rectangle(write.factor(block, r, r, z, q, other, unit=1.0))
+    return write.jobs
+
+
+def _restart_in_factors(write: _Writer, first: Sequence[Triple], second: Sequence[Triple]) -> None:
+    """The Gram iteration with one restart, by products of m×m matrices: R₂ = Q₁RQ₁ for (Q₁X)(Q₁X)ᵀ, and X ← Q₂Q₁X.
+
+    The factor that is multiplied with X is the one that makes R₂, so that rounding of Q₁ does no harm. That of R and of
+    Q₁R would: small singular values are enlarged, and errors of the large ones with them. So these two have their
+    digits in two numbers each, high and low, and as Q₁ and R do not commute to that precision, all of Q₁R is computed:
+
+        T = Q₁ R_low,   P = Q₁ R_high + T,   U = P_low Q₁,   R₂ = P_high Q₁ + U
+
+    Q₂Q₁ enlarges small singular values by all that the iteration does, so most of it is a large diagonal, whose
+    rounding the large ones would feel: that is kept apart.
+    """
+    high, low, z, q, other, r = range(6)
+    write.gram(high, q=low, low=True, alpha=_UNITS)
+    unit = 1.0 / _UNITS
+    q1 = write.factor(first, high, r, z, q, other, unit=unit)
+    free = q + other - q1
+    write.full(q1, low, z)
+    write.full(q1, high, free, c=z, beta=1.0, q=r, low=True)
+    write.square(r, q1, z)
+    write.square(free, q1, high, c=z, alpha=unit, beta=unit)
+    q2 = write.factor(second, high, high, z, r, low, unit=1.0)
+    write.full(q2, q1, free, apart=True)
+    write.rectangle(free, beta=1.0, apart=True)
+
+
+def num_squares(jobs: Sequence[Job]) -> int:
+    """How many square buffers a matrix needs."""
+    return 1 + max(number for job in jobs for shape, number in job.writes if shape == "square")
+
+
+@dataclass(frozen=True)
+class Members:
+    """Matrices of one shape, numbered from ``first`` on.
+
+    Args:
+        x_step: places that one matrix takes in a buffer of X.
+    """
+
+    jobs: tuple[Job, ...]
+    first: int
+    count: int
+    n: int
+    x_step: int = 1
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def tile_list(groups: Sequence[Members], m: int) -> Tensor:
+    """Every tile in order: int32 [tiles, ENTRY_FIELDS], (job, matrix, row, column).
+
+    Jobs are numbered over all groups.
+    """
+    units: list[tuple[float, int, Tensor]] = []
+    first_job = 0
+    for group in groups:
+        tiles = [job.tiles(m, group.n) for job in group.jobs]
+        work = [len(its) * (job.length(m, group.n) + TILE_END) for job, its in zip(group.jobs, tiles, strict=True)]
+        for number, (its, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
+            rows, columns = torch.tensor(its, dtype=torch.int32, device="cpu").unbind(1)
+            entries = torch.stack([torch.full_like(rows, first_job + number), rows, rows, columns], 1)
+            for index, matrix in enumerate(group.numbers):
+                # the matrices of a job one after another
+                progress = (before + work[number] * index / group.count) / sum(work)
+                units.append((progress, matrix, entries))
+        first_job += len(group.jobs)
+    units.sort(key=lambda unit: unit[:2])
+    result = torch.cat([entries for _, _, entries in units])
+    matrices = torch.tensor([matrix for _, matrix, _ in units], dtype=torch.int32, device="cpu")
+    counts = torch.tensor([len(entries) for _, _, entries in units], device="cpu")
+    result[:, 1] = matrices.repeat_interleave(counts)
+    return result
+
+
+def job_table(groups: Sequence[Members], m: int) -> Tensor:
+    """The numbers of every job: fp32 [jobs, JOB_FIELDS].
+
+    (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
+    matrix to wait for; a, b: buffers; length of its sums; whether q is what rounding took; whether a diagonal is apart;
+    whether a is not symmetric)
+    """
+    rows = []
+    for group in groups:
+        needed = accumulate((len(job.tiles(m, group.n)) for job in group.jobs), initial=0)
+        for job, tiles in zip(group.jobs, needed):
+            is_last = job is group.jobs[-1]
+            row = (job.c, job.d, job.q, job.scale, job.alpha, job.beta, job.omega, is_last, job.kind, tiles)
+            rows.append([*row, job.a, job.b, job.length(m, group.n), job.low, job.apart, job.whole])
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
+
+
+def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
+    """Where each matrix's X and its first square buffer are: int32 [matrices, 2].
+
+    Places of X are numbered from each group to the next, and so are square ones.
+    """
+    result = torch.zeros(num_matrices, 2, dtype=torch.int32, device="cpu")
+    x, square = 0, 0
+    for group in groups:
+        squares = num_squares(group.jobs)
+        for matrix in group.numbers:
+            result[matrix, 0], result[matrix, 1] = x, square
+            x, square = x + group.x_step, square + squares
+    return result

@@ -1,0 +1,152 @@
+"""What determines a Newton–Schulz run beside the matrix: coefficients, steps, method, dtype, norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from optim_kernels._newton_schulz.coefficients import Triple, resolve
+
+Method = Literal["auto", "standard", "gram"]
+EpsMode = Literal["clamp", "add"]
+Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[float]]
+
+# From which n/m on "auto" takes the Gram iteration, by the slope at 0 of the whole polynomial: how much the iteration
+# enlarges small singular values, and with them the rounding of R. Below 1.5 Gram wins no time; the other limits keep
+# Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see "Newton–Schulz and Muon" in the benchmarks'
+# notes for the errors measured.
+GRAM_ASPECTS = ((600.0, 1.5), (900.0, 3.0), (float("inf"), 4.0))
+# Short sides from which it does: of smaller matrices a Gaussian one may be so badly conditioned that the errors of Gram
+# are 1e-2, and their time is that of the launches, of which the standard iteration has fewer.
+GRAM_SIDE = 256
+# From which n/m on a restart is done with m×m products alone: 3 % fewer operations at 3, 10 % at 4, and X is read and
+# written less often.
+FACTORS_ASPECT = 3.0
+# The steepest factor of a Gram iteration, of a block of steps or of all: its numbers are as large, and fp16 ends at
+# 65,504.
+LARGEST_SLOPE = 2.0**15
+RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NSConfig:
+    """Everything that determines a Newton–Schulz run beside the matrix; validated once.
+
+    Args:
+        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
+        steps: how many, under 100.
+        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless there are so many
+            steps between restarts that their factor would leave fp16, else ``"standard"``.
+        dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
+            fp32 (fp64 for fp64 matrices).
+        restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
+            is ``(1, 3)``. In what is done in one launch on Hopper a single restart of long matrices forms R from its
+            factors, as accurately (`chain_jobs`).
+        norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
+    """
+
+    coefficients: Coefficients = "keller"
+    steps: int = 5
+    method: Method = "auto"
+    dtype: torch.dtype | None = None
+    restarts: tuple[int, ...] | Literal["accurate"] | None = None
+    norm_scale: float = 1.0
+    eps: float = 1e-7
+    eps_mode: EpsMode = "clamp"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 0 <= self.steps < 100:
+            raise ValueError(f"steps must be an int from 0 to 99, got {self.steps!r}")
+        if not isinstance(self.coefficients, str):
+            # one at least, for none would be no coefficients
+            object.__setattr__(self, "coefficients", resolve(self.coefficients, max(self.steps, 1)))
+        if self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
+        if self.dtype is not None and self.dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype must be None or one of {COMPUTE_DTYPES}, got {self.dtype}")
+        if self.eps_mode not in get_args(EpsMode):
+            raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps must be at least 0, got {self.eps}")
+        if not self.norm_scale > 0:
+            raise ValueError(f"norm_scale must be above 0, got {self.norm_scale}")
+        restarts = RESTARTS[self.restarts] if self.restarts in tuple(RESTARTS) else self.restarts
+        if not isinstance(restarts, list | tuple) or not all(isinstance(step, int) for step in restarts):
+            raise ValueError(f"restarts must be None, 'accurate' or step numbers, got {self.restarts!r}")
+        if any(later <= earlier for earlier, later in zip((0, *restarts), restarts)):
+            raise ValueError(f"restarts must be increasing step numbers from 1, got {self.restarts!r}")
+        object.__setattr__(self, "restarts", tuple(restarts))
+        self.triples  # noqa: B018  (an unknown name, or a wrong number of steps for it, is found here)
+
+    @cached_property
+    def triples(self) -> tuple[Triple, ...]:
+        """(a, b, c) of every step."""
+        return resolve(self.coefficients, self.steps)
+
+    @property
+    def row_factors(self) -> bool:
+        """Whether the first Gram matrix supplies row factors ``rsqrt(Σ_j |A_ij|)`` (the set ``"aol4"``)."""
+        return self.coefficients == "aol4"
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Triple, ...], ...]:
+        """The triples between restarts of the Gram iteration."""
+        assert isinstance(self.restarts, tuple)
+        cuts = [0, *(after for after in self.restarts if after < self.steps), self.steps]
+        return tuple(self.triples[start:stop] for start, stop in pairwise(cuts) if start < stop)
+
+    def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
+        """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
+        if self.method == "auto":
+            fits = all(_slope(block) <= LARGEST_SLOPE for block in self.blocks)
+            return "gram" if fits and m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
+        return self.method
+
+    @cached_property
+    def gram_aspect(self) -> float:
+        """n/m from which ``"auto"`` takes the Gram iteration: 1.5, 3 or 4, the steeper the polynomial the larger."""
+        slope = _slope(self.triples)
+        return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
+
+    def restarts_in_factors(self, m: int, n: int) -> bool:
+        """Whether a launch of many matrices in fp16 restarts the Gram iteration by m×m products (`chain_jobs`)."""
+        is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
+        return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
+
+    def flops(self, rows: int, columns: int) -> int:
+        """Of one ``rows × columns`` matrix, with symmetric halves counted once, where restarts form XXᵀ."""
+        m, n = sorted((rows, columns))
+        cube, rectangle = m**3, m * m * n  # a symmetric m×m product; a symmetric XXᵀ (SX and QX take two)
+        if self.method_for(m, n) == "standard":
+            return sum(3 * rectangle + (cube if c != 0.0 else 0) for _, _, c in self.triples)
+        total = 0
+        for block in self.blocks:
+            squares = sum(1 for _, _, c in block if c != 0.0)
+            total += 3 * rectangle + cube * (squares + 2 * (len(block) - 1) + len(block) - 1)
+        return total
+
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the operands of every product for input ``x``."""
+        if self.dtype is not None:
+            return self.dtype
+        if x.is_cuda:
+            return torch.float16
+        return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _slope(triples: Sequence[Triple]) -> float:
+    """At 0, of the polynomial of these steps: how much it enlarges the smallest singular values."""
+    return prod(abs(a) for a, _, _ in triples)
+
+
+def hashable(value: Any) -> Any:
+    """An option of `NSConfig` that may be a list, of lists perhaps, as tuples."""
+    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value

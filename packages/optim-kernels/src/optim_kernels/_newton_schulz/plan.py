@@ -1,0 +1,183 @@
+"""Newton–Schulz on the GPU as users call it: what one call has to decide is decided once for matrices of a kind.
+
+A kind is shape, strides, dtype and options. Its plan knows the products to launch (`chain_jobs` lists them) and where
+X and the m×m factors lie (`buffers`).
+
+    squares → divisors or scale → products          large matrices, and all in a CUDA graph of the caller's
+    squares → divisors or scale → replay → copy     small ones, whose products take the device less time than the host
+    squares → divisors or scale → chain             batches that fill the chip (`chain`)
+
+fp16 matrices are read where they are, or copied (for a replay, or where the copy engine cannot read them), and the
+first products bring them to norm 1; others are divided and rounded first. The first product may run beside its norms,
+for it needs them at its end alone.
+
+A replay is of a CUDA graph that knows the products' addresses in the allocation of the call. PyTorch gives a
+call that repeats the memory of the one before; a graph is kept for each of the latest such places, and recorded where a
+place is seen again. Memory that a call holds is its own, so replays of one graph, on whatever streams, never meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._kernels.normalize import Start, apply_row_factors, size_of_room
+from optim_kernels._newton_schulz.buffers import Buffers
+from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
+from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
+from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.product_launches import ALIGNMENT, general_product, is_readable, symmetric_product
+
+# Flops under which the products' launches take longer than the products.
+MOST_REPLAYED_FLOPS = 6e11
+# Places in memory for which a plan keeps a graph.
+NUM_GRAPHS = 16
+# Calls may come from several threads, and there is one stream to record on.
+_one_at_a_time = threading.Lock()
+
+
+def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
+    """What computes ``newton_schulz`` of ``x [..., M, N]`` and of what has its shape, strides, dtype and alignment.
+
+    The result is contiguous, or the transpose of what is.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        plan = plan_for(x.mT, config)
+        return lambda x: plan(x.mT).mT
+    shape = x.shape
+    if x.numel() == 0:
+        return lambda x: torch.empty(shape, dtype=x.dtype, device=x.device)
+    count, m, n = prod(shape[:-2]), *shape[-2:]
+    if x.is_cuda and takes_chain(count, m, n, config, config.compute_dtype(x), x.device):
+        return BatchPlan(x.reshape(count, m, n), shape, config)
+    return Plan(x.reshape(count, m, n), shape, config)
+
+
+def is_small(shape: Sequence[int], config: NSConfig) -> bool:
+    """Whether the products of ``shape [..., M, N]`` take the device less time than launching them takes the host."""
+    return prod(shape[:-2]) * config.flops(shape[-2], shape[-1]) < MOST_REPLAYED_FLOPS
+
+
+class Plan:
+    """Newton–Schulz of matrices like ``g [batch, M, N]``, product by product.
+
+    Args:
+        shape: ``[..., M, N]``, in which they come and the results go.
+    """
+
+    def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
+        dtype = config.compute_dtype(g)
+        self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
+        self._jobs = jobs_of(config, *g.shape[-2:])
+        self._has_row_factors = config.row_factors
+        self._norm: Any = {
+            "norm_scale": config.norm_scale,
+            "eps": config.eps,
+            "add_eps": config.eps_mode == "add",
+        }
+        self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
+        self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
+        self._direct = Buffers(
+            self._jobs,
+            g.shape,
+            dtype,
+            reads_x=self._is_scaled and is_readable(g),
+            writes_result=g.dtype == dtype and shape[-1] * dtype.itemsize % ALIGNMENT == 0,
+            num_extra=size_of_room(g),
+        )
+        self._movable = Buffers(self._jobs, g.shape, dtype, num_extra=size_of_room(g))
+        self._device = g.device
+        # by place, the latest last; None where the launches have been seen once
+        self._graphs: OrderedDict[int, torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._start: Start | None = None
+        self._movable_start: Start | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result for ``x [..., M, N]``."""
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(x)
+        result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if self._is_replayed and not torch.cuda.is_current_stream_capturing():
+            self._replay(x.reshape(self._batch), result.view(self._batch))
+        else:
+            self._run(x.reshape(self._batch), result.view(self._batch))
+        return result
+
+    def _run(self, g: Tensor, result: Tensor) -> None:
+        buffers = self._direct
+        room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
+        squares, xs = buffers.of(room, g, result)
+        x = None if buffers.reads_x else xs[0]
+        if self._start is None:
+            self._start = Start(g, x, **self._norm, is_scaled=self._is_scaled)
+        self._multiply(squares, xs, self._start(g, x, room=buffers.extra(room)), is_ready=buffers.reads_x)
+        if not buffers.writes_result:
+            result.copy_(buffers.last_x(room))
+
+    def _replay(self, g: Tensor, result: Tensor) -> None:
+        buffers = self._movable
+        room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
+        place = room.data_ptr()
+        with _one_at_a_time:
+            graph = self._graphs.get(place)
+            if graph is None or self._movable_start is None:
+                squares, xs = buffers.of(room)
+                start = self._movable_start = Start(g, xs[0], **self._norm, is_scaled=self._is_scaled)
+                scales = start(g, xs[0], room=buffers.extra(room))
+                self._multiply(squares, xs, scales)
+                self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
+                if len(self._graphs) > NUM_GRAPHS:
+                    self._graphs.popitem(last=False)
+            else:
+                self._movable_start.again(g.data_ptr(), place + buffers.first_place, place + buffers.extra_place)
+                graph.replay()
+            self._graphs.move_to_end(place)
+        result.copy_(buffers.last_x(room))
+
+    def _multiply(
+        self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None, *, is_ready: bool = False
+    ) -> None:
+        """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided.
+
+        ``is_ready``: the first X was there before the launches that find its norm.
+        """
+        for number, job in enumerate(self._jobs):
+            scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
+            if job.kind is Kind.RECTANGLE:
+                c = xs[job.c] if job.c >= 0 else None
+                a, b, d = squares[job.a], xs[job.b], xs[job.d]
+                general_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, scale=scale)
+                continue
+            operands = xs if job.kind is Kind.GRAM else squares
+            c = squares[job.c] if job.c >= 0 else None
+            q = (squares[job.q], job.omega) if job.q >= 0 else None
+            a, b, d = operands[job.a], operands[job.b], squares[job.d]
+            early = is_ready and number == 0
+            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, shifted=q, scale=scale, early=early)
+            if number == 0 and self._has_row_factors:
+                apply_row_factors(a, d)
+
+    def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
+        # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_side_stream(self._device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._multiply(squares, xs, scales)
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on, for the default one cannot be."""
+    return torch.cuda.Stream(device)

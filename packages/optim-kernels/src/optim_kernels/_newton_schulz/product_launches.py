@@ -1,0 +1,402 @@
+"""The two products of Newton–Schulz on the GPU: their tiles, their checks and their launches.
+
+    symmetric_product    s (α a bᵀ + β c)      one triangle computed and mirrored
+    general_product      s (α a b + β c)
+
+Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
+operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). `tiles` says which
+kernel takes a product. Launches are kept for matrices of the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from optim_kernels._impl import is_interpreted
+from optim_kernels._kernels import product, symmetric
+from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.tiles import (
+    FULL_PRECISION,
+    INTERPRETED,
+    Tile,
+    cdiv,
+    general_tile,
+    symmetric_programs,
+    symmetric_tile,
+    symmetric_tiles,
+)
+from optim_kernels._triton import can_overlap
+
+# Rows of tiles that share a column's operand while it is in the L2 cache.
+PANEL = 8
+# The bulk copy engine wants addresses and row strides in multiples of 16 bytes.
+ALIGNMENT = 16
+# Kept launches of each product.
+NUM_LAUNCHES = 1024
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
+    out: Tensor | None = None,
+    shifted: tuple[Tensor, float] | None = None,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+    early: bool = False,
+) -> Tensor:
+    """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
+
+    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
+    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
+    multiplies each matrix before it is rounded. ``early``: the launch before, as far as it is still running, makes
+    ``scale`` alone, and nobody but it and this one uses ``out`` any more; so some kernels start beside it.
+    """
+    batch, m, k = a.shape
+    if out is None:
+        out = empty_matrices(batch, m, m, like=a)
+    if out.numel() == 0:
+        return out
+    same = a is b
+    q, omega = (None, 0.0) if shifted is None else shifted
+    factors = _factors(alpha, beta, out)
+    key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
+    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early)
+    if tile.on_hopper:
+        _check_numbers(tile, factors)
+    if launch is None:
+        if tile.ping_pong:
+            _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
+            return out
+        if not same or q is not None:
+            raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
+        return _wide_product(a, None, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+    matrices: tuple[Tensor | None, ...]
+    if tile.lone:
+        matrices = (a, b, *(out if x is None else x for x in (c, out, q)))
+    elif tile.quartered:
+        matrices = 2 * (a, None if same else b, c, out, q)
+    elif tile.joined:
+        matrices = (a, c, out, q)
+    elif tile.rows == tile.columns:
+        matrices = (a, None if same else b, c, out, None, q, None)
+    else:
+        matrices = (a, b, c, out, out, q, q)
+    launch.launch(matrices, (out if scale is None else scale, *counts, k, *factors, omega))
+    return out
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _symmetric_launch(
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool
+) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
+    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
+    same, ((batch, m, k), _), _, c, _, q, scale, alpha, _ = key
+    tile = given or choose_tile(
+        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None)
+    )
+    if not same and (tile.joined or (tile.lone and tile.quartered)):
+        raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
+    if tile.lone and tile.quartered and cdiv(m, tile.side) % 4:
+        raise ValueError(f"{tile} takes fours of tiles on the diagonal, got m = {m}; leave the tile to the shape")
+    if tile.lone:
+        tiles = symmetric_programs(m, tile)
+        of_lone = (True, same, c is not None, q is not None, scale is not None, tile.quartered or tile.joined)
+        launch = _lone_launch(tile, batch * tiles, of_lone, device, early)
+        return tile, launch, (tiles, cdiv(m, tile.side), 0)
+    if tile.on_hopper:
+        return tile, None, ()
+    flags = (c is not None, q is not None, scale is not None, alpha is not None)
+    sides, depth = cdiv(m, tile.side), tile.depth
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.quartered:
+        whole = batch * (sides * (sides - 1) // 2)
+        blocks = [block for side in (tile.side, tile.side // 2) for block in (2 * [(side, depth)] + 3 * [(side, side)])]
+        constants: tuple[Any, ...] = (*flags, same, tile.side, depth, PANEL)
+        launch = BlockLaunch(symmetric.quartered_kernel, whole + 3 * batch * sides, blocks, constants, **options)
+        return tile, launch, (whole, sides)
+    rows, columns = tile.rows, tile.columns
+    programs = batch * symmetric_programs(m, tile)
+    overlap = may_overlap(tile, programs, device)
+    if overlap:
+        options["launch_pdl"] = True
+    if tile.joined:
+        blocks = [(rows, depth), *(3 * [(rows, rows)])]
+        constants = (*flags, rows, depth, PANEL, overlap)
+        launch = BlockLaunch(symmetric.joined_kernel, programs, blocks, constants, **options)
+        return tile, launch, (batch * (sides * (sides - 1) // 2), sides)
+    blocks = [(rows, depth), (columns, depth), (rows, columns), *(2 * [(rows, columns), (columns, rows)])]
+    constants = (*flags, same, rows, columns, depth, PANEL, overlap)
+    launch = BlockLaunch(symmetric.symmetric_kernel, programs, blocks, constants, **options)
+    return tile, launch, (symmetric_tiles(m, tile), sides)
+
+
+def general_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given."""
+    batch, m, k = a.shape
+    n = b.shape[-1]
+    if out is None:
+        out = empty_matrices(batch, m, n, like=b)
+    if out.numel() == 0:
+        return out
+    factors = _factors(alpha, beta, out)
+    key = (*map(_layout, (a, b, c, out)), *map(_place, (scale, *factors)))
+    tile, launch, counts = _general_launch(key, a.dtype, tile, a.device)
+    if tile.on_hopper:
+        _check_numbers(tile, factors)
+    if launch is None:
+        if tile.ping_pong:
+            _ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
+            return out
+        return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+    numbers = (out if scale is None else scale, *counts, k, *factors)
+    if tile.lone:
+        launch.launch((a, b, out if c is None else c, out, out), (*numbers, 0.0))
+    else:
+        launch.launch((a, b, c, out), numbers)
+    return out
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _general_launch(
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
+) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
+    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
+    ((batch, m, k), _), ((_, _, n), _), c, _, scale, alpha, _ = key
+    tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
+    rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
+    if tile.lone:
+        flags = (False, False, c is not None, False, scale is not None, False)
+        return tile, _lone_launch(tile, batch * rows * columns, flags, device), (rows * columns, rows, columns)
+    if tile.on_hopper:
+        return tile, None, ()
+    square, programs = (tile.rows, tile.columns), batch * rows * columns
+    overlap = may_overlap(tile, programs, device)
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    launch = BlockLaunch(
+        product.general_kernel,
+        programs,
+        [(tile.rows, tile.depth), (tile.depth, tile.columns), square, square],
+        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL, overlap),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **options,
+    )
+    return tile, launch, (rows * columns, rows, columns)
+
+
+def _lone_launch(
+    tile: Tile, programs: int, flags: tuple[bool, ...], device: torch.device, early: bool = False
+) -> BlockLaunch:
+    """A launch of programs that have a multiprocessor each."""
+    from optim_kernels._hopper.lone_kernel import lone_launch
+
+    overlap = may_overlap(tile, programs, device)
+    return lone_launch(tile, programs, flags, panel=PANEL, overlap=overlap, early=early)
+
+
+def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
+    """Whether the next launch may come to the device before this one's programs end.
+
+    Its first programs come in twos to the multiprocessors that are free, and would keep these busy for twice as long:
+    so no two may fit, or a third of all multiprocessors has to be free.
+    """
+    if not can_overlap(device):
+        return False
+    num_sms = num_multiprocessors(device.index)
+    return programs <= num_sms and (tile.is_alone or 3 * programs <= 2 * num_sms)
+
+
+def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a descriptor says of a matrix beside its place."""
+    return None if x is None else (x.shape, x.stride())
+
+
+def _place(x: Tensor | float | None) -> int | None:
+    """What the compiler may know of a scalar's address, if it comes by its address."""
+    return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
+
+
+def _factors(alpha: float | Tensor, beta: float | Tensor, like: Tensor) -> tuple[Any, Any]:
+    """α and β as the kernels take them: two numbers, or two fp32 tensors of one element."""
+    if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+        return alpha, beta
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+    alpha, beta = (x.to(**fp32) if isinstance(x, Tensor) else torch.full((), x, **fp32) for x in (alpha, beta))
+    return alpha, beta
+
+
+def _check_numbers(tile: Tile, factors: tuple[Any, Any]) -> None:
+    if isinstance(factors[0], Tensor):
+        raise ValueError(f"{tile} takes alpha and beta as numbers; `portable_tile` gives one for tensors")
+
+
+def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
+    """Either product in tiles of both consumers."""
+    from optim_kernels._hopper.wide_kernel import wide_product
+
+    return wide_product(a, b, **options, panel=PANEL, programs=num_multiprocessors(a.device.index))
+
+
+def _ping_pong(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    d: Tensor,
+    q: Tensor | None,
+    scale: Tensor | None,
+    tile: Tile,
+    numbers: tuple[float, float, float],
+    *,
+    is_symmetric: bool,
+) -> None:
+    """Either product on the ping-pong schedule; ``numbers``: α, β and ω."""
+    kernel, descriptor = _ping_pong_kernel()
+    (batch, m, n), side, depth = d.shape, tile.rows, tile.depth
+    rows, columns = cdiv(m, side), cdiv(n, side)
+    tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
+    total = batch * tiles
+    kernel[(min(total, num_multiprocessors(a.device.index)),)](
+        descriptor(a, side, depth),
+        descriptor(b, *((side, depth) if is_symmetric else (depth, side))),
+        *(descriptor(d if x is None else x, side, side) for x in (c, d, q)),
+        d if scale is None else scale,
+        total,
+        tiles,
+        rows,
+        columns,
+        a.shape[-1],
+        *numbers,
+        SYMMETRIC=is_symmetric,
+        SAME=a is b,
+        HAS_C=c is not None,
+        HAS_Q=q is not None,
+        HAS_SCALE=scale is not None,
+        GROUP=PANEL,
+        DEPTH=depth,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+
+
+def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
+    """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
+    step = ALIGNMENT // like.element_size()
+    return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the copy engine can read ``x [batch, M, N]`` where it is."""
+    step = ALIGNMENT // x.element_size()
+    batch_stride, row_stride, column_stride = x.stride()
+    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
+    return (
+        column_stride == 1
+        and row_stride > 0
+        and batch_stride > 0
+        and row_stride % step == 0
+        and batch_stride % step == 0
+        and x.data_ptr() % ALIGNMENT == 0
+        and not x.is_neg()
+    )
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """``x [..., M, N]`` as ``[batch, M, N]`` that the copy engine can read: a view where strides allow, else a copy."""
+    if x.ndim == 2:
+        flat = x[None]
+    else:
+        flat = x if x.ndim == 3 else x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
+    if is_readable(flat):
+        return flat
+    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
+
+
+def choose_tile(dtype: torch.dtype, device: torch.device, choose: Callable[[int, bool], Tile]) -> Tile:
+    """The tile that ``choose`` takes, by the device's multiprocessors and whether it runs the kernels of `_hopper`."""
+    if is_interpreted():
+        return INTERPRETED
+    if dtype == torch.float32:
+        return FULL_PRECISION
+    return choose(num_multiprocessors(device.index), has_gluon(device.index))
+
+
+def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
+    """A tile of `_kernels.product` for ``a bᵀ``, symmetric, or ``a b``: only there α and β may be tensors."""
+    batch, m, k = a.shape
+
+    def choose(num_sms: int, _: bool) -> Tile:
+        if symmetric:
+            return symmetric_tile(m, k, batch, num_sms, a is b)
+        return general_tile(m, b.shape[-1], k, batch, num_sms)
+
+    return choose_tile(a.dtype, a.device, choose)
+
+
+@cache
+def has_gluon(device: int | None) -> bool:
+    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _ping_pong_kernel() -> Any:
+    """The kernel, and what describes its matrices; their modules need Gluon."""
+    from optim_kernels._hopper.ping_pong_kernels import product_kernel
+    from optim_kernels._hopper.ring import descriptor
+
+    return product_kernel, descriptor
+
+
+@cache
+def num_multiprocessors(device: int | None) -> int:
+    """Of the device with this number."""
+    return torch.cuda.get_device_properties(device or 0).multi_processor_count
+
+
+class TritonProducts:
+    """The three products of `iterations`, on ``[batch, M, K]``."""
+
+    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
+        m = xs[0].shape[-2]
+        out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
+        for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
+            symmetric_product(x, x, out=part)
+        return out
+
+    def symmetric_matmul(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return symmetric_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def matmul_add(
+        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    ) -> Tensor:
+        return general_product(a, b, c=c, alpha=alpha, beta=beta)
+
+    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+        if a is None:
+            return symmetric_product(r, r, c=r, alpha=c, beta=b), None
+        q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
+        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a)), q

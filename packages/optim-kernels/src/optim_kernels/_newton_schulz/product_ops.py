@@ -1,0 +1,183 @@
+"""The products of Newton–Schulz as functions with gradients, usable inside ``torch.compile``.
+
+    gram                alpha x xᵀ  or  alpha xᵀ x       d x = alpha (dA + dAᵀ) x
+    symmetric_matmul    alpha a b + beta c               d a = alpha g bᵀ,  d b = alpha aᵀ g,  d c = beta g
+    matmul_add          alpha a b + beta c               likewise;  d alpha = ⟨g, a b⟩,  d beta = ⟨g, c⟩
+
+alpha and beta are numbers, or 0-d tensors that are read on the device. On CUDA the kernels of `product_launches` run;
+elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import is_plain, use_triton
+from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
+
+Number = float | Tensor
+
+
+def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
+    """``alpha a b + beta c``; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
+    if not (a.is_cuda and use_triton("auto", a, "a")):
+        products = TorchProducts()
+        multiply = products.symmetric_matmul if symmetric else products.matmul_add
+        with without_autocast(a):
+            return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
+    launches = _product_launches()
+    left = launches.as_batch(a)
+    right = left if symmetric and _is_same(a, b) else launches.as_batch(b)
+    columns = b.shape[-2] if symmetric else b.shape[-1]
+    added = None if c is None else launches.as_batch(c.expand(*a.shape[:-1], columns))
+    product = launches.symmetric_product if symmetric else launches.general_product
+    tile = None
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        tile = launches.portable_tile(left, right, symmetric=symmetric)
+    result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
+    if a.ndim == 2:
+        return result[0]
+    return result if a.ndim == 3 else result.reshape(*a.shape[:-1], columns)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    places = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return next(places) == next(places)
+
+
+@cache
+def _product_launches() -> Any:
+    """The kernels' module, which needs Triton."""
+    from optim_kernels._newton_schulz import product_launches
+
+    return product_launches
+
+
+@torch.library.custom_op(
+    "optim_kernels::product",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor? c, Tensor? alpha_tensor, Tensor? beta_tensor, float alpha, float beta, "
+    "bool symmetric) -> Tensor",
+)
+def _product(a: Any, b: Any, c: Any, alpha_tensor: Any, beta_tensor: Any, alpha: Any, beta: Any, symmetric: Any) -> Any:
+    alpha = alpha if alpha_tensor is None else alpha_tensor
+    beta = beta if beta_tensor is None else beta_tensor
+    return _multiply(a, b, c, alpha, beta, symmetric)
+
+
+@_product.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha_tensor: Tensor | None,
+    beta_tensor: Tensor | None,
+    alpha: float,
+    beta: float,
+    symmetric: bool,
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-2] if symmetric else b.shape[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, c, alpha_tensor, beta_tensor, ctx.alpha, ctx.beta, ctx.symmetric = inputs
+    ctx.has_c = c is not None
+    # c enters the derivative of beta alone
+    ctx.save_for_backward(a, b, None if beta_tensor is None else c, alpha_tensor, beta_tensor)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, b, c, alpha_tensor, beta_tensor = ctx.saved_tensors
+    alpha = ctx.alpha if alpha_tensor is None else alpha_tensor.to(grad.dtype)
+    beta = ctx.beta if beta_tensor is None else beta_tensor.to(grad.dtype)
+    factor = b.mT if ctx.symmetric else b
+    to_c = beta * grad if ctx.has_c else None
+    to_beta = None if beta_tensor is None or c is None else (grad * c).sum().to(beta_tensor.dtype)
+    with without_autocast(a):
+        to_b = alpha * (a.mT @ grad)
+        to_alpha = None if alpha_tensor is None else (grad * (a @ factor)).sum().to(alpha_tensor.dtype)
+        to_a = alpha * (grad @ factor.mT)
+    return to_a, to_b.mT if ctx.symmetric else to_b, to_c, to_alpha, to_beta, None, None, None
+
+
+_product.register_autograd(_backward, setup_context=_save)
+
+
+def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
+    """`_multiply`, through the operator where something has to know of it."""
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
+    alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))
+    if is_plain(a, b, c, alpha_tensor, beta_tensor):
+        return _multiply(a, b, c, alpha, beta, symmetric)
+    numbers = (0.0 if isinstance(x, Tensor) else float(x) for x in (alpha, beta))
+    result: Tensor = _product(a, b, c, alpha_tensor, beta_tensor, *numbers, symmetric)
+    return result
+
+
+def _checked_factor(name: str, value: Number, like: Tensor) -> Number:
+    """A number, or a 0-d tensor in the precision of the sums."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+    return value.reshape(()).to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
+
+
+def gram(
+    x: Tensor, *, side: Literal["left", "right"] = "left", alpha: Number = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """``alpha x xᵀ`` (``side="right"``: ``alpha xᵀ x``), computing one triangle and mirroring it.
+
+    x [..., M, K] -> [..., M, M]
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"side must be 'left' or 'right', got {side!r}")
+    x = _checked("x", x, x)
+    x = x if side == "left" else x.mT
+    return _into(out, _multiplied(x, x, None, alpha, 0.0, True))
+
+
+def symmetric_matmul(
+    a: Tensor, b: Tensor, *, c: Tensor | None = None, alpha: Number = 1.0, beta: Number = 0.0, out: Tensor | None = None
+) -> Tensor:
+    """``alpha a b + beta c`` for symmetric operands that commute, so that the result is symmetric.
+
+    a, b, c [..., M, M] -> [..., M, M]; only one triangle is computed, the other is its mirror image.
+    """
+    _checked("b", b, a)
+    if a.shape != b.shape or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"a and b must be square and of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    return _into(out, _multiplied(a, b, c, alpha, beta, True))
+
+
+def matmul_add(
+    a: Tensor, b: Tensor, *, c: Tensor | None = None, alpha: Number = 1.0, beta: Number = 0.0, out: Tensor | None = None
+) -> Tensor:
+    """``alpha a b + beta c``: a [..., M, K], b [..., K, N], c [..., M, N] -> [..., M, N]."""
+    _checked("b", b, a)
+    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied")
+    return _into(out, _multiplied(a, b, c, alpha, beta, False))
+
+
+def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.ndim < 2 or not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating-point matrices, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, the other is {like.dtype} on {like.device}")
+    return tensor
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    if out is None:
+        return result
+    if out.shape != result.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}")
+    return out.copy_(result)

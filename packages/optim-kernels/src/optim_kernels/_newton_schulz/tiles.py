@@ -1,0 +1,203 @@
+"""Which tile a product takes: a function of its shape and the chip, without run-time tuning.
+
+A product of many tiles runs in rounds of as many as the chip holds at once, and a last round that is nearly empty costs
+as much as a full one. Small tiles waste less of it, large ones run faster. The choice is the tile with the least
+predicted time
+
+    launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
+
+with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
+they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile, or of A Aᵀ
+two such tiles together: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on
+the ping-pong schedule of `_hopper.ping_pong_kernels`, the largest in the tiles of `_hopper.wide_kernel` unless these
+waste more than they save, and products of one round in those of `_hopper.lone_kernel` unless smaller tiles divide them
+better; all others run in `_kernels.product` and `_kernels.symmetric`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """A block of the result, the depth of one step along K, and how it is run."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    # persistent, with a producer and two consumers that take turns (`_hopper.ping_pong_kernels`)
+    ping_pong: bool = False
+    # the same with both consumers on one tile (`_hopper.wide_kernel`)
+    cooperative: bool = False
+    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one; lone ones of A Aᵀ
+    # alone, four such tiles by three programs
+    quartered: bool = False
+    # A Aᵀ: tiles on the diagonal are computed in pairs
+    joined: bool = False
+    # one a program, which has its multiprocessor to itself (`_hopper.lone_kernel`)
+    lone: bool = False
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether it takes a kernel that exists for Hopper only."""
+        return self.ping_pong or self.cooperative or self.lone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the steps under way, of 16-bit operands, leave no room on a multiprocessor for another program."""
+        return 2 * self.num_stages * (self.rows + self.columns) * self.depth > SHARED_BYTES // 2
+
+    @property
+    def side(self) -> int:
+        """Of the square blocks that make up a triangle."""
+        return self.columns
+
+
+# Shared memory of a Hopper multiprocessor.
+SHARED_BYTES = 228 << 10
+
+
+class Cost(NamedTuple):
+    """The time that a tile takes of its multiprocessor: microseconds a 1024 of K, at its end, and once a launch."""
+
+    slope: float
+    end: float
+    launch: float
+
+
+# Interpreted kernels cost about a millisecond a step whatever the tile, and their tests are small.
+INTERPRETED = Tile(32, 32, 32, 4, 2)
+# fp32 operands are multiplied without tensor cores.
+FULL_PRECISION = Tile(64, 64, 32, 4, 2)
+
+SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
+    (tile._replace(quartered=quartered), cost)
+    for tile, cost in (
+        (Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)),
+        (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
+    )
+    for quartered in (False, True)
+)
+# Two tiles on the diagonal read what one below it reads, and that is what small tiles wait for.
+JOINED = (Tile(64, 64, 128, 4, 3, joined=True), Cost(2.85, 0.1, 0.9))
+# By its side, the steps that a symmetric tile has under way where no other program shares its multiprocessor, and the
+# sums from which on: with fewer, the last programs to start join the first ones while other multiprocessors stay free.
+STAGES_ALONE = {64: (5, 0), 128: (6, 4096)}
+# Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
+SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
+GENERAL: Sequence[tuple[Tile, Cost]] = (
+    (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
+    (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
+    (Tile(64, 128, 64, 4, 4), Cost(3.4, 0.8, 1.3)),
+)
+# The same of the last of these.
+GENERAL_STAGES_ALONE = 6
+# Tiles of products that take one round, square ones for symmetric products, on Hopper.
+LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
+LONE_WIDE = (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6))
+LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
+LONE_SMALL_WIDE = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2))
+PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
+# Tiles a multiprocessor from which it wins: of fewer, the start of the first and the end of the last weigh too much.
+PING_PONG_ROUNDS = 3.5
+WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
+# What it takes of the time of two ping-pong tiles where its ends, which nothing hides, weigh little: from sums of this
+# length and this many tiles a multiprocessor on.
+WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 8
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def symmetric_tiles(m: int, tile: Tile) -> int:
+    """Tiles that compute one triangle of an m×m matrix, diagonal included."""
+    side = cdiv(m, tile.columns)
+    return side * (side + 1) // 2 * (tile.columns // tile.rows)
+
+
+def symmetric_programs(m: int, tile: Tile) -> int:
+    """Programs that compute them, unless the tile is quartered in programs of their own."""
+    side = cdiv(m, tile.columns)
+    if tile.joined:
+        return symmetric_tiles(m, tile) - side // 2
+    return symmetric_tiles(m, tile) - (cdiv(side, 4) if tile.lone and tile.quartered else 0)
+
+
+@lru_cache(maxsize=4096)
+def symmetric_tile(
+    m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False, shifted: bool = False
+) -> Tile:
+    """The tile of a symmetric m×m product over k.
+
+    ``same``: of a matrix with its own transpose; ``shifted``: the result plus a multiple of I is wanted as well.
+    """
+    tiles = batch * symmetric_tiles(m, PING_PONG)
+    if hopper and tiles >= PING_PONG_ROUNDS * num_sms:
+        wide = batch * symmetric_tiles(m, WIDE)
+        return WIDE if same and not shifted and _is_wide_faster(wide, tiles, k, num_sms) else PING_PONG
+
+    def time(each: tuple[Tile, Cost]) -> float:
+        tile, cost = each
+        if tile.lone or not tile.quartered:
+            return _time(cost, batch * symmetric_programs(m, tile), k, num_sms)
+        # three quarters of each diagonal tile, which run beside whole tiles: rounds are not full numbers
+        blocks = cdiv(m, tile.side)
+        load = batch * blocks * (blocks + 0.5) / 2
+        return cost.launch + (max(1.0, load / num_sms) + 0.25) * (cost.slope * k / 1024 + cost.end)
+
+    choice = [*SYMMETRIC, *([JOINED, SYMMETRIC_WIDE] if same else [])]
+    if hopper:
+        choice += _lone_symmetric(m, batch, num_sms, same)
+    tile = min(choice, key=time)[0]
+    if tile.lone:
+        return tile
+    stages, least = STAGES_ALONE.get(tile.columns, (0, 0))
+    is_alone = not tile.quartered and batch * symmetric_programs(m, tile) <= num_sms
+    return tile._replace(num_stages=stages) if stages and is_alone and k >= least else tile
+
+
+@lru_cache(maxsize=4096)
+def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool = False) -> Tile:
+    """The tile of a general m×n product over k."""
+    rows, side = batch * cdiv(m, PING_PONG.rows), PING_PONG.columns
+    if hopper and rows * cdiv(n, side) >= PING_PONG_ROUNDS * num_sms:
+        return WIDE if _is_wide_faster(rows * cdiv(n, WIDE.columns), rows * cdiv(n, side), k, num_sms) else PING_PONG
+
+    def programs(tile: Tile) -> int:
+        return batch * cdiv(m, tile.rows) * cdiv(n, tile.columns)
+
+    choice = [*GENERAL, *(each for each in (LONE_WIDE, LONE_SMALL_WIDE) if hopper and programs(each[0]) <= num_sms)]
+    tile = min(choice, key=lambda each: _time(each[1], programs(each[0]), k, num_sms))[0]
+    if tile == GENERAL[-1][0] and programs(tile) <= num_sms:
+        return tile._replace(num_stages=GENERAL_STAGES_ALONE)
+    return tile
+
+
+def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[Tile, Cost]]:
+    """Tiles that have a multiprocessor each, where there are enough of them."""
+    found = []
+    for tile, cost in (LONE, LONE_SMALL):
+        ways = [tile]
+        if same and tile.rows == LONE_SMALL[0].rows:
+            ways.append(tile._replace(joined=True))
+        elif same and cdiv(m, tile.side) % 4 == 0:
+            ways.append(tile._replace(quartered=True))
+        found += [(way, cost) for way in ways if batch * symmetric_programs(m, way) <= num_sms][:1]
+    return found
+
+
+def _is_wide_faster(wide: int, square: int, k: int, num_sms: int) -> bool:
+    """Whether a product over k is faster by so many wide tiles than by so many square ones."""
+    is_large = k >= WIDE_LENGTH and wide >= WIDE_ROUNDS * num_sms
+    return is_large and 2 * WIDE_SHARE * cdiv(wide, num_sms) <= cdiv(square, num_sms)
+
+
+def _time(cost: Cost, tiles: int, k: int, num_sms: int) -> float:
+    """Predicted microseconds of a launch."""
+    return cost.launch + cdiv(tiles, num_sms) * (cost.slope * k / 1024 + cost.end)

@@ -1,0 +1,124 @@
+"""The step of ``TritonAdamW`` where no kernel runs: torch's own AdamW, and the reference for options it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from optim_kernels import reference
+from optim_kernels._dtensors import local
+from optim_kernels._optimizers.adamw_state import MOMENTS
+from optim_utils.low_bit import LowBitTensor
+
+
+def step_with_torch(
+    group: dict[str, Any],
+    params: list[Tensor],
+    states: list[dict[str, Any]],
+    places: list[int],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    clip_factor: Tensor | None,
+) -> None:
+    """Update the parameters of one group; ``places`` are their numbers among all, for random rounding."""
+    if _is_plain(group, params, states):
+        _torch_step(group, params, states, grad_scale, found_inf, clip_factor)
+        return
+    if group["differentiable"] or any(param.is_complex() for param in params):
+        raise RuntimeError(
+            "complex parameters and differentiable=True are left to torch's own code, which has neither stochastic "
+            "rounding, nor master weights, nor moments of another dtype than the parameter's"
+        )
+    _reference_step(group, params, states, places, grad_scale, found_inf, clip_factor)
+
+
+def _is_plain(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> bool:
+    """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
+    return not group["stochastic_rounding"] and not any(
+        {"master", "master_low"} & state.keys()
+        or (param.grad is not None and param.grad.dtype != param.dtype)
+        or any(
+            state[key].dtype != param.dtype or isinstance(state[key], LowBitTensor) for key in MOMENTS if key in state
+        )
+        for param, state in zip(params, states)
+    )
+
+
+def _torch_step(
+    group: dict[str, Any],
+    params: list[Tensor],
+    states: list[dict[str, Any]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    clip_factor: Tensor | None,
+) -> None:
+    if found_inf is not None and bool(found_inf.item()):
+        return
+    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
+    scale = reference.gradient_scale(clip_factor, grad_scale)
+    with torch.set_grad_enabled(group["differentiable"]):
+        torch_adamw(
+            params,
+            grads if scale is None else [_scaled(grad, scale) for grad in grads],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            fused=False,
+            has_complex=any(param.is_complex() for param in params),
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """The gradient times the factor, rounded once.
+
+    torch would round the factor too, to a gradient's 16 bits, or widen a gradient of no dimensions.
+    """
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return (wide * scale.to(wide.device)).to(grad.dtype)
+
+
+@torch.no_grad()
+def _reference_step(
+    group: dict[str, Any],
+    params: list[Tensor],
+    states: list[dict[str, Any]],
+    places: list[int],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    clip_factor: Tensor | None,
+) -> None:
+    # of DTensors what is here: the update is elementwise
+    reference.adamw_(
+        [local(param) for param in params],
+        [local(param.grad) for param in params],
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
+        steps=[state["step"] for state in states],
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        max_exp_avg_sqs=[local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
+        masters=[local(state.get("master", state.get("master_low"))) for state in states],
+        maximize=group["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_factor=clip_factor,
+        stochastic_rounding=group["stochastic_rounding"],
+        seed=group["seed"],
+        indices=places,
+    )

@@ -1,0 +1,66 @@
+"""Clipping within a step: by the norm of all gradients of an optimizer, so that all its groups say the same of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from optim_kernels import reference
+from optim_kernels._dtensors import is_dtensor
+from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._optimizers.base import StatefulOptimizer
+from optim_kernels.multi_tensor import TensorList
+
+# The largest norm, or None, and its order; where groups do not name one, it is 2.
+Clipping = tuple[float | None, float]
+
+
+def _clipping_of(group: Mapping[str, Any]) -> Clipping:
+    return group["max_norm"], group.get("norm_type", 2.0)
+
+
+def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the group is clipped as the first one is, by a norm that can be formed here."""
+    max_norm, _ = _clipping_of(group)
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm must be positive or None, got {max_norm}")
+    first = optimizer.param_groups[0]
+    for option, wanted, found in zip(("max_norm", "norm_type"), _clipping_of(first), _clipping_of(group)):
+        if found != wanted:
+            raise ValueError(
+                f"all groups are clipped together: {option} is {wanted} in the first group, but {found} in another"
+            )
+    if max_norm is not None and any(map(is_dtensor, group["params"])):
+        names = optimizer._parameter_names()
+        name = next(names[param] for param in group["params"] if is_dtensor(param))
+        raise ValueError(
+            f"max_norm needs the gradients of all ranks, and {name} is a DTensor; clip with optim_dist, whose "
+            "optimizers reduce the norm"
+        )
+
+
+def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
+    """What all groups say by now, where they agree; as `check_clipping` where not."""
+    each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
+    max_norm, _ = each[0]
+    if (max_norm is not None and not max_norm > 0) or any(other != each[0] for other in each):
+        for group in optimizer.param_groups:
+            check_clipping(optimizer, group)
+    return each[0]
+
+
+def norm_and_factor(
+    norms: GradientNorms,
+    grads: Sequence[Tensor] | TensorList,
+    max_norm: float,
+    norm_type: float,
+    grad_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of the gradients, which are ``grad_scale`` times what counts, and the factor that clips it."""
+    norm, factor = norms.norm_and_factor(grads, norm_type, max_norm)
+    if grad_scale is not None:
+        norm = norm / grad_scale.to(norm)
+        factor = reference.clip_factor(norm, max_norm)
+    return norm, factor

@@ -1,0 +1,204 @@
+"""What a Muon step needs of each parameter: gradient, state in the group's formats, and how they are matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._dtensors import local
+from optim_kernels._impl import PLAIN_TYPES
+from optim_kernels._optimizers.adamw_state import missing_master, placed_master
+from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
+from optim_kernels.functional.muon import muon_, new_second_moment
+from optim_kernels.multi_tensor import is_capturing
+from optim_utils.param_groups import MatrixView
+
+
+def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has."""
+    convert_state(param, group, state)
+    if "momentum_buffer" not in state:
+        like = param if param.grad is None else param.grad
+        # other classes may store parameters in ways that cannot hold a momentum
+        laid_out_as = param if type(param) in PLAIN_TYPES else like
+        state["momentum_buffer"] = torch.zeros_like(
+            laid_out_as, dtype=group["momentum_dtype"] or like.dtype, memory_format=torch.preserve_format
+        )
+    if group["beta2"] is not None and "second_momentum_buffer" not in state:
+        state["second_momentum_buffer"] = new_second_moment(param, view)
+    state.update(missing_master(param, group, state))
+    if group["stochastic_rounding"]:
+        # on the device, for a captured step counts too
+        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).to(param.device)
+
+
+def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Bring momentum and master in ``state`` into the group's formats; `init_state` makes those that it lacks."""
+    dtype = group["momentum_dtype"]
+    if dtype is not None and "momentum_buffer" in state:
+        state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+    if "master" in state or "master_low" in state:
+        masters = placed_master(param, group["master_weights"], state)
+        for key in ("master", "master_low"):
+            state.pop(key, None)
+        state.update(masters)
+
+
+def placed_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state in the group's formats and laid out as the parameter is."""
+    convert_state(param, group, state)
+    if "second_momentum_buffer" in state:
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        state["second_momentum_buffer"] = state["second_momentum_buffer"].to(wide).contiguous()
+    if type(param) in PLAIN_TYPES:
+        strides = torch.empty_like(param, device="meta").stride()
+        for key in ("momentum_buffer", "master", "master_low"):
+            if key in state and state[key].stride() != strides:
+                state[key] = torch.empty_like(param, dtype=state[key].dtype).copy_(state[key])
+    return state
+
+
+def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:
+    """The gradient to use, ``None`` where the parameter is skipped; never allocates ``.grad``."""
+    grad = param.grad
+    if grad is None:
+        if group["missing_grad"] == "raise":
+            raise RuntimeError(f"{name} has no gradient; pass missing_grad='skip' or 'zero' to allow that")
+        return torch.zeros_like(param) if group["missing_grad"] == "zero" else None
+    if grad.is_sparse:
+        raise RuntimeError(f"Muon does not support sparse gradients, got one for {name}; densify it: p.grad.to_dense()")
+    return grad
+
+
+@dataclass(frozen=True, slots=True)
+class MuonEntry:
+    """What one parameter's step needs; DTensors that a rank holds whole are their local tensors here."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    view: MatrixView
+    index: int
+
+
+def entries_of(
+    group: Mapping[str, Any],
+    state: Mapping[Tensor, dict[str, Any]],
+    names: Mapping[Tensor, str],
+) -> list[MuonEntry]:
+    """The group's parameters that are updated in this step; state that they lack is created.
+
+    Options, parameters and states are the user's to exchange between steps, so they are read and checked anew.
+    """
+    check_choices(group)
+    entries = []
+    for index, p in enumerate(group["params"]):
+        grad = gradient_of(p, group, names[p])
+        if grad is None:
+            continue
+        check_param(p, group, names[p])
+        view = view_of(p, group, index, names[p])
+        check_state_in_capture(p, state, names[p])
+        init_state(p, view, group, state[p])
+        if group["beta2"] is not None:
+            _check_second_moment(state[p]["second_momentum_buffer"], view, names[p])
+        if type(p) in PLAIN_TYPES:
+            entries.append(MuonEntry(p, grad, state[p], view, index))
+        else:
+            values = {key: _whole(value, f"{key} of {names[p]}") for key, value in state[p].items()}
+            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, index))
+    return entries
+
+
+def check_state_in_capture(param: Tensor, state: Mapping[Tensor, dict[str, Any]], name: str) -> None:
+    """Raise ``RuntimeError`` where a step that is being captured would make a state, and every replay make it anew."""
+    if is_capturing(param.device) and not state.get(param):
+        raise RuntimeError(
+            f"a step is being captured into a CUDA graph, but {name} has no state yet, and every replay would make it "
+            "anew; run a step before the capture"
+        )
+
+
+def explained_entry(param: Tensor, view: MatrixView, place: int, state: Mapping[str, Any]) -> MuonEntry:
+    """The entry that a step would make; where there is no gradient or state yet, they are taken to be as the parameter.
+
+    What is here of a DTensor is taken for a matrix of its own, which it is where `entries_of` allows it.
+    """
+    values = {key: local(value) for key, value in {"momentum_buffer": param, **state}.items()}
+    here = local(param)
+    grad = param if param.grad is None else param.grad
+    own_view = view if here.shape == param.shape else MatrixView.identity(here.shape)
+    return MuonEntry(here, local(grad), values, own_view, place)
+
+
+def _check_second_moment(moment: Tensor, view: MatrixView, name: str) -> None:
+    size = sum(prod(shape[:-2]) * max(shape[-2:]) for shape in view.shapes)
+    if moment.numel() != size:
+        raise ValueError(
+            f"the second_momentum_buffer of {name} has {moment.numel()} elements, but its matrices {view.describe()} "
+            f"need {size}; delete it from the state to start anew"
+        )
+
+
+def step_entries(
+    group: Mapping[str, Any],
+    entries: Sequence[MuonEntry],
+    *,
+    clip_factor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One Muon step on ``entries`` by `functional.muon_`."""
+    if not entries or (found_inf is not None and bool(found_inf.item())):
+        return
+    rule, states = rule_of(group), [entry.state for entry in entries]
+    random = group["stochastic_rounding"]
+    if random:
+        for state in states:
+            state["step"] += 1
+    muon_(
+        [entry.param for entry in entries],
+        [entry.grad for entry in entries],
+        [state["momentum_buffer"] for state in states],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        nesterov=rule.nesterov,
+        ns=ns_config_of(group),
+        scale=rule.scale,
+        second_moments=[state["second_momentum_buffer"] for state in states] if group["beta2"] is not None else None,
+        beta2=group["beta2"] or 0.0,
+        row_equilibrate=rule.row_equilibrate,
+        renormalize=rule.renormalize,
+        cautious=rule.cautious,
+        maximize=rule.maximize,
+        views=[entry.view for entry in entries],
+        masters=[state.get("master", state.get("master_low")) for state in states],
+        clip_factor=clip_factor,
+        grad_scale=grad_scale,
+        stochastic_rounding=random,
+        seed=group["seed"],
+        steps=[int(state["step"]) for state in states] if random else None,
+        indices=[entry.index for entry in entries] if random else None,
+        impl=group["impl"],
+    )
+
+
+def _whole(tensor: Tensor, name: str) -> Tensor:
+    """The storage of a DTensor that one rank holds whole; other tensors as they are."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here = tensor.to_local()
+    if here.shape != tensor.shape:
+        raise RuntimeError(
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} of which this rank holds {tuple(here.shape)}; Muon "
+            "needs whole matrices: use optim_dist.TritonDistMuon"
+        )
+    return here

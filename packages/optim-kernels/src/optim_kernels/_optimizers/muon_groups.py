@@ -1,0 +1,257 @@
+"""Muon parameter groups: options and their checks, published variants, how parameters are read as matrices.
+
+`TritonMuon` and `TritonMuonAdamW` share this. An optimizer's group is the torch dict of hyperparameters; here it is
+read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import PLAIN_TYPES, check_impl
+from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
+from optim_kernels._newton_schulz.config import NSConfig, hashable
+from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
+from optim_kernels.reference.muon import MuonRule
+from optim_utils.param_groups import MatrixView
+
+MissingGrad = Literal["skip", "zero", "raise"]
+MasterWeights = Literal["fp32", "split16"]
+KELLER = COEFFICIENTS["keller"][0]
+
+# torch.optim.Muon's options, its order and defaults.
+TORCH_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": KELLER,
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+OUR_DEFAULTS: dict[str, Any] = {
+    "ns_method": "auto",
+    "ns_dtype": None,
+    "ns_restarts": None,
+    "norm_scale": 1.0,
+    "eps_mode": "clamp",
+    "nd": None,
+    "split_rows": None,
+    "views": None,
+    "missing_grad": "skip",
+    "beta2": None,
+    "row_equilibrate": False,
+    "renormalize": False,
+    "cautious": False,
+    "momentum_dtype": None,
+    "master_weights": None,
+    "stochastic_rounding": False,
+    "seed": 0,
+    "maximize": False,
+    "capturable": False,
+    "impl": "auto",
+}
+DEFAULTS: dict[str, Any] = {**TORCH_DEFAULTS, **OUR_DEFAULTS}
+
+_KELLER: dict[str, Any] = {
+    **DEFAULTS,
+    "lr": 0.02,
+    "weight_decay": 0.0,
+    "eps_mode": "add",
+    "adjust_lr_fn": "keller",
+    "nd": "convolution",
+    "missing_grad": "zero",
+}
+_NANOCHAT_2025: dict[str, Any] = {
+    **DEFAULTS,
+    "lr": 0.02,
+    "weight_decay": 0.0,
+    "eps_mode": "add",
+    "missing_grad": "raise",
+}
+_NANOCHAT_2026: dict[str, Any] = {
+    **_NANOCHAT_2025,
+    "ns_coefficients": "polar_express",
+    "eps": 1e-6,
+    "beta2": 0.95,
+    "cautious": True,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "torch": DEFAULTS,
+    "keller": _KELLER,
+    "nanochat-2025": _NANOCHAT_2025,
+    "nanochat-2026-01": {**_NANOCHAT_2026, "norm_scale": 1.02},
+    "nanochat-2026-03": {**_NANOCHAT_2026, "norm_scale": 1.01},
+    "nanochat-2026-07": {
+        **_NANOCHAT_2026,
+        "norm_scale": 1.01,
+        "beta2": 0.9,
+        "row_equilibrate": True,
+        "renormalize": True,
+    },
+}
+"""Option sets of published implementations; a group may name one as ``variant``, and override single options."""
+
+
+def variant_options(name: str) -> dict[str, Any]:
+    """The options of a published variant."""
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant {name!r}; choose one of {sorted(VARIANTS)}")
+    return dict(VARIANTS[name])
+
+
+def rule_of(group: Mapping[str, Any]) -> MuonRule:
+    """The group's choices that enter the formulas of `reference.muon`."""
+    return _rule(*(group[key] for key in _RULE_KEYS))
+
+
+def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
+    """The group's orthogonalisation."""
+    return _ns_config(*(hashable(group[key]) for key in _NS_KEYS))
+
+
+_RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
+_NS_KEYS = ("ns_coefficients", "ns_steps", "ns_method", "ns_dtype", "ns_restarts", "norm_scale", "eps", "eps_mode")
+
+
+@lru_cache(maxsize=256)
+def _rule(
+    nesterov: bool, scale: Any, row_equilibrate: bool, renormalize: bool, cautious: bool, maximize: bool
+) -> MuonRule:
+    return MuonRule(
+        nesterov=nesterov,
+        scale=scale or "original",
+        row_equilibrate=row_equilibrate,
+        renormalize=renormalize,
+        cautious=cautious,
+        maximize=maximize,
+    )
+
+
+@lru_cache(maxsize=256)
+def _ns_config(*values: Any) -> NSConfig:
+    names = ("coefficients", "steps", "method", "dtype", "restarts", "norm_scale", "eps", "eps_mode")
+    return NSConfig(**dict(zip(names, values, strict=True)))
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for options that torch.optim.Muon refuses, in its words, or that ours cannot take."""
+    _check_numbers(group)
+    check_choices(group)
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not float(lr) >= 0.0:
+        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+    if not group["momentum"] >= 0.0:
+        raise ValueError(f"momentum should be >= 0 but is: {group['momentum']}")
+    if not group["weight_decay"] >= 0.0:
+        raise ValueError(f"weight decay should be >= 0 but is: {group['weight_decay']}")
+    beta2 = group["beta2"]
+    if beta2 is not None and not 0.0 <= beta2 < 1.0:
+        raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
+
+
+def check_choices(group: Mapping[str, Any]) -> None:
+    """`check_group` of what is no number; where tensors are on the device, those cost a synchronisation."""
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw", "keller", "none"):
+        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+    if group["nd"] not in (None, "batch", "flatten", "convolution"):
+        raise ValueError(f"nd must be None, 'batch', 'flatten' or 'convolution', got {group['nd']!r}")
+    if group["missing_grad"] not in get_args(MissingGrad):
+        raise ValueError(f"missing_grad must be one of {get_args(MissingGrad)}, got {group['missing_grad']!r}")
+    if group["master_weights"] not in (None, *get_args(MasterWeights)):
+        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {group['master_weights']!r}")
+    if group["views"] is not None and len(group["views"]) != len(group["params"]):
+        raise ValueError(f"views has {len(group['views'])} entries for {len(group['params'])} parameters")
+    if group["momentum_dtype"] not in (None, *MOMENT_DTYPES):
+        raise ValueError(f"momentum_dtype must be None or one of {MOMENT_DTYPES}, got {group['momentum_dtype']!r}")
+    check_impl(group["impl"])
+    rule_of(group)
+    ns_config_of(group)
+
+
+def check_param(param: Tensor, group: Mapping[str, Any], name: str) -> None:
+    """Raise where ``param`` cannot be updated by Muon with the group's options."""
+    if torch.is_complex(param):
+        raise RuntimeError(f"Muon does not support complex parameters, got {name} of dtype {param.dtype}")
+    if not param.is_floating_point():
+        raise ValueError(f"Muon takes floating-point parameters, got {name} of dtype {param.dtype}")
+    masters = {None: None, "fp32": (torch.float16, torch.bfloat16), "split16": (torch.bfloat16,)}
+    allowed = masters[group["master_weights"]]
+    if allowed is not None and param.dtype not in allowed:
+        raise ValueError(
+            f"master_weights={group['master_weights']!r} is for {allowed} parameters, {name} is {param.dtype}"
+        )
+
+
+def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> MatrixView:
+    """How parameter ``index`` of the group is read as matrices."""
+    view = group["views"][index] if group["views"] is not None else None
+    if view is not None:
+        if not isinstance(view, MatrixView):
+            raise TypeError(f"the view of {name} must be a MatrixView or None, got {view!r}")
+        if group["split_rows"] is not None:
+            raise ValueError(f"{name} has both a view and split_rows={group['split_rows']}; the view can say it all")
+        if tuple(view.shape) != tuple(param.shape):
+            raise ValueError(f"the view of {name} is of shape {view.shape}, the parameter is {tuple(param.shape)}")
+        return _checked_view(view, param, name)
+    shape, nd = tuple(param.shape), group["nd"]
+    if len(shape) < 2:
+        raise ValueError(f"Muon takes matrices, got {name} of shape {shape}; give it to AdamW")
+    if len(shape) > 3 and nd is None:
+        raise ValueError(
+            f"Muon only supports 2D parameters and batches of them, whereas {name} has size {shape}; choose "
+            "nd='flatten' (out, the rest) or nd='batch' (the last two dimensions)"
+        )
+    least = {"flatten": 3, "convolution": 4}.get(nd or "", len(shape) + 1)
+    matrix_shape = (shape[0], prod(shape[1:])) if len(shape) >= least else ()
+    return _checked_view(_split_view(shape, matrix_shape, group["split_rows"], name), param, name)
+
+
+def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
+    """The view, if the parameter's strides allow it; a view without ``matrix_shape`` they all do."""
+    if view.matrix_shape and type(param) in PLAIN_TYPES:
+        try:
+            view.views(param.detach())
+        except ValueError as error:
+            raise ValueError(
+                f"{name} cannot be read as matrices: {error}, or a view of its memory order, which "
+                "optim_utils.param_groups.route_parameters makes"
+            ) from error
+    return view
+
+
+def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_rows: Any, name: str) -> MatrixView:
+    rows = (matrix_shape or shape)[-2]
+    if split_rows is None:
+        return _view(shape, matrix_shape)
+    if isinstance(split_rows, int):
+        if split_rows < 1 or rows % split_rows:
+            raise ValueError(f"the {rows} rows of {name} do not divide into blocks of split_rows={split_rows}")
+        return _view(shape, matrix_shape, num_heads=(rows // split_rows,))
+    if sum(split_rows) != rows:
+        raise ValueError(f"split_rows={tuple(split_rows)} does not add up to the {rows} rows of {name}")
+    return _view(shape, matrix_shape, split=tuple(split_rows))
+
+
+@lru_cache(maxsize=1024)
+def _view(
+    shape: tuple[int, ...],
+    matrix_shape: tuple[int, ...],
+    *,
+    split: tuple[int, ...] = (),
+    num_heads: tuple[int, ...] = (),
+) -> MatrixView:
+    return MatrixView(shape=shape, matrix_shape=matrix_shape, split=split, num_heads=num_heads)

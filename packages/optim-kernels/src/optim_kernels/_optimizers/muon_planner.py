@@ -1,0 +1,186 @@
+"""Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
+
+A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
+Plans are kept from step to step, and dropped when a tensor that they hold was replaced. As long as steps resemble each
+other, the parameters are not sorted again (`muon_steady`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from optim_kernels._impl import has_triton
+from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
+from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
+from optim_kernels._optimizers.muon_steady import Groups, State, SteadyStep
+from optim_kernels.reference.adamw import gradient_scale
+
+if TYPE_CHECKING:
+    from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
+
+# Options, dtypes and device.
+_Key = tuple[Hashable, ...]
+
+
+@dataclass
+class _Batch:
+    """What one plan updates: tensors, and the groups whose hyperparameters they use."""
+
+    groups: list[Mapping[str, Any]]
+    tensors: list[MuonTensors]
+    entries: list[MuonEntry]
+
+
+class MuonPlanner:
+    """Steps Muon groups; holds the plans."""
+
+    def __init__(self) -> None:
+        self._plans: dict[_Key, MuonPlan] = {}
+        self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
+        self._latest: list[MuonPlan] = []
+        self._steady: SteadyStep | None = None
+
+    def step(
+        self,
+        entries: Sequence[tuple[Mapping[str, Any], list[MuonEntry]]],
+        *,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        state: State | None = None,
+    ) -> None:
+        """One step of every group with its entries.
+
+        With ``state``, the optimizer's, the step is remembered for `repeat`.
+        """
+        batches: dict[_Key, _Batch] = {}
+        others: list[tuple[Mapping[str, Any], list[MuonEntry]]] = []
+        for group, members in entries:
+            rest = []
+            for entry in members:
+                if why_not_grouped(entry, group) is None:
+                    _add(batches, group, entry)
+                else:
+                    rest.append(entry)
+            if rest:
+                others.append((group, rest))
+        self._drop_outdated()
+        self._steady = None
+        # what they refuse they refuse before anything has moved
+        self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
+        for group, rest in others:
+            step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+        factor = gradient_scale(clip_factor, grad_scale)
+        for plan, batch in zip(self._latest, batches.values()):
+            plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
+        as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)
+        if state is not None and as_given and not others:
+            done = [(self._plans[key], batch.groups, batch.entries) for key, batch in batches.items()]
+            self._steady = SteadyStep([group for group, _ in entries], state, done)
+
+    def repeat(
+        self,
+        groups: Groups,
+        state: State,
+        *,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> bool:
+        """One step like the one before, whatever gradients and hyperparameters are now; ``False``: it is another."""
+        grads = None if self._steady is None else self._steady.gradients(groups, state)
+        if self._steady is None or grads is None:
+            return False
+        factor = gradient_scale(clip_factor, grad_scale)
+        for (plan, its_groups), its_grads in zip(self._steady.plans, grads):
+            plan.refresh(its_grads, same_layout=True)
+            plan.run([_hyper_of(group) for group in its_groups], factor=factor, found_inf=found_inf)
+        return True
+
+    @property
+    def plans(self) -> list[MuonPlan]:
+        """The plans of the latest step."""
+        return self._latest
+
+    def _drop_outdated(self) -> None:
+        """Give back the memory of plans whose groups have other options by now; what was captured is still needed."""
+        for key, groups in list(self._groups.items()):
+            options, *_ = key
+            if all(_options_of(group) != options for group in groups) and not self._plans[key].was_captured:
+                del self._plans[key], self._groups[key]
+
+    def _plan_for(self, key: _Key, batch: _Batch) -> MuonPlan:
+        from optim_kernels.functional.muon_plan import MuonPlan
+
+        plan = self._plans.get(key)
+        if plan is None or plan.address_key != tuple(t.address_key() for t in batch.tensors):
+            group = batch.groups[0]
+            plan = MuonPlan(
+                batch.tensors,
+                rule=rule_of(group),
+                ns=ns_config_of(group),
+                variance=group["beta2"] is not None,
+                stochastic_rounding=group["stochastic_rounding"],
+                num_groups=len(batch.groups),
+            )
+            self._plans[key] = plan
+        self._groups[key] = batch.groups
+        plan.refresh([t.grad for t in batch.tensors])
+        return plan
+
+
+def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
+    """What keeps grouped launches from updating a parameter; ``None`` where they do."""
+    if group["impl"] == "torch":
+        return "impl='torch'"
+    if group["impl"] == "auto" and not entry.param.is_cuda:
+        return f"it is on {entry.param.device.type}"
+    if not has_triton():
+        return "triton is not installed"
+    from optim_kernels.functional.muon_plan import why_not_plan
+
+    return why_not_plan(_tensors_of(entry, group, 0), ns_config_of(group))
+
+
+def _add(batches: dict[_Key, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
+    """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
+    tensors = _tensors_of(entry, group, 0)
+    master = None if tensors.master is None else tensors.master.dtype
+    dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
+    key = (_options_of(group), dtypes, entry.param.device)
+    batch = batches.setdefault(key, _Batch([], [], []))
+    if not batch.groups or batch.groups[-1] is not group:
+        batch.groups.append(group)
+    batch.entries.append(entry)
+    batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What all groups of a plan have in common."""
+    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
+
+
+def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> MuonTensors:
+    from optim_kernels.functional.muon_plan import MuonTensors
+
+    state = entry.state
+    return MuonTensors(
+        param=entry.param,
+        grad=entry.grad,
+        momentum_buffer=state["momentum_buffer"],
+        second_moment=state.get("second_momentum_buffer"),
+        master=state.get("master", state.get("master_low")),
+        step=state.get("step") if group["stochastic_rounding"] else None,
+        view=entry.view,
+        group=number,
+        place=entry.index,
+        seed=group["seed"],
+    )
+
+
+def _hyper_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return group["lr"], group["weight_decay"], group["momentum"], group["beta2"] or 0.0

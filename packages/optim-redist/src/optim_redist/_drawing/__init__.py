@@ -1,0 +1,1 @@
+"""Pictures behind ``pictures``: cells, SVG, figures of matplotlib."""

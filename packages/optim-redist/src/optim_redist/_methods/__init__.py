@@ -1,0 +1,1 @@
+"""The ways to redistribute a tensor: each makes a candidate that ``planners`` costs and ``planning`` chooses from."""

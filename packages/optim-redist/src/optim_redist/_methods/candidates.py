@@ -1,0 +1,193 @@
+"""Whole plans before the choice: the phases of a method or a way through layouts, with what they cost and hold.
+
+A step takes as long as its busiest rank moves bytes and as its borders let through, and packing and unpacking; each
+rank holds source, target, the buffers of one round, and what it keeps aside meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from optim_redist._methods.borders import crossings, listed
+from optim_redist._methods.chunked import fullest_round, in_rounds, largest_part
+from optim_redist._methods.direct import direct_phases
+from optim_redist._methods.forward import forward_phases
+from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.node_volumes import node_volumes
+from optim_redist._methods.relay import relay_phases
+from optim_redist.cost import Topology
+from optim_redist.errors import RedistError
+from optim_redist.layout import Layout
+from optim_redist.lower_bounds import Bounds, bounds_of
+from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes, added_up
+from optim_redist.problem import Problem
+
+_MAX_ROUNDS = 2**16
+
+
+def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]:
+    """The transfers of a stage, round by round."""
+    phases = whole_phases(problem, stage.method, topology)
+    return [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
+
+
+def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phase]:
+    """The transfers of a method, each exchange in one piece."""
+    if method in ("direct", "packed"):
+        return direct_phases(problem, topology)
+    if method == "nearest":
+        return direct_phases(problem, topology, nearest=True)
+    if method == "forward":
+        return forward_phases(problem, bounds_of(problem).lb)
+    if method == "relay":
+        return relay_phases(problem)
+    if method == "hierarchical":
+        return hierarchical_phases(problem, topology)
+    raise RedistError(f"this version does not know the method {method!r} of the plan")
+
+
+def one_exchange(
+    request: Request, limits: Bounds, op: str = "exchange", method: Literal["direct", "nearest"] = "direct"
+) -> Candidate:
+    """One exchange straight from holders. Bounds and sums tell what it takes, so no transfer is listed."""
+    problem, width = request.problem, request.itemsize
+    send = limits.direct_send
+    borders: Mapping[str, int] = {}
+    if request.has_borders:
+        limit = send if method == "direct" else None
+        borders, busiest = crossings(problem, request.model.topology, limit)
+        send = max(send, busiest)
+    held = limits.memory + limits.direct_recv + send
+    if request.aside:
+        held += max(request.aside.values())
+    peak = held * width + _partial_bytes(request)
+    if request.memory_limit is not None and peak > request.memory_limit:
+        return from_phases(method, request, op=op)
+    combined = limits.direct_recv if problem.num_contributions > 1 else 0
+    step = step_of(request, op, limits.direct_recv, send, peak, borders, combined=combined)
+    stage = Stage(op, method, problem.src, problem.dst)
+    return Candidate(method, (stage,), (step,), max(limits.direct_recv, send))
+
+
+def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
+    """A sequence of layouts, each reached by a direct exchange from the one before."""
+    problem = request.problem
+    aside = request.source_aside
+    stages: list[Stage] = []
+    steps: list[Step] = []
+    busiest = 0
+    part = request
+    src = problem.src
+    for op, layout in layouts:
+        part = request.between(src, layout, aside if stages else {})
+        chosen = one_exchange(part, bounds_of(part.problem), op)
+        stages += chosen.stages
+        steps += chosen.steps
+        busiest += chosen.busiest
+        src = layout
+    return Candidate(planner, tuple(stages), tuple(steps), busiest)
+
+
+def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
+    """A sequence of layouts, each reached by a method of its own."""
+    aside = request.source_aside
+    parts: list[Candidate] = []
+    for op, method, layout in way:
+        part = request.between(src, layout, aside if parts else {})
+        parts.append(from_phases(method, part, op=None if method == "hierarchical" else op))
+        src = layout
+    stages = tuple(stage for part in parts for stage in part.stages)
+    steps = tuple(step for part in parts for step in part.steps)
+    return Candidate("hierarchical", stages, steps, sum(part.busiest for part in parts))
+
+
+def from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
+    """A stage of one method, in as few rounds as the memory limit allows, costed by what its exchanges move."""
+    problem, topology = request.problem, request.model.topology
+    found: list[Volumes] | None = None
+    rounds = 1
+    if method == "hierarchical" and request.memory_limit is None:
+        found = node_volumes(problem, topology, bounds_of(problem).lb)
+    if found is None:
+        phases = whole_phases(problem, method, topology)
+        rounds = _num_rounds(request, phases)
+        found = [listed(phase, topology) for phase in phases]
+    steps = []
+    for number, moved in enumerate(found):
+        recv, send = max(moved.received.values(), default=0), max(moved.sent.values(), default=0)
+        if rounds == 1:
+            peak = _peak_bytes(request, moved.sent, moved.received)
+        else:
+            peak = _peak_bytes(request, fullest_round(problem, phases[number], rounds), {}, rounds)
+        combined = recv if moved.reduces else 0
+        steps.append(
+            step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
+        )
+    stage = Stage(op or method, method, problem.src, problem.dst, rounds)
+    sent, received = added_up(moved.sent for moved in found), added_up(moved.received for moved in found)
+    return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
+
+
+def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
+    """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
+    if request.memory_limit is None:
+        return 1
+    buffers_of_none = _peak_bytes(request, {}, {}, _MAX_ROUNDS)
+    rounds, room = 1, request.memory_limit - buffers_of_none
+    # with an element a round and rank no more rounds can help
+    volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
+    while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
+        fullest = (fullest_round(request.problem, phase, rounds) for phase in phases)
+        peak = max((_peak_bytes(request, moved, {}, rounds) for moved in fullest), default=0)
+        if peak <= request.memory_limit:
+            return rounds
+        if room <= 0:
+            return 1
+        rounds = 2 * rounds if rounds > 1 else max(2, -(-(peak - buffers_of_none) // room))
+    return 1
+
+
+def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int, int], rounds: int = 1) -> int:
+    """Bytes that the fullest rank holds during an exchange: source, target, both buffers, and what is kept aside."""
+    aside = request.aside
+    elements = max(
+        src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
+        for rank, (src, dst) in request.problem.num_stored.items()
+    )
+    return elements * request.itemsize + _partial_bytes(request, rounds)
+
+
+def _partial_bytes(request: Request, rounds: int = 1) -> int:
+    """Bytes of a round's partial results: in fp32 for what is narrower, in fp64 for averages of fp32, else none.
+
+    Wider types are combined in the target. 8-bit floats are converted before they are combined.
+    """
+    problem, width = request.problem, {1: 8, 2: 4}.get(request.itemsize, 0)
+    if any(op == "avg" for op, _ in problem.reduced) and request.itemsize == 4:
+        width = 8
+    if problem.num_contributions == 1 or not width:
+        return 0
+    return width * max(map(largest_part(problem, rounds), problem.dst_points.values()), default=0)
+
+
+def step_of(
+    request: Request,
+    op: str,
+    recv: int,
+    send: int,
+    peak: int,
+    borders: Mapping[str, int] | None = None,
+    *,
+    rounds: int = 1,
+    combined: int = 0,
+) -> Step:
+    """One exchange, costed: the busiest rank, every border, and packing and unpacking."""
+    model, width, problem = request.model, request.itemsize, request.problem
+    moved = max(recv, send) * width
+    seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
+    for level, crossing in (borders or {}).items():
+        seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
+    # adding a contribution to an fp32 partial result reads it, and reads and writes that
+    seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
+    return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

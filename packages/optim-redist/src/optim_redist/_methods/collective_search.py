@@ -1,0 +1,157 @@
+"""The cheapest sequence of plain collectives from one layout to another, by A*.
+
+States and moves are those of ``collective_states`` and ``collective_moves``, and one permutation: at most once, ranks
+may swap all they hold, which leads to any state with equal pieces and counts the L elements of the fullest rank.
+
+The estimate is the receive bound of what is left. If in every dimension the factors of the state and those of the
+target are one a prefix of the other, all ranks keep  K = product of n / max(P_state, P_target)  elements; else some
+rank keeps none. It then has to receive |target| - K. It is never too large where sizes divide evenly, so the result
+is a cheapest sequence there; where they do not, the volumes are those of the fullest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from optim_redist._methods.collective_moves import collective_moves
+from optim_redist._methods.collective_states import CollectiveOp, Move, Space, State
+from optim_redist.layout import Layout
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """One collective of a sequence.
+
+    Attributes:
+        op: what it is.
+        axes: axes of ``layout.mesh`` along which the ranks of a group differ; empty for a permutation, which pairs any.
+        group_size: ranks in a group.
+        layout: the layout after it, on the mesh of prime factors.
+        recv: elements that the fullest rank receives, as the moves count it.
+    """
+
+    op: CollectiveOp
+    axes: tuple[int, ...]
+    group_size: int
+    layout: Layout
+    recv: int
+
+
+def search_collectives(
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    latency: float = 0.0,
+    max_live: int | None = None,
+    max_expansions: int = 20_000,
+) -> list[CollectiveStep] | None:
+    """The cheapest sequence of collectives; None if there is none.
+
+    There is none if the two sides are not grids over the same ranks in one order, within a ``max_live`` that is too
+    small, or within ``max_expansions``.
+
+    Args:
+        latency: what a step that sends anything costs beside its volume, in elements.
+        max_live: elements that no rank may hold at any state; by default the larger of source and target.
+        max_expansions: states to expand before the search gives up.
+    """
+    space = Space.of(tuple(shape), src, dst)
+    if space is None:
+        return None
+    live = max(space.start_size, space.target_size) if max_live is None else max_live
+    moves = _Search(space, latency, live).run(max_expansions)
+    return None if moves is None else _as_steps(space, moves)
+
+
+def _as_steps(space: Space, moves: list[Move]) -> list[CollectiveStep]:
+    """The moves as steps, consecutive slices as one."""
+    steps: list[CollectiveStep] = []
+    for move in moves:
+        axes = tuple(sorted(move.factors))
+        step = CollectiveStep(move.op, axes, space.group_size(axes) or 1, space.layout(move.state), move.recv)
+        if move.op == "permute":
+            step = replace(step, group_size=space.mesh.num_ranks)
+        if steps and step.op == steps[-1].op == "slice":
+            before = steps.pop()
+            axes = tuple(sorted((*before.axes, *axes)))
+            step = replace(step, axes=axes, group_size=space.group_size(axes))
+        steps.append(step)
+    if space.started:
+        axes = tuple(sorted(space.started))
+        last = moves[-1].state if moves else space.start
+        steps.append(CollectiveStep("init_partial", axes, space.group_size(axes), space.layout(last, started=True), 0))
+    return steps
+
+
+_Trail = tuple[Move, "_Trail"] | None
+
+
+class _Search:
+    """A* with two layers: before and after the one permutation.
+
+    A permutation may lead to any labelling of the pieces, and moves do not care how equal factors are called. Behind
+    it, states are therefore told apart by the sizes of their factors only: each is kept with the smallest labels, and
+    the labels are put right, backwards from the target, when the sequence is known.
+    """
+
+    def __init__(self, space: Space, latency: float, live: int) -> None:
+        self.space, self.latency, self.live = space, latency, live
+        self.unlabelled_target = space.relabelled(space.target)
+        self._estimates: dict[tuple[bool, State], float] = {}
+
+    def run(self, max_expansions: int) -> list[Move] | None:
+        space = self.space
+        order = count()
+        best: dict[tuple[bool, State], float] = {(False, space.start): 0.0}
+        # (f, latest first, cost so far, permuted yet, state, trail)
+        queue: list[tuple[float, int, float, bool, State, _Trail]] = [(0.0, 0, 0.0, False, space.start, None)]
+
+        def push(cost: float, permuted: bool, move: Move, trail: _Trail) -> None:
+            key = (permuted, space.relabelled(move.state) if permuted else move.state)
+            if cost < best.get(key, inf):
+                bound = cost + self.estimate(key)
+                if bound < inf:
+                    best[key] = cost
+                    heappush(queue, (bound, -next(order), cost, *key, (move, trail)))
+
+        for _ in range(max_expansions):
+            if not queue:
+                return None
+            _, _, cost, permuted, state, trail = heappop(queue)
+            if cost > best[permuted, state]:
+                continue
+            if not permuted and state == space.target:
+                return _moves_of(trail)
+            if permuted and state == self.unlabelled_target:
+                return space.labelled(_moves_of(trail))
+            for move in collective_moves(space, state, permuted):
+                push(cost + move.recv + (self.latency if move.recv else 0.0), permuted, move, trail)
+            if not permuted:
+                size = space.local_size(state)
+                for result in space.permutations(state):
+                    push(cost + size + self.latency, True, Move("permute", (), size, result), trail)
+        return None
+
+    def estimate(self, key: tuple[bool, State]) -> float:
+        """A lower bound of what is left; infinite where a rank would hold too much."""
+        if key not in self._estimates:
+            permuted, state = key
+            found = inf
+            if self.space.local_size(state) <= self.live:
+                recv = self.space.least_recv(state, any_labels=permuted)
+                found = recv + self.latency if recv else 0.0
+            self._estimates[key] = found
+        return self._estimates[key]
+
+
+def _moves_of(trail: _Trail) -> list[Move]:
+    moves = []
+    while trail is not None:
+        move, trail = trail
+        moves.append(move)
+    return moves[::-1]

@@ -1,0 +1,124 @@
+"""Reductions that cross the border of a group once: first inside every group, then between them.
+
+Mesh axes that split no dimension are cut into their prime factors. Level by level from the innermost, those factors
+along which ranks stay in one group of the level split a dimension: pending ones by a reduce-scatter, replicating ones
+by a slice. Of k groups that contribute each then holds every element once, and in one place. Of N elements with k
+contributions left, that q groups need, there cross borders at most
+
+    k·q·N        straight to the needers, if no two of an element are in one group
+    (k + q)·N    scattered over the pending factors too, then fetched once by every group
+
+less what stays inside. So what enters or leaves a group does so once a contribution, or once finished. The dimension
+that is split is the one that leaves most elements where the target wants them.
+
+Values are rounded to the tensor's type after each of these steps, so plans that must reduce in rank order do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optim_redist._methods.collective_states import prime_factors
+from optim_redist.cost import Level, Topology
+from optim_redist.index_sets import same
+from optim_redist.layout import Chunk, Layout, Mesh, Split
+from optim_redist.problem import Problem
+
+Way = list[tuple[str, str, Layout]]  # operation, method, layout after it
+
+
+def ways_to_reduce(
+    shape: tuple[int, ...], src: Layout, dst: Layout, topology: Topology
+) -> tuple[Layout, list[Way]] | None:
+    """The source, on a mesh with cut axes, and the ways from there to the target; None if no dimension can be split.
+
+    The target has nothing pending.
+    """
+    start = cut_axes(src)
+    chosen: tuple[int, int, int, list[Layout]] | None = None
+    for tensor_dim in range(len(shape)):
+        inside = _inside(shape, start, tensor_dim, topology.levels)
+        if inside is not None:
+            problem = Problem(shape, inside[-1] if inside else start, dst)
+            score = sum(problem.num_kept.values()), -max(held for held, _ in problem.num_stored.values())
+            # the first of equals is kept
+            if chosen is None or score > chosen[:2]:
+                chosen = (*score, tensor_dim, inside)
+    if chosen is None:
+        return None
+    _, _, tensor_dim, inside = chosen
+    way: Way = [("reduce inside", "direct", layout) for layout in inside]
+    last = inside[-1] if inside else start
+    if not last.partial:
+        return start, [[*way, ("hierarchical", "hierarchical", dst)]]
+    ways = []
+    needers = Problem(shape, last, dst).needers.values()
+    outermost = topology.levels[-1]
+    if all(len({outermost.group_of(rank) for rank in ranks}) == len(ranks) for ranks in needers):
+        ways.append([*way, ("reduce across", "direct", dst)])
+    scattered = split_further(shape, last, tensor_dim, [axis for axis, _ in last.partial])
+    if scattered is not None and any(len(ranks) > 1 for ranks in needers):
+        ways.append([*way, ("reduce across", "direct", scattered), ("hierarchical", "hierarchical", dst)])
+    return (start, ways) if ways else None
+
+
+def _inside(shape: tuple[int, ...], src: Layout, tensor_dim: int, levels: Sequence[Level]) -> list[Layout] | None:
+    """The layout after each level that has anything to reduce inside; None if the dimension cannot be split so."""
+    found: list[Layout] = []
+    layout = src
+    for level in levels:
+        free = [axis for axis in _free_axes(layout) if _stays_inside(layout.mesh, axis, level)]
+        # replicas share what they send as long as something is left to reduce
+        if not free or not layout.partial:
+            continue
+        split = split_further(shape, layout, tensor_dim, free)
+        if split is None:
+            return None
+        layout = split
+        found.append(layout)
+    return found
+
+
+def _free_axes(layout: Layout) -> list[int]:
+    used = {axis for split in layout.dims if split for axis in split.axes}
+    return [axis for axis in range(layout.mesh.num_axes) if axis not in used and layout.mesh.sizes[axis] > 1]
+
+
+def _stays_inside(mesh: Mesh, mesh_axis: int, level: Level) -> bool:
+    """Whether ranks that differ on one axis only are always in one group."""
+    groups: dict[tuple[int, ...], int] = {}
+    for rank, point in mesh.coordinates.items():
+        others = (*point[:mesh_axis], *point[mesh_axis + 1 :])
+        if groups.setdefault(others, level.group_of(rank)) != level.group_of(rank):
+            return False
+    return True
+
+
+def split_further(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: Sequence[int]) -> Layout | None:
+    """The layout with a dimension divided further, over axes that are then pending no more."""
+    split, n = layout.dims[tensor_dim], shape[tensor_dim]
+    axes = split.axes if split else ()
+    if split:
+        sizes = [layout.mesh.sizes[axis] for axis in axes]
+        if not all(map(same, Chunk().index_sets(n, sizes), split.kind.index_sets(n, sizes))):
+            return None
+    dims = list(layout.dims)
+    dims[tensor_dim] = Split((*axes, *mesh_axes), Chunk())
+    return Layout(layout.mesh, dims, {axis: op for axis, op in layout.partial if axis not in mesh_axes})
+
+
+def cut_axes(layout: Layout) -> Layout:
+    """The same layout on a mesh whose axes that split nothing are cut into prime factors."""
+    free = set(_free_axes(layout))
+    sizes: list[int] = []
+    place: list[list[int]] = []
+    for axis, size in enumerate(layout.mesh.sizes):
+        parts = prime_factors(size) if axis in free else [size]
+        place.append(list(range(len(sizes), len(sizes) + len(parts))))
+        sizes += parts
+    dims = [split and Split(tuple(place[axis][0] for axis in split.axes), split.kind) for split in layout.dims]
+    # along an axis of one rank nothing is pending
+    partial: dict[int | str, str] = {new: op for axis, op in layout.partial if axis in free for new in place[axis]}
+    if len(sizes) == layout.mesh.num_axes and len(partial) == len(layout.partial):
+        return layout
+    return Layout(Mesh(sizes, ranks=layout.mesh.ranks), dims, partial)

@@ -1,0 +1,224 @@
+"""What a lower bound needs to know of a multi-axis distribution on its way from a start to a target, in one integer.
+
+An axis of size s lies at stride σ of a dimension if that has blocks of b: σ = b · (sizes of the axes behind it). It
+covers the strides [σ, σ·s). Axes that come to the front of a dimension or leave it keep the block, at the back the
+block is divided or multiplied by just what comes or leaves. So an axis keeps its place, a dimension and a stride, until
+a move touches it. Of its place one digit is kept:
+
+    FREE   it splits nothing                  START   it lies where the start had it, and that is known to matter
+    HOME   it lies where the target has it    ACROSS  it lies where the target has another axis of its size
+    AWAY   it lies anywhere else              OPEN    it is in use, and HOME, ACROSS or AWAY as is best
+
+START matters where another axis has its home across that place, so that one cannot come before the other has left.
+ACROSS matters as a permutation brings an axis home only if the other one is there. Where two others have homes it does
+not say at which of them an axis is; such axes are vague, and ACROSS wherever they are AWAY.
+
+The code is the sum of ``digit << 3 * axis``. A set of axes is the sum of ``1 << 3 * axis``; so the low bits of a code
+are the axes that are astray (in use and not at home), and the low and middle bits together are the axes in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optim_redist._multi_axis.moves import Axes, State
+
+FREE, AWAY, HOME, START, ACROSS, OPEN = 0b000, 0b001, 0b010, 0b011, 0b101, 0b110
+
+# dimension and stride
+Place = tuple[int, int]
+
+
+class Codes:
+    """The codes of states between a start and a target.
+
+    Attributes:
+        home: the places of the axes that the target uses.
+        goal: the target's code; ``at_ease``: that of all axes with a home that wait for nothing.
+        all, with_home: sets of axes.
+        equal_axes: pairs of axes of equal size; ``alike``: for each axis the set of the others of its size.
+        across: the axes that can be ACROSS; ``across_at_start``: those that the start has there; ``vague``: those that
+            are never AWAY.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], start: State, target: State) -> None:
+        self.sizes, self.home, self._start = sizes, _places(sizes, target), _places(sizes, start)
+        home, starts, num_axes = self.home, self._start, len(sizes)
+        self.all = (1 << 3 * num_axes) // 7
+        self.with_home = 0
+        for axis in home:
+            self.with_home |= 1 << 3 * axis
+        self.goal = self.with_home << 1
+        # for each axis the homes of others of its size
+        self._crosses: dict[int, list[Place]] = {}
+        self.equal_axes: list[tuple[int, int]] = []
+        self.alike = [0] * num_axes
+        self.across = self.across_at_start = self.vague = self._paired = 0
+        if len(set(sizes)) < num_axes:
+            self._pair_equal_axes()
+        # the code with every axis FREE that has a home, once settled
+        self.at_ease = self.goal | (self.with_home & self._paired) << 2
+        # (an axis, those that exclude, at START, that it is HOME or ACROSS), and all of which START is told
+        self._home_excluded: list[tuple[int, int]] = []
+        self._across_excluded: list[tuple[int, int]] = []
+        self._told = 0
+        leaving = [(axis, place) for axis, place in starts.items() if place != home.get(axis)]
+        for k, place in home.items():
+            self._find_who_excludes(k, place, leaving, self._home_excluded)
+        for k, places in self._crosses.items():
+            if len(places) == 1:
+                self._find_who_excludes(k, places[0], leaving, self._across_excluded)
+        self._excluded_by: dict[int, tuple[int, int]] = {}
+        # the digits of an axis by its place, where it is not AWAY
+        self._digits = {(axis, place): ACROSS for axis, places in self._crosses.items() for place in places}
+        for axis, place in leaving if self._told else ():
+            if self._told >> 3 * axis & 1:
+                self._digits[axis, place] = START
+        for item in home.items():
+            self._digits[item] = HOME
+
+    def _pair_equal_axes(self) -> None:
+        sizes, home = self.sizes, self.home
+        for j, size in enumerate(sizes):
+            for i in range(j):
+                if sizes[i] == size:
+                    self.equal_axes.append((i, j))
+                    for axis, other in ((i, j), (j, i)):
+                        self.alike[axis] |= 1 << 3 * other
+                        if other in home and home[other] != home.get(axis):
+                            self._crosses.setdefault(axis, []).append(home[other])
+        self._paired = sum(1 << 3 * axis for axis, alike in enumerate(self.alike) if alike)
+        for axis, places in self._crosses.items():
+            self.across |= 1 << 3 * axis
+            if len(places) > 1:
+                self.vague |= 1 << 3 * axis
+            if self._start.get(axis) in places:
+                self.across_at_start |= 1 << 3 * axis
+
+    def _find_who_excludes(
+        self, axis: int, place: Place, leaving: Sequence[tuple[int, Place]], excluded: list[tuple[int, int]]
+    ) -> None:
+        """Enter those of the axes ``leaving`` that cannot be where the start has them while ``axis`` is at a place."""
+        tensor_dim, stride = place
+        excluding = 0
+        for other, (other_dim, other_stride) in leaving:
+            if other_dim == tensor_dim and other != axis and not self._beside(stride, axis, other_stride, other):
+                excluding |= 1 << 3 * other
+        if excluding:
+            excluded.append((1 << 3 * axis, excluding))
+            self._told |= excluding
+
+    def _beside(self, stride: int, axis: int, other_stride: int, other: int) -> bool:
+        """Whether two axes can lie in one dimension at these strides, further axes filling the gap between them."""
+        # one of the two is behind; at equal strides one of size 1
+        behind, other_behind = stride * self.sizes[axis], other_stride * self.sizes[other]
+        if behind == other_stride or other_behind == stride:
+            return True
+        gaps = [front // end for front, end in ((other_stride, behind), (stride, other_behind)) if front % end == 0]
+        fillers = {1}
+        for k, size in enumerate(self.sizes if gaps else ()):
+            if k != axis and k != other:
+                fillers |= {filler * size for filler in fillers}
+        return not fillers.isdisjoint(gaps)
+
+    # -- codes of states
+
+    def code_of(self, tensor_dim: int, axes: Axes, blocks: tuple[int, ...]) -> int:
+        """The digits of the axes of a dimension that has one of ``blocks``: what stands for all of them."""
+        code = 0
+        if len(blocks) == 1:
+            stride = blocks[0]
+            for axis in axes[::-1]:
+                code |= self._digits.get((axis, (tensor_dim, stride)), AWAY) << 3 * axis
+                stride *= self.sizes[axis]
+            return self._blurred(code)
+        behind, home, crosses = 1, self.home, self._crosses
+        for axis in axes[::-1]:
+            at_home = across = False
+            if axis in home:
+                place, stride = home[axis]
+                at_home = place == tensor_dim and stride % behind == 0 and stride // behind in blocks
+            if axis in crosses:
+                across = any(
+                    place == tensor_dim and stride % behind == 0 and stride // behind in blocks
+                    for place, stride in crosses[axis]
+                )
+            code |= _either(at_home, across) << 3 * axis
+            behind *= self.sizes[axis]
+        return self._blurred(code)
+
+    def _blurred(self, code: int) -> int:
+        """``code`` with axes that are AWAY as if they were ACROSS where they are vague."""
+        return code | (code & ~(code >> 1) & self.vague) << 2
+
+    def arrivals(self, tensor_dim: int) -> list[int]:
+        """What stands for all that each axis can be, in its place in the code, when it comes to a dimension."""
+        found = []
+        for axis in range(len(self.sizes)):
+            at_home = axis in self.home and self.home[axis][0] == tensor_dim
+            across = any(place[0] == tensor_dim for place in self._crosses.get(axis, ()))
+            found.append(_either(at_home, across or self.vague >> 3 * axis & 1 == 1) << 3 * axis)
+        return found
+
+    def arriving(self, axes: int) -> int:
+        """What stands for all that a set of axes can become by a move."""
+        return axes & ~self.with_home | (axes & self.with_home) << 1 | (axes & self.across) << 2
+
+    def excluded(self, code: int) -> tuple[int, int]:
+        """The axes that cannot be HOME, and those that cannot be ACROSS, as axes are at START."""
+        at_start = code & code >> 1 & self._told
+        found = self._excluded_by.get(at_start)
+        if found is None:
+            found = self._excluded_by[at_start] = (
+                sum(bit for bit, excluding in self._home_excluded if excluding & at_start),
+                sum(bit for bit, excluding in self._across_excluded if excluding & at_start),
+            )
+        return found
+
+    def settled(self, code: int) -> int:
+        """``code`` with axes in use that are FREE to be home, and AWAY that cannot be before another has left."""
+        low, middle, high = code, code >> 1, code >> 2
+        not_home = 0
+        if low & middle & self._told:
+            not_home, not_across = self.excluded(code)
+            across = low & high & not_across
+            at_home = middle & ~low & not_home
+            # ACROSS gets AWAY; HOME gets AWAY; OPEN gets ACROSS, or AWAY
+            code ^= across << 2 | at_home << 1 | at_home | (at_home & high & (not_across | ~self.across)) << 2
+            if self.vague:
+                code = self._blurred(code)
+        free = self.with_home & ~(low | middle | not_home)
+        if free:
+            code |= self.at_ease & 7 * free
+        return code
+
+    def waits(self, code: int) -> bool:
+        """Whether an axis that is FREE can only come home after another has left."""
+        return bool(self.with_home & ~(code | code >> 1) & self.excluded(code)[0])
+
+    def taking(self, axis: int, other: int, digit: int) -> int:
+        """What ``axis`` is at the place of ``other``, of which ``digit`` is known."""
+        if digit in (FREE, AWAY):
+            return self._blurred(digit << 3 * axis) >> 3 * axis
+        home, crosses = self.home.get(axis), self._crosses.get(axis, ())
+        if digit == ACROSS:
+            if len(self._crosses[other]) > 1:
+                return self.arriving(1 << 3 * axis) >> 3 * axis
+            return HOME if self._crosses[other][0] == home else ACROSS
+        place = self.home[other] if digit == HOME else self._start[other]
+        return HOME if place == home else ACROSS if place in crosses or len(crosses) > 1 else AWAY
+
+
+def _either(at_home: bool, across: bool) -> int:
+    """The digit of an axis that may be HOME, may be ACROSS, and may be AWAY in any case."""
+    return (OPEN if across else HOME) if at_home else ACROSS if across else AWAY
+
+
+def _places(sizes: tuple[int, ...], state: State) -> dict[int, Place]:
+    """Where every axis in use lies."""
+    places = {}
+    for tensor_dim, (axes, stride) in enumerate(zip(*state)):
+        for axis in reversed(axes):
+            places[axis] = tensor_dim, stride
+            stride *= sizes[axis]
+    return places

@@ -1,0 +1,267 @@
+"""Cheapest sequences of moves between two multi-axis distributions, by A*.
+
+Four of five pairs need no search: ``straight`` finds a sequence that costs no more than the bound.
+
+For the others entries of a queue are taken in the order of f = g + h, where g is the cost so far and h a lower bound of
+what is left: the first time the target is taken its path is a cheapest one. The steps out of a state wait in one entry,
+sorted by the best they could lead to, those of equal price and bound as one. What they make is worked out when their
+turn comes. Block lengths stay open (``parts``) until the path is known, and are filled in from its end.
+
+The bound is what ``estimate`` knows of a code: the floor, or what the search for a straight path has found
+out. To search over codes for more would take longer than to follow the states that it saves.
+
+``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves
+only if the target is no larger; so that the search cannot buy a growing one for the price of a small one, it is
+proposed only where nothing grows. It also guarantees a plan: if no other sequence stays inside the limits, it is
+the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf, nextafter, prod
+from operator import itemgetter
+from typing import NamedTuple
+
+from optim_redist._multi_axis.codes import Codes
+from optim_redist._multi_axis.estimate import Estimate
+from optim_redist._multi_axis.floor import Prices
+from optim_redist._multi_axis.moves import Axes, Mapping, Move, State, axes_size
+from optim_redist._multi_axis.moves_left import MovesLeft
+from optim_redist._multi_axis.names import name_of
+from optim_redist._multi_axis.parts import Part
+from optim_redist._multi_axis.steps import Candidate, MoveSet, Parts, Step, state_of
+from optim_redist._multi_axis.straight import StraightPath
+
+
+class Node(NamedTuple):
+    """A state on the way: what it is, elements of the most loaded rank, its code, and by which step it was reached."""
+
+    parts: Parts
+    elements: int
+    code: int
+    before: Node | None = None
+    made_by: Candidate | None = None
+    step: Step = (None, None, ())
+
+
+# (price and bound, bound, price, steps) of the steps out of a state, in this order
+Onward = list[tuple[float, float, float, Candidate]]
+# of the queue, see below
+Entry = tuple[float, float, int, int, float, int, Node, Onward, int]
+
+
+def cheapest_moves(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    start: State,
+    target: State,
+    elements: tuple[int, int],
+    prices: Prices,
+    *,
+    memory_limit: float = inf,
+    wanted: Callable[[State], bool] | None = None,
+    max_depth: int | None = None,
+) -> Sequence[Move]:
+    """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
+
+    ``elements`` are those of the most loaded rank at the start and at the target.
+    Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
+    No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
+    and of the lengths that allow the same steps the shortest leaves no rank with more.
+    The target itself is always wanted.
+    """
+    if start == target:
+        return []
+    start_size, target_size = elements
+    codes = Codes(sizes, start, target)
+    estimate = Estimate(shape, codes, prices, memory_limit, target_size)
+    if start_size <= memory_limit:
+        straight = StraightPath(shape, target, codes, prices, estimate, memory_limit, wanted, max_depth)
+        moves = straight.find(start, start_size)
+        if moves:
+            return moves
+    blocks = list(zip(start.blocks, target.blocks))
+    arrivals = [codes.arrivals(d) for d in range(len(shape))]
+    moves_left = MovesLeft(sizes, target, codes.equal_axes)
+    move_set = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=wanted is None)
+    most_moves = inf if max_depth is None else max_depth
+    first, goal = move_set.parts(start), move_set.parts(target)
+    leap: Candidate = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
+    # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
+    below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
+    # a split that could come before another step is not tried after it, unless the state between may be forbidden
+    early_splits = wanted is None and start_size <= memory_limit
+    onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
+
+    root = Node(first, start_size, sum(part.code for part in first))
+    # the bound says nothing of a start that is above the limit itself
+    left = estimate.at_least[root.code] if start_size <= memory_limit else 0.0
+    # An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one
+    # that is estimated nearest to the target goes first, of those the one that holds least. It stands for all steps
+    # from that one on, without any for the node.
+    order, at_least, every_axis = count(), estimate.at_least, codes.all
+    homes, goal_code = ~(codes.all << 2), codes.goal
+    queue: list[Entry] = [(left, left, start_size, 0, 0.0, 0, root, [], 0)]
+    reached: dict[Parts, list[tuple[float, int]]] = {first: [(0.0, 0)]}
+    while queue:
+        f, _, held, _, cost, depth, node, steps, which = heappop(queue)
+        if not steps:
+            if node.parts is goal:
+                return _moves_to(node, sizes, start, target)
+            if (cost, depth) not in reached[node.parts] or depth == max_depth:
+                continue
+            steps = onward(node)
+        entered, nearer = -next(order), False
+        # as long as steps lead to nothing that comes next, one after the other
+        while which < len(steps) and not nearer and cost + steps[which][0] <= f:
+            _, _, price, candidate = steps[which]
+            _, n_procs, _, _, alike = candidate
+            which += 1
+            spent = cost + price
+            for step in alike:
+                # what such a split makes is reached by other steps that cost no more
+                if not n_procs and ((early_splits and _commutes(node.step, step)) or _is_detour(node, step, prices)):
+                    continue
+                for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
+                    front = reached.get(after)
+                    if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
+                        continue
+                    size, code = 1, 0
+                    for part in after:
+                        size *= part.share
+                        code += part.code
+                    if code & homes == goal_code and _covers(after, goal):
+                        left, after, front = 0.0, goal, reached.get(goal)
+                        if front and _dominated(front, spent, depth):
+                            continue
+                    elif size > memory_limit or (wanted and not wanted(state_of(after))):
+                        reached[after] = [(-inf, 0)]
+                        continue
+                    elif depth + 2 >= most_moves <= depth + moves_left(after, (code | code >> 1) & every_axis):
+                        left = estimate.cap  # too few moves are left for anything but an exchange
+                    else:
+                        left = at_least[code]
+                    if spent + left < below:
+                        # of arrivals that cost no less only those by fewer moves stay
+                        better = (
+                            [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
+                        )
+                        reached[after] = [(spent, depth + 1), *better]
+                        if after is goal:
+                            below = spent
+                        nearer = nearer or spent + left <= f
+                        entry = Node(after, size, code, node, candidate, step)
+                        f_after = max(f, spent + left)
+                        heappush(queue, (f_after, left, size, -next(order), spent, depth + 1, entry, [], 0))
+        if which < len(steps) and cost + steps[which][0] < below:
+            bound, left, *_ = steps[which]
+            heappush(queue, (max(f, cost + bound), left, held, entered, cost, depth, node, steps, which))
+    return _moves_to(Node(goal, target_size, codes.goal, root, leap), sizes, start, target)
+
+
+class _StepsByBound:
+    """The steps out of a state, those first that could lead to the target at the least cost."""
+
+    def __init__(
+        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
+    ) -> None:
+        self._move_set, self._estimate, self._prices = move_set, estimate, prices
+        self._target_size, self._leap = target_size, leap
+        self._known: dict[tuple[Mapping, int, int], Onward] = {}
+
+    def __call__(self, node: Node) -> Onward:
+        """The steps out of ``node``, kept for all states that differ from it in their blocks alone.
+
+        Their bounds are those of what they make at best: what a step really makes is asked for when its turn comes.
+        """
+        mapping, elements, code = tuple([part.axes for part in node.parts]), node.elements, node.code
+        found = self._known.get((mapping, elements, code))
+        if found is None:
+            found = self._known[mapping, elements, code] = []
+            prices, at_least = self._prices, self._estimate.at_least
+            for candidate in self._move_set.candidates(mapping):
+                collective, n_procs, kept, arrived, _ = candidate
+                left = at_least[code & kept | arrived]
+                price = prices[collective, n_procs, elements] if n_procs else 0.0
+                found.append((price + left, left, price, candidate))
+            if elements >= self._target_size:
+                price = prices["alltoall", self._leap[1], elements]
+                found.append((price, 0.0, price, self._leap))
+            found.sort(key=itemgetter(0, 1))
+        return found
+
+
+def _commutes(before: Step, split: Step) -> bool:
+    """Whether a split that follows a step can as well come before it, where the step finds less to move.
+
+    It can if the step touches neither the dimension nor the axis; of two splits the one with the smaller numbers goes
+    first.
+    """
+    source, target, moved = before
+    _, tensor_dim, (axis,) = split
+    if source is None and target is None:
+        return False
+    apart = tensor_dim != source and tensor_dim != target and axis not in moved
+    return apart and (source is not None or (tensor_dim, axis) < (target, *moved))
+
+
+def _is_detour(node: Node, split: Step, prices: Prices) -> bool:
+    """Whether a split brings an axis that was just gathered to another dimension, as one all-to-all does for no more.
+
+    That moves the last axis of a dimension: one that was gathered from the front could not have gone alone.
+    """
+    source, target, moved = node.step
+    before, made_by = node.before, node.made_by
+    if before is None or made_by is None or source is None or target is not None:
+        return False
+    if moved != split[2] or source == split[1] or before.parts[source].axes[-1:] != moved:
+        return False
+    n_procs, elements = made_by[1], before.elements
+    return prices["alltoall", n_procs, elements] <= prices["allgather", n_procs, elements]
+
+
+def _covers(parts: Parts, goal: Parts) -> bool:
+    """Whether some choice of blocks makes ``parts`` the goal."""
+    return all(part.axes == end.axes and end.blocks[0] in part.blocks for part, end in zip(parts, goal))
+
+
+def _dominated(front: list[tuple[float, int]], cost: float, depth: int) -> bool:
+    """Whether one of (cost, moves) is as good as arriving at ``cost`` by one move more than ``depth``."""
+    return any(known <= cost and moves <= depth + 1 for known, moves in front)
+
+
+def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -> list[Move]:
+    """The moves that lead to the target, with every open block filled in from the end on."""
+    moves, after = [], target
+    while node.before is not None and node.made_by is not None:
+        collective, n_procs, *_ = node.made_by
+        step, before, parts = node.step, start, node.before.parts
+        if node.before.before is not None:
+            blocks = [_block_before(sizes, step, *dim) for dim in zip(range(len(parts)), parts, *after)]
+            before = State(tuple([part.axes for part in parts]), tuple(blocks))
+        if collective == "exchange":
+            moves.append(Move("exchange_*", "alltoall", after, n_procs, node.elements))
+        else:
+            moves.append(Move(name_of(collective, before, after), collective, after, n_procs, node.elements))
+        node, after = node.before, before
+    return moves[::-1]
+
+
+def _block_before(sizes: tuple[int, ...], step: Step, tensor_dim: int, part: Part, axes: Axes, block: int) -> int:
+    """The block of ``part`` with which a step makes it one over ``axes`` in blocks of ``block``."""
+    source, target, moved = step
+    if source is None and target is None and not moved:
+        return part.blocks[0]
+    if tensor_dim not in (source, target):
+        return block
+    if not part.axes or not axes:
+        return part.blocks[0]
+    if source == target:
+        return next(old for old in part.blocks if old != block and (old % block == 0 or block % old == 0))
+    size, longer = axes_size(sizes, moved), max(part.axes, axes, key=len)
+    if longer[-len(moved) :] != moved:
+        return block
+    return block * size if tensor_dim == target else block // size

@@ -1,0 +1,1 @@
+"""Plans at work on tensors: what a rank packs, sends, receives and adds."""

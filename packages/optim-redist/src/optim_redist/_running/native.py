@@ -1,0 +1,104 @@
+"""Reductions that one library collective does: every rank of the team contributes to every element.
+
+all-reduce: the target is replicated. reduce-scatter: the target is divided evenly; the input holds the members' parts
+one after the other, which is the source itself where they lie in it in that order. The library chooses the order of
+summation and rounds in the tensor's own type, so plans that ask for ``deterministic`` do not come here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.rank_program import Message
+from optim_redist._running.views import FLAT, Copies, View, as_bits, buffers_of, view_of
+from optim_redist.index_sets import aligned_runs
+from optim_redist.moves import Which
+from optim_redist.problem import Problem
+
+# what NCCL adds and compares; it has no integers of 16 bits, and torch lends it no 8-bit floats to reduce
+_REDUCED = {
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class NativeReduction:
+    """One collective in place of a stage.
+
+    Attributes:
+        kind: which collective.
+        op: what combines; sum for averages.
+        scale: divisor of the result.
+        parts: the members' parts of the source, for reduce-scatter.
+    """
+
+    kind: Literal["all_reduce", "reduce_scatter"]
+    op: str
+    scale: int
+    parts: Message
+
+    @classmethod
+    def of(cls, problem: Problem, team: Team, dtype: torch.dtype, rank: int) -> NativeReduction | None:
+        """The collective that does the whole redistribution on this team, if there is one."""
+        everyone = set(team.members)
+        whole = problem.num_contributions == len(everyone) == len(problem.holders)
+        if not team.is_nccl or not team.is_whole or not whole or problem.started or dtype not in _REDUCED:
+            return None
+        if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
+            return None
+        ops = {op for op, _ in problem.reduced}
+        op = next(iter(ops - {"avg"}), "sum")
+        scale = prod(count for name, count in problem.reduced if name == "avg")
+        parts = Message(-1)
+        if problem.dst_replicas == len(everyone):
+            return cls("all_reduce", op, scale, parts)
+        sizes = {problem.num_needed(point) for point in problem.dst_points.values()}
+        if problem.dst_replicas != 1 or len(sizes) != 1 or not next(iter(sizes)):
+            return None
+        for member in team.members:
+            held, needed = problem.held(rank), problem.needed(member)
+            assert held is not None, "every member contributes"
+            assert needed is not None, "every member needs a part"
+            runs = [aligned_runs(part, whole) for part, whole in zip(needed, held)]
+            if any(len(pieces) != 1 for pieces in runs):
+                return None
+            for choice in product(*runs):
+                parts.add(tuple(piece[0] for piece in choice), "src", -1)
+        return cls("reduce_scatter", op, scale, parts)
+
+    def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
+        """Start the collective; its work, and the buffer to keep until it is done."""
+        if self.kind == "all_reduce":
+            target.copy_(x)
+            return team.all_reduce(target, self.op), target
+        packed = self._packed(x)
+        return team.reduce_scatter(target, packed, self.op), packed
+
+    def finish(self, target: Tensor) -> None:
+        """Turn the sum into the average where that was asked for."""
+        if self.scale != 1:
+            target.div_(self.scale)
+
+    def _packed(self, x: Tensor) -> Tensor:
+        parts: list[tuple[Which, View]] = [("src", view) for view in self.parts.views(x.stride())]
+        ((which, view),), copies, num_packed = buffers_of([parts], separate=False, in_place=True)
+        if which == "src":
+            return view_of(x, view)
+        packed = torch.empty(num_packed, dtype=x.dtype, device=x.device)
+        rows = tuple(x.shape), x.stride()
+        Copies(copies, x.element_size(), [FLAT, rows]).run({"src": as_bits(x)}, as_bits(packed))
+        return packed

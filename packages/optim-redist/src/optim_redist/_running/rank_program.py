@@ -1,0 +1,180 @@
+"""One rank's part of a plan: which views of its tensors go into which message, and where what arrives belongs.
+
+A phase of a plan becomes, on one rank, a list of messages out, a list of messages in and a list of local copies. A
+message is a list of pieces; a piece is evenly spaced in the tensor, so it is one ``as_strided`` view and one slot of
+the flat buffer, and packing is one copy a piece. Everything that depends on layouts is decided here once; what depends
+on the strides of the tensors that come is decided at the first call with such strides.
+
+The same code packs and unpacks for a process group and for a simulation of all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from optim_redist._running.views import FLAT, Copies, Rows, View, buffers_of
+from optim_redist.boxes import Box
+from optim_redist.index_sets import Run, aligned_runs
+from optim_redist.moves import Phase, Transfer, Which
+from optim_redist.problem import Problem
+
+Piece = tuple[Run, ...]
+
+
+def _as_view(piece: Piece, strides: Sequence[int]) -> View:
+    """Sizes, strides and offset of a piece in a tensor of these strides."""
+    sizes: list[int] = []
+    steps: list[int] = []
+    offset = 0
+    for run, stride in zip(piece, strides):
+        offset += run.start * stride
+        if run.repeats > 1:
+            sizes.append(run.repeats)
+            steps.append(run.stride * stride)
+        sizes.append(run.length)
+        steps.append(stride)
+    return tuple(sizes), tuple(steps), offset
+
+
+@dataclass
+class Message:
+    """What travels between this rank and one other in one phase; with ``peer`` this rank itself, a local copy.
+
+    Attributes:
+        pieces: places in the tensor, in the order in which they lie in the buffer.
+        read: which of the sender's tensors the pieces lie in, for each piece.
+        contributions: which contribution each piece carries, -1 for finished values.
+        num_elements: elements of all pieces.
+    """
+
+    peer: int
+    pieces: list[Piece] = field(default_factory=list)
+    read: list[Which] = field(default_factory=list)
+    contributions: list[int] = field(default_factory=list)
+    num_elements: int = 0
+    _bound: dict[tuple[int, ...], list[View]] = field(default_factory=dict)
+
+    def add(self, piece: Piece, read: Which, contribution: int) -> None:
+        self.pieces.append(piece)
+        self.read.append(read)
+        self.contributions.append(contribution)
+        self.num_elements += prod(run.length * run.repeats for run in piece)
+
+    def views(self, strides: tuple[int, ...]) -> list[View]:
+        """The pieces' views in a tensor of these strides."""
+        if strides not in self._bound:
+            self._bound[strides] = [_as_view(piece, strides) for piece in self.pieces]
+        return self._bound[strides]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One phase for tensors of given shapes and strides: every buffer and view it needs.
+
+    Attributes:
+        sends, receives: for every buffer that goes to the exchange, the tensor whose memory it is (None: one of the
+            phase's own) and its flat view there.
+        packs, num_packed: copies into the phase's own buffer for sending, and its elements.
+        unpacks, num_unpacked: copies out of its buffer for receiving, and its elements.
+        stays: copies from source to target.
+    """
+
+    sends: list[tuple[Which | None, View]]
+    receives: list[tuple[Which | None, View]]
+    packs: Copies
+    num_packed: int
+    unpacks: Copies
+    num_unpacked: int
+    stays: Copies
+
+
+@dataclass
+class RankPhase:
+    """One phase on one rank: messages by ascending peer, local copies, and the phase's name."""
+
+    name: str
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    stays_from: Message = field(default_factory=lambda: Message(-1))
+    stays_to: Message = field(default_factory=lambda: Message(-1))
+    _bound: dict[tuple[Rows, Rows, bool, bool], Bound] = field(default_factory=dict)
+
+    def bind(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> Bound:
+        """The phase's buffers and views for a source and a target of these shapes and strides.
+
+        With ``separate`` every message may have a buffer of its own, so that each one that lies in a piece of memory
+        travels from there and to there; else all of them share one. ``in_place`` allows receiving in the target.
+        """
+        known = self._bound.get((src, dst, separate, in_place))
+        if known is None:
+            known = self._bound[src, dst, separate, in_place] = self._bind(src, dst, itemsize, separate, in_place)
+        return known
+
+    def _bind(self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool) -> Bound:
+        strides: dict[Which, tuple[int, ...]] = {"src": src[1], "dst": dst[1]}
+        outgoing = [
+            [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
+        ]
+        incoming: list[list[tuple[Which, View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
+        sends, packed, num_packed = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
+        receives, unpacked, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
+        return Bound(
+            sends=sends,
+            receives=receives,
+            packs=Copies(packed, itemsize, [FLAT, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packed})]),
+            num_packed=num_packed,
+            # from the buffer, which takes the place of the source, to the target
+            unpacks=Copies([("src", slot, view) for _, view, slot in unpacked], itemsize, [FLAT, dst]),
+            num_unpacked=num_unpacked,
+            stays=Copies(
+                [("src", a, b) for a, b in zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))],
+                itemsize,
+                [src, dst],
+            ),
+        )
+
+
+def rank_phases(problem: Problem, phases: Sequence[Phase], rank: int) -> list[RankPhase]:
+    """What one rank does in every phase."""
+    return [_rank_phase(problem, phase, rank) for phase in phases]
+
+
+def _stored(problem: Problem, rank: int, which: Which) -> Box | None:
+    """Index sets of the rank's source or target tensor, its own dimensions only."""
+    box = problem.held(rank) if which == "src" else problem.needed(rank)
+    return None if box is None else box[: len(problem.shape)]
+
+
+def _rank_phase(problem: Problem, phase: Phase, rank: int) -> RankPhase:
+    found = RankPhase(phase.name)
+    sends: dict[int, Message] = {}
+    receives: dict[int, Message] = {}
+    for transfer in phase.transfers:
+        if rank not in (transfer.sender, transfer.receiver):
+            continue
+        for here, there in _pieces(problem, transfer):
+            if transfer.sender == transfer.receiver:
+                found.stays_from.add(here, transfer.read, transfer.contribution)
+                found.stays_to.add(there, "dst", transfer.contribution)
+            elif transfer.sender == rank:
+                message = sends.setdefault(transfer.receiver, Message(transfer.receiver))
+                message.add(here, transfer.read, transfer.contribution)
+            else:
+                message = receives.setdefault(transfer.sender, Message(transfer.sender))
+                message.add(there, "dst", transfer.contribution)
+    found.sends = [sends[peer] for peer in sorted(sends)]
+    found.receives = [receives[peer] for peer in sorted(receives)]
+    return found
+
+
+def _pieces(problem: Problem, transfer: Transfer) -> list[tuple[Piece, Piece]]:
+    """The transfer's box as evenly spaced pieces: places at the sender and at the receiver, in one common order."""
+    held = _stored(problem, transfer.sender, transfer.read)
+    needed = _stored(problem, transfer.receiver, "dst")
+    assert held is not None, "senders hold what they send"
+    assert needed is not None, "receivers need what they get"
+    runs = [aligned_runs(part, a, b) for part, a, b in zip(transfer.box, held, needed)]
+    return [(tuple(pair[0] for pair in choice), tuple(pair[1] for pair in choice)) for choice in product(*runs)]

@@ -1,0 +1,180 @@
+"""Combining contributions in a fixed order, so that every run and every rank count gives the same bits.
+
+Contributions are combined by ascending number, 16-bit and narrower floats in fp32, and rounded once at the end:
+
+    target = scale · ( … ((c₀ ∘ c₁) ∘ c₂) … ),     scale = 1 / contributions of avg axes.
+
+Averages of fp32 are added in fp64, so that the average of equal values is that value, as it is for narrower floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optim_redist._dtypes import dtype_name, why_not_combined
+from optim_redist._running.views import view_of
+from optim_redist.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from optim_redist._running.rank_program import Message, Piece, RankPhase
+    from optim_redist._running.views import View
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the contributions of one redistribution are combined.
+
+    Attributes:
+        op: one operation; sum stands for mixtures of sum and avg.
+        scale: divisor of the result.
+        accumulate: element type of the partial results.
+    """
+
+    op: str
+    scale: int
+    accumulate: torch.dtype
+
+    @classmethod
+    def of(cls, reduced: Sequence[tuple[str, int]], dtype: torch.dtype) -> Reduction:
+        """The reduction over axes with these operations and sizes.
+
+        Raises:
+            UnsupportedError: for averages of integers, orders of complex numbers, and types without arithmetic.
+        """
+        ops = {op for op, _ in reduced}
+        for op in sorted(ops):
+            if reason := why_not_combined(op, dtype_name(dtype)):
+                raise UnsupportedError(reason)
+        narrow = dtype.is_floating_point and dtype.itemsize < 4
+        op = next(iter(ops)) if len(ops) == 1 else "sum"
+        scale = prod(count for name, count in reduced if name == "avg")
+        accumulate = torch.float32 if narrow else dtype
+        if "avg" in ops and dtype == torch.float32:
+            accumulate = torch.float64
+        return cls(op, scale, accumulate)
+
+    def combine(
+        self, phase: RankPhase, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor
+    ) -> None:
+        """Write to ``dst`` the combination of what came and of this rank's own contribution."""
+        parts: list[_Part] = []
+        for message, slot in arrived:
+            values, place = slot.view(dst.dtype), 0
+            for k, view in enumerate(message.views(dst.stride())):
+                size = prod(view[0])
+                parts.append(_Part(message.contributions[k], values[place : place + size].view(view[0]), message, k))
+                place += size
+        if phase.stays_from.pieces:
+            assert src is not None, "what stays comes from the source"
+            for k, view in enumerate(phase.stays_from.views(src.stride())):
+                parts.append(_Part(phase.stays_from.contributions[k], view_of(src, view), phase.stays_to, k))
+        parts.sort(key=lambda part: part.contribution)
+        if parts and not (self.scale == 1 and _combined_in_place(self, parts, dst)):
+            self._combine_by_contribution(parts, dst)
+
+    def _combine_by_contribution(self, parts: list[_Part], dst: Tensor) -> None:
+        """One contribution after the other, each cut as it came.
+
+        Partial results of a wider type have memory of their own, as large as the box around all parts: a round's share.
+        """
+        low, high = _around([part.piece for part in parts])
+        box = dst[tuple(map(slice, low, high))]
+        total = box
+        if self.accumulate != dst.dtype:
+            total = torch.empty(box.shape, dtype=self.accumulate, device=dst.device)
+        corner = sum(first * stride for first, stride in zip(low, total.stride()))
+        combine = _COMBINE[self.op]
+        finished: list[tuple[Tensor, Tensor]] = []
+        for part in parts:
+            sizes, strides, offset = part.view(total.stride())
+            region = view_of(total, (sizes, strides, offset - corner))
+            value = part.value
+            if part.contribution == parts[0].contribution:
+                region.copy_(value)
+                finished.append((view_of(dst, part.view(dst.stride())), region))
+            else:
+                # 8-bit floats take part in no promotion
+                combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
+        if sum(region.numel() for _, region in finished) == total.numel():
+            finished = [(box, total)]
+        for target, region in finished:
+            if self.scale != 1:
+                region.div_(self.scale)
+            if total is not box:
+                target.copy_(region)
+
+
+class _Part(NamedTuple):
+    """One piece of one contribution: its values, and which piece of a message tells where in the target they belong."""
+
+    contribution: int
+    value: Tensor
+    message: Message
+    number: int
+
+    @property
+    def piece(self) -> Piece:
+        return self.message.pieces[self.number]
+
+    def view(self, strides: tuple[int, ...]) -> View:
+        """The place of the piece in a target of these strides."""
+        return self.message.views(strides)[self.number]
+
+
+def _combined_in_place(reduction: Reduction, parts: list[_Part], dst: Tensor) -> bool:
+    """Combine straight into ``dst`` where that rounds no more often: one operation on pairs, or in its own type.
+
+    Only where every piece has all contributions. Pieces that overlap without being the same, as replicas that share the
+    sending cut them, would overwrite each other.
+    """
+    if dst.dtype.is_floating_point and dst.element_size() == 1:
+        return False
+    by_region: dict[View, list[_Part]] = {}
+    for part in parts:
+        by_region.setdefault(part.view(dst.stride()), []).append(part)
+    num_contributions = len({part.contribution for part in parts})
+    if {len(found) for found in by_region.values()} != {num_contributions} or num_contributions == 1:
+        return False
+    if num_contributions != 2 and reduction.accumulate != dst.dtype:
+        return False
+    combine = _COMBINE[reduction.op]
+    for view, (first, second, *others) in by_region.items():
+        region = view_of(dst, view)
+        combine(first.value, second.value, out=region)
+        for part in others:
+            combine(region, part.value, out=region)
+    return True
+
+
+def _around(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """The smallest box with all pieces in it: first and last-plus-one index of every dimension."""
+    dims = list(zip(*pieces))
+    return [min(run.start for run in runs) for runs in dims], [max(run.stop for run in runs) for runs in dims]
+
+
+def fill_identity(dst: Tensor, op: str) -> None:
+    """Fill with the value that changes nothing when it is combined."""
+    if op in ("sum", "avg"):
+        dst.zero_()
+    elif op == "product":
+        dst.fill_(1)
+    else:
+        limits = torch.finfo(dst.dtype) if dst.dtype.is_floating_point else torch.iinfo(dst.dtype)
+        # 8-bit floats called fn are finite
+        infinite = dst.dtype.is_floating_point and "fn" not in str(dst.dtype)
+        low, high = (float("-inf"), float("inf")) if infinite else (limits.min, limits.max)
+        dst.fill_(low if op == "max" else high)

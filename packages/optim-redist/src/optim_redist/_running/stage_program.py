@@ -1,0 +1,231 @@
+"""One stage of a plan on one rank: what its phases pack, send, keep, receive and unpack.
+
+A stage's target is allocated by whoever runs it. Packed first, a stage of one phase takes everything it sends or keeps
+out of the source before the target is made; the source may be freed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from optim_redist._running.rank_program import Bound, Message, rank_phases
+from optim_redist._running.reduction import Reduction, fill_identity
+from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, view_of
+from optim_redist.moves import Phase, Which
+from optim_redist.problem import Problem
+
+if TYPE_CHECKING:
+    from optim_redist.layout import Layout
+    from optim_redist.planning import Plan
+
+
+class StageProgram:
+    """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        phases: Sequence[Phase],
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        src: Layout,
+        dst: Layout,
+        separate: bool,
+    ) -> None:
+        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ.
+
+        With ``separate`` every message has a buffer of its own, else all of a phase share one.
+        """
+        self.dtype = dtype
+        self.separate = separate
+        self.bits = bits_type(dtype)
+        self.phases = rank_phases(problem, phases, rank)
+        # the phases that bring contributions; on ranks that take no part in one, too
+        self._reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
+        self.src_shape = _local_shape(src, problem.shape, rank)
+        self.dst_shape = _local_shape(dst, problem.shape, rank)
+        self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
+        self.identity_op = None
+        if problem.started and self.dst_shape is not None and rank not in problem.dst_points:
+            self.identity_op = problem.started[0][1]
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the rank's tensor stays exactly what it is."""
+        return self.src_shape == self.dst_shape
+
+    def only_view(self) -> tuple[slice, ...] | None:
+        """The slices of the source that are the target, if one piece of it is all of the target."""
+        pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
+        if self.reduction is not None or self.identity_op is not None or len(pieces) != 1:
+            return None
+        if any(run.repeats > 1 and run.length > 1 for run in pieces[0]):
+            return None
+        return tuple(
+            slice(run.start, run.stop) if run.repeats == 1 else slice(run.start, run.stop, run.stride)
+            for run in pieces[0]
+        )
+
+    def allocate(self, device: torch.device) -> Tensor | None:
+        """An uninitialised target."""
+        return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
+
+    def begin(
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Pack phase k: the buffers to send, those to receive into, and the phase's own buffer behind the latter."""
+        bound = self._bind(k, src, dst)
+        tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
+        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
+        bound.packs.run(tensors, packed)
+        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.sends]
+        return (sends, *self.receive_buffers(k, src, dst, device))
+
+    def receive_buffers(
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
+    ) -> tuple[list[Tensor], Tensor]:
+        """The buffers to receive phase k into, and the phase's own buffer behind them; of the source only its form."""
+        bound, target = self._bind(k, src, dst), _bits(dst)
+        unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
+        return [
+            view_of(unpacked if which is None else cast(Tensor, target), v) for which, v in bound.receives
+        ], unpacked
+
+    def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """What the only phase sends, and what it keeps, in memory of its own; nothing reads the source after that."""
+        like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
+        bound, source, stays = self._bind(0, src, like), _bits(src), self.phases[0].stays_from
+        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
+        bound.packs.run({"src": source}, packed)
+        sends = [
+            view_of(packed, v) if which is None else view_of(cast(Tensor, source), v).clone()
+            for which, v in bound.sends
+        ]
+        kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
+        self.pack_message(stays, kept, src, None)
+        return sends, kept
+
+    def unpack_kept(self, kept: Tensor, dst: Tensor | None) -> None:
+        """Put what the only phase keeps in its place in the target."""
+        if kept.numel():
+            self.unpack_message(self.phases[0].stays_to, kept, cast(Tensor, dst))
+
+    def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
+        """What phase k copies within the rank; reductions do this when they finish."""
+        if self.phases[k].stays_from.pieces and not self._reduces(k):
+            here: dict[Which, Tensor | None] = {"src": _bits(src)}
+            self._bind(k, src, dst).stays.run(here, _bits(dst))
+
+    def finish(self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Unpack what phase k brought into the buffer of ``begin``."""
+        if self._reduces(k):
+            if dst is not None:
+                self.combine(k, slots(self.phases[k].receives, unpacked), src, dst)
+        else:
+            # the buffer takes the place of the source
+            self._bind(k, src, dst).unpacks.run({"src": unpacked}, _bits(dst))
+        self.end(k, dst)
+
+    def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
+        """Reduce what came in phase k and this rank's own contributions into the target."""
+        assert self.reduction is not None, "only reductions combine"
+        self.reduction.combine(self.phases[k], arrived, src, dst)
+
+    def end(self, k: int, dst: Tensor | None) -> None:
+        """After the last phase, start the pending reduction that the target asks for."""
+        if k == len(self.phases) - 1 and dst is not None and self.identity_op is not None:
+            fill_identity(dst, self.identity_op)
+
+    # -- the same for buffers that several tensors share
+
+    def pack_message(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+        """Copy one message into its part of a buffer."""
+        copy_together(self.packing(message, slot, src, dst))
+
+    def packing(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
+        """The copies that bring one message into its part of a buffer."""
+        tensors = {"src": _bits(src), "dst": _bits(dst)}
+        place = 0
+        for k, read in enumerate(message.read):
+            tensor = cast(Tensor, tensors[read])
+            view = message.views(tensor.stride())[k]
+            size = prod(view[0])
+            yield slot[place : place + size].view(view[0]), view_of(tensor, view)
+            place += size
+
+    def finish_messages(
+        self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
+    ) -> list[Copy]:
+        """Reduce messages that came in any buffers, each with its flat bits, or return the copies that unpack them.
+
+        The caller makes those, then calls ``end``.
+        """
+        if not self._reduces(k):
+            return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]
+        if dst is not None:
+            self.combine(k, arrived, src, dst)
+        return []
+
+    def unpack_message(self, message: Message, slot: Tensor, dst: Tensor) -> None:
+        """Copy one message out of its part of a buffer."""
+        copy_together(self.unpacking(message, slot, dst))
+
+    def unpacking(self, message: Message, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
+        """The copies that bring one message out of its part of a buffer."""
+        target, place = as_bits(dst), 0
+        for view in message.views(target.stride()):
+            size = prod(view[0])
+            yield view_of(target, view), slot[place : place + size].view(view[0])
+            place += size
+
+    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None) -> Bound:
+        return self.phases[k].bind(
+            _rows(src), _rows(dst), self.dtype.itemsize, separate=self.separate, in_place=not self._reduces(k)
+        )
+
+    def _reduces(self, k: int) -> bool:
+        return self._reducing[k]
+
+
+def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[StageProgram]:
+    """A rank's part of every stage of a plan."""
+    dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
+    return [
+        StageProgram(
+            problem,
+            phases,
+            rank,
+            dtype,
+            src=problem.src if number else plan.src,
+            dst=plan.dst if number == last else problem.dst,
+            separate=separate,
+        )
+        for number, (problem, phases) in enumerate(plan.phases)
+    ]
+
+
+def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
+    """Every message with its part of a flat buffer."""
+    found, place = [], 0
+    for message in messages:
+        found.append((message, buffer[place : place + message.num_elements]))
+        place += message.num_elements
+    return found
+
+
+def _rows(tensor: Tensor | None) -> Rows:
+    return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
+
+
+def _bits(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else as_bits(tensor)
+
+
+def _local_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
+    return layout.local_shape(shape, rank) if rank in layout.mesh.coordinates else None
