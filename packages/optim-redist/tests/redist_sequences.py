@@ -249,7 +249,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _filled(room: Tensor, tensor: Tensor) -> Tensor:
-    _bits(room).copy_(_bits(tensor))
+    _bits(room).copy_(_bits(tensor.resolve_conj()))
     return room
 
 

@@ -25,6 +25,9 @@ from redist_sequences import (
 from optim_redist import Mesh, PlanInfeasibleError, RedistError, Topology, plan, simulate
 from optim_redist.cost import Level
 
+# torch says so of every complex32 tensor
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
 MANY = [*SIZES, (5,), (6,), (7,), (8,), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 5), (4, 3), (2, 2, 2), (3, 1, 2)]
 MANY += [(2, 3, 2), (2, 2, 3), (2, 2, 2, 2)]
 PLANNERS = [

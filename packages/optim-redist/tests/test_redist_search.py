@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redist_cases import random_case
 
-from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, plan, same_ownership, verify
+from optim_redist import Chunk, Cyclic, Layout, Mesh, Ragged, Strided, plan, same_ownership, verify
 from optim_redist._methods.collective_search import search_collectives
 from optim_redist._methods.collective_states import prime_factors
 from optim_redist.index_sets import elements
@@ -259,6 +259,20 @@ def test_uneven_and_cyclic_divisions(n, src_dims, dst_dims):
     steps = search_collectives(shape, src, dst)
     check_steps(shape, src, dst, steps)
     assert (src == dst) == (steps == [])
+
+
+@pytest.mark.parametrize("kind", [Chunk(), Strided((3,)), Strided((3,), flat=True), Strided((1,))], ids=str)
+@pytest.mark.parametrize("n", [9, 5, 8])
+def test_divisions_from_axis_to_axis_stay_what_they_are_while_others_move(kind, n):
+    # one axis of four is two of two to the search, and chunks of chunks of 9 or 5 elements are others than four chunks
+    shape, axes = (n, 6, 8), 0 if isinstance(kind, Strided) else (0, 1)
+    for src_mesh, dst_mesh in product([Mesh((4, 2)), Mesh((2, 4))], repeat=2):
+        src = Layout(src_mesh, [(axes, kind), None, None], partial={1: "min"} if axes == 0 else None)
+        for dims in ([(axes, kind), 1, None] if axes == 0 else [(axes, kind), None, None], [None, 0, 1], [1, None, 0]):
+            dst = Layout(dst_mesh, dims)
+            steps = search_collectives(shape, src, dst)
+            check_steps(shape, src, dst, steps)
+            assert verify(plan(shape, "int32", src, dst, planners=("collectives", "direct")))
 
 
 def test_ragged_to_chunks_is_one_change_inside_the_group():

@@ -9,12 +9,14 @@ as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, permutations, product
 from math import prod
 from typing import Literal, NamedTuple
 
-from optim_redist.index_sets import same, size
-from optim_redist.layout import Chunk, Kind, Layout, Mesh, Split
+from optim_redist.index_sets import IndexSet, same, size
+from optim_redist.layout import Chunk, Kind, Layout, Mesh, Split, Strided
+from optim_redist.ownership import normal_form, simplest_kind
 
 CollectiveOp = Literal[
     "slice", "all_gather", "all_to_all", "permute", "reduce_scatter", "all_reduce", "change_block", "init_partial"
@@ -83,7 +85,7 @@ class Space:
     def __init__(
         self, shape: tuple[int, ...], src: Layout, dst: Layout, sizes: list[int], factors: list[list[Factors]]
     ) -> None:
-        self.shape, self.src, self.dst, self.sizes = shape, src, dst, sizes
+        self.shape, self.sizes = shape, sizes
         self.mesh = Mesh(sizes, ranks=src.mesh.ranks)
         self.ops: dict[int, str] = {}
         for layout, axes in ((dst, factors[1]), (src, factors[0])):
@@ -95,13 +97,15 @@ class Space:
         self.started = {factor: op for factor, op in dst_pending.items() if factor not in kept}
         self.num_factors = len(sizes)
         self.even = [True] * len(shape)
-        self.foreign: dict[tuple[int, int], Kind] = {}
+        # what the coordinates of a foreign dimension hold, and how its factors say that
+        self.foreign: dict[tuple[int, int], tuple[Sequence[IndexSet], Kind]] = {}
         src_dims = self._dims(src, factors[0], AS_SOURCE)
         dst_dims = self._dims(dst, factors[1], AS_TARGET)
-        for tensor_dim, (a, b) in enumerate(zip(src.dims, dst.dims)):
-            here, there = src_dims[tensor_dim], dst_dims[tensor_dim]
-            if a and b and a.kind == b.kind and here[-1:] == (AS_SOURCE,) and here[:-1] == there[:-1]:
-                src_dims[tensor_dim] = there
+        for tensor_dim, (here, there) in enumerate(zip(src_dims, dst_dims)):
+            if is_foreign(here) and is_foreign(there) and here[:-1] == there[:-1]:
+                held, wanted = self.foreign[tensor_dim, AS_SOURCE][0], self.foreign[tensor_dim, AS_TARGET][0]
+                if all(map(same, held, wanted)):
+                    src_dims[tensor_dim] = there
         self.start = State(tuple(src_dims), tuple(sorted(src_pending)))
         self.target = State(tuple(dst_dims), tuple(sorted(kept)))
         self._lengths: dict[tuple[int, Factors], int] = {}
@@ -116,14 +120,17 @@ class Space:
         dims: list[Factors] = []
         for tensor_dim, split in enumerate(layout.dims):
             used = tuple(chain.from_iterable(factors[axis] for axis in split.axes)) if split else ()
-            n_procs = prod(self.sizes[factor] for factor in used)
-            if self.shape[tensor_dim] % n_procs:
+            n, sizes = self.shape[tensor_dim], [self.sizes[factor] for factor in used]
+            if n % prod(sizes):
                 self.even[tensor_dim] = False
             if split and used:
-                chunks = Chunk().index_sets(self.shape[tensor_dim], [self.sizes[factor] for factor in used])
-                held = split.kind.index_sets(self.shape[tensor_dim], layout.axis_sizes(tensor_dim))
-                if not all(map(same, chunks, held)):
-                    self.foreign[tensor_dim, marker] = split.kind
+                held = split.kind.index_sets(n, layout.axis_sizes(tensor_dim))
+                if not all(map(same, Chunk().index_sets(n, sizes), held)):
+                    kind = split.kind
+                    if isinstance(kind, Chunk | Strided) and len(sizes) != len(split.axes):
+                        # these go from axis to axis, and here axes are in parts
+                        kind = simplest_kind(list(map(normal_form, held)), n, sizes)
+                    self.foreign[tensor_dim, marker] = held, kind
                     used = (*used, marker)
             dims.append(used)
         return dims
@@ -137,9 +144,7 @@ class Space:
         if key not in self._lengths:
             n = self.shape[tensor_dim]
             if is_foreign(factors):
-                layout = self.src if factors[-1] == AS_SOURCE else self.dst
-                sets = self.foreign[tensor_dim, factors[-1]].index_sets(n, layout.axis_sizes(tensor_dim))
-                n = max(map(size, sets))
+                n = max(map(size, self.foreign[tensor_dim, factors[-1]][0]))
             else:
                 for factor in factors:
                     n = -(-n // self.sizes[factor])
@@ -231,7 +236,7 @@ class Space:
         """The state as a layout on the mesh of prime factors."""
         dims = []
         for tensor_dim, factors in enumerate(state.dims):
-            kind = self.foreign[tensor_dim, factors[-1]] if is_foreign(factors) else Chunk()
+            kind = self.foreign[tensor_dim, factors[-1]][1] if is_foreign(factors) else Chunk()
             axes = tuple(factor for factor in factors if factor >= 0)
             dims.append(Split(axes, kind) if axes else None)
         pending: dict[int | str, str] = {factor: self.ops[factor] for factor in state.pending}
