@@ -138,12 +138,17 @@ class Wanderers:
         return self.device_mesh(mesh.sizes, mesh.ranks)
 
     def dtensor(
-        self, part: Tensor | None, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, shape: Any
+        self, part: Tensor | None, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, shape: Any, order: Any = None
     ) -> DTensor:
         # from_local takes the form of a tensor without dimensions from an empty one outside the mesh
         local = torch.empty(0 if shape else (), dtype=dtype) if part is None else part
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        if order:
+            entry = torch.distributed.tensor._dtensor_spec.ShardOrderEntry
+            entries = tuple(entry(dim, axes) for dim, axes in sorted(order.items()))
+            made._spec = replace(made._spec, shard_order=entries)
+        return made
 
     def gradient(self, values: Tracked, of: DTensor, layout: Layout) -> DTensor:
         """Values as the gradient of a DTensor: replicated where that has contributions."""

@@ -282,7 +282,7 @@ class Sequence(Wanderers):
             self.say("to", wanted, order, other.mesh.tolist(), options)
             if not self.inside(tensor.layout, target):
                 ends.append((current, tensor.layout))
-                current = self.dtensor(None, dtype, other, wanted, shape).requires_grad_(is_trained)
+                current = self.dtensor(None, dtype, other, wanted, shape, order).requires_grad_(is_trained)
                 tensor = check_moved(tensor, target, None, self.rank)
             else:
                 if is_async:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,10 +96,10 @@ class Plan:
         return hashlib.sha256(self.canonical_text().encode()).hexdigest()
 
     def canonical_text(self) -> str:
-        """JSON of all that ranks have to agree on, one item a line.
+        """All that ranks have to agree on, one number or name a line, behind the path to it in `to_json`.
 
         It has the layouts in canonical form and without names of axes, so plans between layouts of equal ownership
-        have equal texts, however the layouts are written.
+        have equal texts, however the layouts are written; but those with pending reductions are as they are written.
         """
         found = self.to_json()
         for name in ("src", "dst", "alternatives"):
@@ -109,7 +109,7 @@ class Plan:
                 stage[side]["mesh"]["names"] = None
         for step in found["steps"]:
             del step["layout"]
-        return json.dumps(found, sort_keys=True, indent=0)
+        return "\n".join(f"{name}: {json.dumps(value)}" for name, value in _leaves("plan", found))
 
     @property
     def communicates(self) -> bool:
@@ -356,3 +356,14 @@ def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
     if not proven:
         terms["one chunk"] = _CHUNK
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What objects and lists inside each other end in, behind the keys and numbers that lead there."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    is_leaf = True
+    for key, each in inside:
+        is_leaf = False
+        yield from _leaves(f"{path}.{key}", each)
+    if is_leaf:
+        yield path, value
