@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
+from optim_utils._low_bit.four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
 
 # Dettmers et al., QLoRA, appendix E, from the code of zero on
 NF4_NUMBERS = [

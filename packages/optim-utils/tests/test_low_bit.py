@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_utils import low_bit
-from optim_utils._low_bit_codes import code_of
+from optim_utils._low_bit.codes import code_of
 from optim_utils.low_bit import (
     DYNAMIC8,
     DYNAMIC8_UNSIGNED,

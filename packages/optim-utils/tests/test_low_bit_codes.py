@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_utils._low_bit_codes import Code, code_of
+from optim_utils._low_bit.codes import Code, code_of
 from optim_utils.low_bit import DYNAMIC8, DYNAMIC8_UNSIGNED, OCTAL8, OCTAL8_UNSIGNED, LowBitFormat
 
 FORMATS = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from optim_utils import low_bit
-from optim_utils._low_bit_codes import code_of
+from optim_utils._low_bit.codes import code_of
 from optim_utils._many_tensors import decode_many, encode_many
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, dequantize, from_plain, quantize, quantize_into, to_plain
 

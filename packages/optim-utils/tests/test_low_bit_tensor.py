@@ -24,6 +24,7 @@ from optim_utils.low_bit import (
     dequantize,
     from_plain,
     quantize,
+    rebuild_low_bit_tensor,
     to_plain,
 )
 from optim_utils.testing import run_ranks
@@ -209,11 +210,15 @@ torch.save([dequantize(pickled), dequantize(saved)], path + ".out")
 """
 
 
-def test_pickle_and_save_are_read_in_a_fresh_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["optim_utils.low_bit", "optim_utils._low_bit_tensor"], ids=["now", "0.3"])
+def test_pickle_and_save_are_read_in_a_fresh_process(module: str, tmp_path: Path) -> None:
     q = example(UINT8_AFFINE.with_(block_size=8))
     path = str(tmp_path / "state")
-    Path(path + ".pickle").write_bytes(pickle.dumps(q))
-    torch.save(q, path + ".pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebuild_low_bit_tensor, "__module__", module)
+        Path(path + ".pickle").write_bytes(pickle.dumps(q))
+        torch.save(q, path + ".pt")
+    assert module.encode() in Path(path + ".pickle").read_bytes()
     subprocess.run([sys.executable, "-c", FRESH, path], check=True, timeout=120)
     for numbers in torch.load(path + ".out"):
         assert torch.equal(numbers, dequantize(q))

@@ -32,7 +32,7 @@ from optim_utils import (
     unflatten,
     update_param_state_dict_object,
 )
-from optim_utils._paths import decode_path, encode_path
+from optim_utils._state.paths import decode_path, encode_path
 from optim_utils.low_bit import INT8, NF4, UINT8_AFFINE, LowBitTensor, from_plain, quantize
 from optim_utils.testing import run_ranks
 

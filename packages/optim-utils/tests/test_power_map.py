@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optim_utils._low_bit_codes import code_of
-from optim_utils._power_map import cube, encode_power, fifth_power
+from optim_utils._low_bit.codes import code_of
+from optim_utils._low_bit.power_map import cube, encode_power, fifth_power
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, dequantize, quantize
 
 EXPONENT = {CUBIC8: 3, QUINTIC8_UNSIGNED: 5}

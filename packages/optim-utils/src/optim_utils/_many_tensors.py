@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from optim_utils._dtensors import is_dtensor
-from optim_utils._low_bit_blocks import decode_blocks
-from optim_utils._low_bit_tensor import LowBitTensor
+from optim_utils._low_bit.blocks import decode_blocks
+from optim_utils._low_bit.tensor import LowBitTensor
 from optim_utils.low_bit import quantize
 from optim_utils.rounding import stochastic_round, stochastic_round_
 

@@ -14,7 +14,7 @@ Which format for what (bytes an element with the default block; the errors are i
     FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
-The maps are defined in closed form in `optim_utils._low_bit_codes`, blocks and scales in `optim_utils._low_bit_blocks`,
+The maps are defined in closed form in `optim_utils._low_bit.codes`, blocks and scales in `optim_utils._low_bit.blocks`,
 so that every device and a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU:
 about one code in a million then goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision
 does not depend on sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from optim_utils._dtensors import is_dtensor
-from optim_utils._low_bit_blocks import encode_blocks
-from optim_utils._low_bit_formats import (
+from optim_utils._low_bit.blocks import encode_blocks
+from optim_utils._low_bit.formats import (
     CUBIC8,
     DYNAMIC8,
     DYNAMIC8_UNSIGNED,
@@ -50,7 +50,8 @@ from optim_utils._low_bit_formats import (
     LowBitFormat,
     checked_index,
 )
-from optim_utils._low_bit_tensor import DTYPES, LowBitTensor, check_dtype
+from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype
+from optim_utils._low_bit.tensor import rebuild_low_bit_tensor as rebuild_low_bit_tensor  # files name it as of here
 from optim_utils.rounding import random_bits
 
 __all__ = [
@@ -107,7 +108,7 @@ def quantize(
     check_dtype(dtype)
     x = x.detach()
     if is_dtensor(x):
-        from optim_utils._low_bit_dtensor import encode_sharded
+        from optim_utils._low_bit.sharded import encode_sharded
 
         return encode_sharded(x, fmt, dtype=dtype, uniform=_uniform(x.to_local(), stochastic, seed, generator))
     return LowBitTensor(*encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator)), fmt, x.shape, dtype)

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from optim_utils._load_plan import LoadPlan
-from optim_utils._load_report import LoadIssue, LoadReport, StateLoadError, in_words
-from optim_utils._own_load import hand_over
-from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored
+from optim_utils._state.load_plan import LoadPlan
+from optim_utils._state.load_report import LoadIssue, LoadReport, StateLoadError, in_words
+from optim_utils._state.own_load import hand_over
+from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored
 from optim_utils.low_bit import LowBitTensor, to_plain
 
 __all__ = ["LoadIssue", "LoadReport", "OptimizerModule", "StateLoadError"]

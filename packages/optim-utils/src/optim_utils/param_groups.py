@@ -20,10 +20,10 @@ from typing import Any, Literal, overload
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from optim_utils._leaf import Leaf, Refusal
-from optim_utils._matrix_view import MatrixView
-from optim_utils._routing_defaults import Decision, decide
-from optim_utils._routing_rules import RESERVED_OPTIONS, Kind, Role, Rule
+from optim_utils._routing.defaults import Decision, decide
+from optim_utils._routing.leaf import Leaf, Refusal
+from optim_utils._routing.matrix_view import MatrixView
+from optim_utils._routing.rules import RESERVED_OPTIONS, Kind, Role, Rule
 
 __all__ = ["MatrixView", "Route", "RouteTable", "Rule", "UnroutedParameterError", "route_parameters"]
 

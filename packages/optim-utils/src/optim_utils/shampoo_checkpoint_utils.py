@@ -12,10 +12,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from optim_utils._load_report import LoadReport, in_words
-from optim_utils._nesting import flatten, from_dotted, to_dotted, unflatten
-from optim_utils._optimizer_hooks import attach_state_dict_hooks
-from optim_utils._update_plan import UpdatePlan
+from optim_utils._state.load_report import LoadReport, in_words
+from optim_utils._state.nesting import flatten, from_dotted, to_dotted, unflatten
+from optim_utils._state.optimizer_hooks import attach_state_dict_hooks
+from optim_utils._state.update_plan import UpdatePlan
 from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = [

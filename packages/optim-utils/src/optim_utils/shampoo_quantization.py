@@ -24,7 +24,7 @@ from torch import Tensor
 from optim_utils._dequantize_context import DequantizeQuantizedTensorListContext
 from optim_utils._dtensors import is_dtensor
 from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
-from optim_utils._tensor_fill import lasting_sources
+from optim_utils._state.tensor_fill import lasting_sources
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule

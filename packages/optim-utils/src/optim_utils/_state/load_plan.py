@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._load_report import Kind, LoadReport, ReportBuilder, StateLoadError, describe, describe_both
-from optim_utils._own_load import OwnLoad
-from optim_utils._paths import Path, encode_path
-from optim_utils._state_walk import (
+from optim_utils._state.load_report import Kind, LoadReport, ReportBuilder, StateLoadError, describe, describe_both
+from optim_utils._state.own_load import OwnLoad
+from optim_utils._state.paths import Path, encode_path
+from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, why_unwritable
+from optim_utils._state.walk import (
     SEQUENCES,
     Stateful,
     by_key,
@@ -28,7 +29,6 @@ from optim_utils._state_walk import (
     is_plain,
     rebuild,
 )
-from optim_utils._tensor_fill import fill_all, find_mismatch, fits_dtype, why_unwritable
 from optim_utils.low_bit import LowBitTensor, from_plain
 
 # values are never broadcast, and never read from or written to a tensor without memory, or one that cannot be written

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_utils._load_plan import LoadPlan
-from optim_utils._load_report import in_words
-from optim_utils._state_walk import SEQUENCES, Stateful, by_key, is_low_bit_form
+from optim_utils._state.load_plan import LoadPlan
+from optim_utils._state.load_report import in_words
+from optim_utils._state.walk import SEQUENCES, Stateful, by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, store
 

@@ -1,6 +1,6 @@
 """Tensors of numbers to blocks of codes and back: scales, layouts, packing.
 
-For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its code (:mod:`optim_utils._low_bit_codes`):
+For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its code (:mod:`optim_utils._low_bit.codes`):
 
     symmetric and one-sided:  a = max |x|,  scale = min(a (1 / peak), largest fp32)
                               code = encode((x u) (peak (1 / (a u)))),  u = 2**100 if a < 2**-80 else 1
@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_utils._fp32 import fp32
-from optim_utils._low_bit_codes import code_of
-from optim_utils._low_bit_formats import LowBitFormat
+from optim_utils._low_bit.codes import code_of
+from optim_utils._low_bit.formats import LowBitFormat
+from optim_utils._low_bit.fp32 import fp32
 
 __all__ = ["Blocks", "codes_shape", "decode_blocks", "encode_blocks", "scale_shape"]
 

@@ -25,7 +25,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from optim_utils._fp32 import fp32
+from optim_utils._low_bit.fp32 import fp32
 
 __all__ = ["decode_log", "decode_nf4", "encode_log", "encode_nf4"]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optim_utils._fp32 import power_of_two_below
+from optim_utils._low_bit.fp32 import power_of_two_below
 
 __all__ = ["decode_octal", "encode_octal"]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from optim_utils._load_report import LoadReport, StateLoadError
-from optim_utils._paths import Path, encode_path
-from optim_utils._state_walk import SEQUENCES, Stateful, is_never_stored, rebuild
+from optim_utils._state.load_report import LoadReport, StateLoadError
+from optim_utils._state.paths import Path, encode_path
+from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild
 
 # while an object loads itself as a part of another load: where its reports go, which that other load answers for
 _REPORTS: ContextVar[list[LoadReport] | None] = ContextVar("reports", default=None)

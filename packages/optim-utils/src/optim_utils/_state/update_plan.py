@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._load_plan import ALWAYS_REFUSED, LoadPlan
-from optim_utils._load_report import LoadReport, StateLoadError, describe
-from optim_utils._paths import Path
-from optim_utils._state_walk import SEQUENCES, Stateful, by_key, has_content
+from optim_utils._state.load_plan import ALWAYS_REFUSED, LoadPlan
+from optim_utils._state.load_report import LoadReport, StateLoadError, describe
+from optim_utils._state.paths import Path
+from optim_utils._state.walk import SEQUENCES, Stateful, by_key, has_content
 from optim_utils.low_bit import LowBitTensor
 
 

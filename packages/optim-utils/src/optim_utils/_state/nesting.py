@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from optim_utils._paths import SequenceItem, decode_path, encode_item, encode_path
+from optim_utils._state.paths import SequenceItem, decode_path, encode_item, encode_path
 
 _MARKS: dict[type, str] = {list: "l", tuple: "t"}
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_utils._fp32 import fp32, power_of_two_below
+from optim_utils._low_bit.fp32 import fp32, power_of_two_below
 
 __all__ = ["decode_dynamic", "encode_dynamic"]
 

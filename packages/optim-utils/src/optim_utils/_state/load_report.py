@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optim_utils._paths import Path, encode_path, join_paths
+from optim_utils._state.paths import Path, encode_path, join_paths
 
 Kind = Literal["loaded", "missing", "unexpected", "type", "shape", "dtype", "device", "memory", "cast"]
 

@@ -6,8 +6,8 @@ complement, so that code 0 is zero in every map. All arithmetic is elementwise I
 no result depends on whether a sum rounded a product, so a kernel gets the same bits whether or not its compiler fuses
 multiply-adds.
 
-The maps: integers and fp8 below; dynamic in `optim_utils._dynamic_map`, octal in `optim_utils._octal_map`, cubic and
-quintic in `optim_utils._power_map`, NF4 and log in `optim_utils._four_bit_maps`.
+The maps: integers and fp8 below; dynamic in `dynamic_map`, octal in `octal_map`, cubic and quintic in `power_map`, NF4
+and log in `four_bit_maps`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._dynamic_map import decode_dynamic, encode_dynamic
-from optim_utils._four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
-from optim_utils._fp32 import fp32
-from optim_utils._low_bit_formats import LowBitFormat
-from optim_utils._octal_map import decode_octal, encode_octal
-from optim_utils._power_map import cube, decode_power, encode_power, fifth_power
+from optim_utils._low_bit.dynamic_map import decode_dynamic, encode_dynamic
+from optim_utils._low_bit.formats import LowBitFormat
+from optim_utils._low_bit.four_bit_maps import decode_log, decode_nf4, encode_log, encode_nf4
+from optim_utils._low_bit.fp32 import fp32
+from optim_utils._low_bit.octal_map import decode_octal, encode_octal
+from optim_utils._low_bit.power_map import cube, decode_power, encode_power, fifth_power
 
 __all__ = ["Code", "code_of"]
 

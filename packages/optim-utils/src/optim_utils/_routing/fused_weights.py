@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from optim_utils._leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
-from optim_utils._matrix_view import MatrixView
+from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
+from optim_utils._routing.matrix_view import MatrixView
 
 __all__ = ["matrix_view"]
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC2701
 
-from optim_utils._low_bit_blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
-from optim_utils._low_bit_formats import LowBitFormat
+from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
+from optim_utils._low_bit.formats import LowBitFormat
 
 if TYPE_CHECKING:
-    from optim_utils._low_bit_tensor import LowBitTensor
+    from optim_utils._low_bit.tensor import LowBitTensor
 
 __all__ = ["decode_sharded", "encode_sharded", "local_shape"]
 
 
 def encode_sharded(x: Tensor, fmt: LowBitFormat, *, dtype: torch.dtype, uniform: Tensor | None = None) -> LowBitTensor:
     """The DTensor x in the given format; ``uniform`` is this rank's part, see ``encode_blocks``."""
-    from optim_utils._low_bit_tensor import LowBitTensor
+    from optim_utils._low_bit.tensor import LowBitTensor
 
     if not isinstance(x, DTensor):
         raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(x).__name__}")

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optim_utils._combined_linear import CombinedLinear
-from optim_utils._fused_weights import matrix_view
-from optim_utils._leaf import CONVOLUTIONS, Leaf, Refusal, matcher
-from optim_utils._matrix_view import MatrixView
-from optim_utils._routing_rules import Kind, Role, Rule
+from optim_utils._routing.fused_weights import matrix_view
+from optim_utils._routing.leaf import CONVOLUTIONS, Leaf, Refusal, matcher
+from optim_utils._routing.matrix_view import MatrixView
+from optim_utils._routing.rules import Kind, Role, Rule
 
 __all__ = ["Decision", "decide"]
 

@@ -1,0 +1,410 @@
+"""`LowBitTensor`: codes and scales that pass for one tensor.
+
+It has the shape, dtype and device of the numbers it stands for, and does what a state has to go through: detach, clone,
+``copy_``, ``.to``, ``empty_like``, ``zeros_like``, cuts between blocks, deepcopy, pickle, ``torch.save``. None of these
+decodes anything: codes and scales are moved as they are. Arithmetic is refused; ``dequantize()`` says where it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
+from optim_utils._low_bit.formats import LowBitFormat
+
+__all__ = ["LowBitTensor"]
+
+aten = torch.ops.aten
+
+# what a tensor can pass for; `to_plain` stores the position, so the order stays
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _refusal(name: str) -> Any:
+    """A method that refuses what would read the memory of a tensor, without torch asking `__torch_dispatch__`."""
+
+    def method(self: LowBitTensor, *args: object, **options: object) -> None:
+        raise NotImplementedError(
+            f"a LowBitTensor of shape {tuple(self.shape)} has no memory of numbers for {name}: use its .dequantize()"
+        )
+
+    return method
+
+
+class LowBitTensor(Tensor):
+    """A tensor stored as low-bit codes with a scale for each block; made by :func:`optim_utils.low_bit.quantize`.
+
+    Attributes:
+        codes: uint8, shaped like the tensor; two 4-bit codes share a byte (see ``optim_utils.low_bit``).
+        scale: fp32, one a block.
+        offset: fp32, one a block, for affine formats; else None.
+        fmt: the format.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    fmt: LowBitFormat
+
+    @staticmethod
+    def __new__(
+        cls: type[LowBitTensor],
+        codes: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        fmt: LowBitFormat,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> LowBitTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=codes.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        fmt: LowBitFormat,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_dtype(dtype)
+        check_parts(codes, scale, offset, fmt, shape)
+        self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers, in ``dtype`` or this tensor's; a DTensor if the codes are one."""
+        dtype = dtype or self.dtype
+        if not is_dtensor(self.codes):
+            return decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape).to(dtype)
+        from optim_utils._low_bit.sharded import decode_sharded
+
+        return decode_sharded(self).to(dtype)
+
+    def to_local(self) -> LowBitTensor:
+        """The part of this rank, sharing memory: itself unless the codes are a DTensor."""
+        if not is_dtensor(self.codes):
+            return self
+        from optim_utils._low_bit.sharded import local_shape
+
+        return self.with_parts(lambda part: part.to_local(), local_shape(self))  # type: ignore[attr-defined]
+
+    @property
+    def parts(self) -> Blocks:
+        """Codes, scale and offset."""
+        return Blocks(self.codes, self.scale, self.offset)
+
+    def with_parts(
+        self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> LowBitTensor:
+        """A tensor of the same format whose parts are ``change`` of this one's."""
+        offset = None if self.offset is None else change(self.offset)
+        shape = self.shape if shape is None else shape
+        return LowBitTensor(change(self.codes), change(self.scale), offset, self.fmt, shape, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
+
+    def share_memory_(self) -> LowBitTensor:
+        for part in self.parts:
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part is None or part.is_shared() for part in self.parts)
+
+    def _set_data(self, new: object) -> None:
+        if not isinstance(new, LowBitTensor):
+            raise TypeError(
+                f"the data of a LowBitTensor of shape {tuple(self.shape)} must be a LowBitTensor, got a "
+                f"{type(new).__name__}; copy_ quantizes numbers"
+            )
+        # torch's own setter changes shape, dtype and device, and does not know of the parts
+        vars(torch._C.TensorBase)["data"].__set__(self, new)
+        self.codes, self.scale, self.offset = new.parts
+        self.fmt = new.fmt
+
+    data: Any = property(lambda self: self.detach(), _set_data)
+
+    apply_ = _refusal("apply_")
+    map2_ = _refusal("map2_")
+    __dlpack__ = _refusal("__dlpack__")
+    __dlpack_device__ = _refusal("__dlpack_device__")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
+        if id(self) not in memo:
+            memo[id(self)] = _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
+        arguments = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
+        return rebuild_low_bit_tensor, (*arguments, self.requires_grad, isinstance(self, nn.Parameter))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[LowBitFormat, torch.dtype]]:
+        names = ["codes", "scale"] if self.offset is None else ["codes", "scale", "offset"]
+        return names, (self.fmt, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[LowBitFormat, torch.dtype], outer_size: Sequence[int], _: object
+    ) -> LowBitTensor:
+        fmt, dtype = context
+        return LowBitTensor(inner["codes"], inner["scale"], inner.get("offset"), fmt, outer_size, dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = _OPERATIONS.get(func)
+        if operation is None:
+            raise NotImplementedError(
+                f"{func} is not defined for a LowBitTensor of shape {_shape_of_first(args)}: "
+                "compute with its .dequantize() and quantize the result"
+            )
+        return operation(*args, **(kwargs or {}))
+
+
+def rebuild_low_bit_tensor(
+    codes: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    format_ints: dict[str, int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool = False,
+    is_parameter: bool = False,
+) -> LowBitTensor:
+    """What unpickling calls; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
+    tensor = LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
+    return _as_leaf(tensor, requires_grad, is_parameter)
+
+
+def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
+    """A tensor that nobody else holds yet, as a leaf or a parameter; it keeps its class."""
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+# files name what rebuilds their tensors: a public module from now on, this one in version 0.3
+rebuild_low_bit_tensor.__module__ = "optim_utils.low_bit"
+_OLD_NAME = "optim_utils._low_bit_tensor.rebuild_low_bit_tensor"
+torch.serialization.add_safe_globals([rebuild_low_bit_tensor, (rebuild_low_bit_tensor, _OLD_NAME)])
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless a low-bit tensor can pass for a tensor of this dtype."""
+    if dtype not in DTYPES:
+        raise TypeError(f"the dtype of a LowBitTensor has to be one of {DTYPES}, got {dtype}; give another dtype=")
+
+
+def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBitFormat, shape: Sequence[int]) -> None:
+    """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
+    expected = {
+        "codes": (codes, torch.uint8, codes_shape(shape, fmt)),
+        "scale": (scale, fmt.scale_dtype, scale_shape(shape, fmt)),
+    }
+    if (offset is not None) != fmt.has_offset:
+        raise ValueError(f"{fmt.code} codes {'need an' if fmt.has_offset else 'have no'} offset, got {offset!r}")
+    if offset is not None:
+        expected["offset"] = (offset, fmt.scale_dtype, scale_shape(shape, fmt))
+    for name, (tensor, dtype, size) in expected.items():
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} of a {fmt.code} format must be {dtype}, found {tensor.dtype}: something cast them, as "
+                "torch.optim.Optimizer.load_state_dict does; see attach_state_dict_hooks"
+            )
+        if tuple(tensor.shape) != tuple(size):
+            raise ValueError(
+                f"{name} of a tensor of shape {tuple(shape)} in blocks of {fmt.block_size} ({fmt.layout}, "
+                f"{fmt.bits} bits) must have shape {tuple(size)}, found {tuple(tensor.shape)}"
+            )
+
+
+def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
+    tensors = itertools.chain.from_iterable(arg if isinstance(arg, list | tuple) else (arg,) for arg in args)
+    found = next((arg for arg in tensors if isinstance(arg, LowBitTensor)), None)
+    return None if found is None else tuple(found.shape)
+
+
+def _detach(x: LowBitTensor) -> LowBitTensor:
+    return x.with_parts(Tensor.detach)
+
+
+def _clone(x: LowBitTensor, memory_format: object = None) -> LowBitTensor:
+    return x.with_parts(torch.clone)
+
+
+def _empty_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
+    return _like(x, torch.empty_like, **options)
+
+
+def _zeros_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
+    # code 0 under scale 0 (and offset 0) is zero in every format
+    return _like(x, torch.zeros_like, **options)
+
+
+def _like(
+    x: LowBitTensor,
+    make: Callable[..., Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: object = None,
+    pin_memory: bool | None = None,
+    memory_format: object = None,
+) -> LowBitTensor:
+    _check_conversion(x, dtype, layout)
+    return x.with_parts(lambda part: make(part, device=device, pin_memory=bool(pin_memory)), dtype=dtype)
+
+
+def _check_conversion(x: LowBitTensor, dtype: torch.dtype | None, layout: object) -> None:
+    for wanted, known in ((dtype, DTYPES), (layout, (torch.strided,))):
+        if wanted is not None and wanted not in known:
+            raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} can't be {wanted}; use .dequantize()")
+
+
+def _to_copy(
+    x: LowBitTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: object = None,
+    pin_memory: object = None,
+    non_blocking: bool = False,
+    memory_format: object = None,
+) -> LowBitTensor:
+    _check_conversion(x, dtype, layout)
+    # The dtype is only what dequantize() gives: codes and scales keep theirs.
+    return x.with_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
+
+
+def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, LowBitTensor):
+        raise NotImplementedError(
+            f"a LowBitTensor of shape {tuple(source.shape)} can't be copied into a {target.dtype} tensor: "
+            "copy its .dequantize()"
+        )
+    if target.shape != source.shape:
+        raise ValueError(f"copy_ takes the same shape: {tuple(target.shape)}, got {tuple(source.shape)}")
+    if not isinstance(source, LowBitTensor):
+        source = encode_like(target, source)
+    elif source.fmt != target.fmt:
+        raise NotImplementedError(
+            f"copy_ takes codes of the same format, {target.fmt}, got {source.fmt}: copy its .dequantize()"
+        )
+    for mine, other in zip(target.parts, source.parts):
+        if mine is not None:
+            mine.copy_(other, non_blocking=non_blocking)
+    return target
+
+
+def encode_like(target: LowBitTensor, source: Tensor) -> LowBitTensor:
+    """``source`` in the format of ``target``."""
+    if is_dtensor(source) or is_dtensor(target.codes):
+        from optim_utils._low_bit.sharded import encode_sharded
+
+        return encode_sharded(source, target.fmt, dtype=target.dtype)
+    return LowBitTensor(*encode_blocks(source, target.fmt), target.fmt, source.shape, target.dtype)
+
+
+def _slice(
+    x: LowBitTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LowBitTensor:
+    size = x.shape[dim]
+    begin, stop, stride = slice(start, end, step).indices(size)
+    if stride != 1:
+        raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} is cut with step 1 only, got {step}")
+    return cut(x, dim % x.dim(), begin, max(begin, stop))
+
+
+def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
+    total = x.shape[dim]
+    if total and not size:
+        raise ValueError(f"split takes a size of at least 1 for the {total} elements of dimension {dim}, got 0")
+    starts = range(0, max(total, 1), max(size, 1))
+    return [cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
+
+
+def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> list[LowBitTensor]:
+    if sum(sizes) != x.shape[dim]:
+        raise ValueError(f"sizes {list(sizes)} must add up to {x.shape[dim]}, the size of dimension {dim}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [cut(x, dim % x.dim(), start, start + size) for start, size in zip(starts, sizes)]
+
+
+def cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
+    """Elements start to stop along ``dim``, sharing memory; between blocks only.
+
+    Raises:
+        ValueError: if a block would be cut in two, or its elements aren't neighbours along ``dim``.
+    """
+    fmt, shape, last = x.fmt, tuple(x.shape), x.dim() - 1
+    new_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    if (start, stop) == (0, shape[dim]):
+        return x.with_parts(lambda part: part.narrow(0, 0, part.shape[0]))
+    if fmt.layout == "rows" and dim < last:
+        return x.with_parts(lambda part: part.narrow(dim, start, stop - start), new_shape)
+    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it; no flat ones if x is empty.
+    unit = math.prod(shape[dim + 1 :]) if fmt.layout == "rows" or x.numel() else 0
+    if unit and fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
+        raise ValueError(
+            f"flat blocks of a tensor of shape {shape} run across dimension {dim}: cut it along dimension 0, or use "
+            'layout="rows"'
+        )
+    for index in (start, stop):
+        if index < shape[dim] and index * unit % fmt.block_size:
+            raise ValueError(_not_aligned(shape, dim, index, unit, fmt.block_size))
+
+    def change(part: Tensor) -> Tensor:
+        if part is x.codes and fmt.bits == 8:
+            return part.narrow(dim, start, stop - start)
+        shared_by = 2 if part is x.codes else fmt.block_size
+        first, end = -(-start * unit // shared_by), -(-stop * unit // shared_by)
+        return part.narrow(-1, first, end - first)
+
+    return x.with_parts(change, new_shape)
+
+
+def _not_aligned(shape: tuple[int, ...], dim: int, index: int, unit: int, block_size: int) -> str:
+    offset = index * unit
+    next_offset = -(-offset // block_size) * block_size
+    step = block_size // math.gcd(unit, block_size)
+    next_index = min(-(-index // step) * step, shape[dim])
+    return (
+        f"cutting a tensor of shape {shape} at index {index} of dimension {dim} divides a block: element {offset} is "
+        f"no multiple of the block size {block_size}; the next aligned offset is {next_offset}, the next aligned "
+        f"index {next_index}"
+    )
+
+
+def _is_pinned(x: LowBitTensor, device: object = None) -> bool:
+    # The first thing torch.distributed.checkpoint asks of a tensor; it would store this one as opaque bytes.
+    raise NotImplementedError(
+        f"checkpoints hold the plain form of a LowBitTensor, here of shape {tuple(x.shape)}: "
+        "store optim_utils.to_plain(t)"
+    )
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: _zeros_like,
+    aten.is_pinned.default: _is_pinned,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+}
