@@ -11,7 +11,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(DEVICE, dtype)
 
 
 def laid_out(tensor: Tensor, how: str) -> Tensor:

@@ -247,7 +247,7 @@ def size_of_room(g: Tensor) -> int:
 def apply_row_factors(x: Tensor, a: Tensor) -> None:
     """Bring the rows of ``x [batch, M, N]``, and of ``a = x xᵀ``, to the norm at which ‖x‖₂ ≤ 1; both are row-major."""
     batch, m, n = x.shape
-    factors = torch.empty(batch, m, device=x.device)
+    factors = torch.empty(batch, m, dtype=torch.float32, device=x.device)
     factors_kernel[(m, batch)](a, factors, *a.stride()[:2], m, BLOCK=1024)
     for each, width in ((x, n), (a, m)):
         columns = cdiv(width, BLOCK_N)

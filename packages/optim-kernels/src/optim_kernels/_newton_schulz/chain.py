@@ -203,7 +203,7 @@ class BatchPlan:
         x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
         self._start = Start(g, x, **norm, has_state=True)
         # of matrices that are divided first
-        self._ones = None if is_read else torch.ones(count, device=g.device)
+        self._ones = None if is_read else torch.ones(count, dtype=torch.float32, device=g.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The result for ``x [..., M, N]``."""

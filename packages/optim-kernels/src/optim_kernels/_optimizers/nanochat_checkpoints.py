@@ -58,7 +58,7 @@ def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) 
         else:
             for i in ids:
                 if i in state and isinstance(state[i].get("step"), int):
-                    state[i] = {**state[i], "step": torch.tensor(float(state[i]["step"]))}
+                    state[i] = {**state[i], "step": torch.tensor(float(state[i]["step"]), dtype=torch.float32)}
     return {**state_dict, "state": state}
 
 

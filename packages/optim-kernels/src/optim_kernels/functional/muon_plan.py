@@ -98,10 +98,10 @@ class MuonPlan:
         for batch, its in words + [(batch, tiles_in_chain()) for chain in chains for batch in chain.batches]:
             self._tile_words[batch.numbers] = [its] * batch.shape[0]
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
-        self._hyper = torch.zeros(num_groups, NUM_HYPER, device=self._device)
+        self._hyper = torch.zeros(num_groups, NUM_HYPER, dtype=torch.float32, device=self._device)
         self._hyper_values: list[list[Any]] | None = None
         # what gradients are multiplied with, and found_inf
-        self._control = torch.tensor([1.0, 0.0], device=self._device)
+        self._control = torch.tensor([1.0, 0.0], dtype=torch.float32, device=self._device)
         self._control_is_default = True
         self._launches = Launches(self._tables, families, chains, self._hyper, self._control, options)
         self._grad_addresses: list[int] = []
