@@ -166,6 +166,23 @@ def test_keller_groups() -> None:
 
 
 @pytest.mark.parametrize(
+    ("group", "missing_grad"),
+    [
+        ({"kind": "muon"}, "skip"),
+        ({"kind": "muon", "variant": "nanochat-2025"}, "skip"),
+        ({"kind": "muon", "variant": "keller"}, "zero"),
+        ({"use_muon": True}, "zero"),
+        ({"use_muon": True, "variant": "torch"}, "skip"),
+        ({"use_muon": True, "missing_grad": "raise"}, "raise"),
+    ],
+    ids=str,
+)
+def test_what_a_missing_gradient_means_the_variant_says(group: dict[str, Any], missing_grad: str) -> None:
+    matrices, _ = matrices_and_rest()
+    assert TritonMuonAdamW([{"params": matrices, **group}]).param_groups[0]["missing_grad"] == missing_grad
+
+
+@pytest.mark.parametrize(
     ("group", "message"),
     [({}, "kind"), ({"kind": "sgd"}, "kind"), ({"kind": "adamw", "eps": -1.0}, "epsilon"), ({"kind": "muon"}, "AdamW")],
     ids=["none", "unknown", "bad eps", "vector to muon"],

@@ -86,7 +86,9 @@ class TritonMuonAdamW(MuonGroups):
         if group["kind"] == "muon":
             published = "keller" if "use_muon" in group else "nanochat-2026-07"
             options = variant_options(group.get("variant", published))
-            group = {**options, "missing_grad": "skip" if published != "keller" else "zero", **mine, **group}
+            if options["missing_grad"] == "raise":
+                options["missing_grad"] = "skip"
+            group = {**options, **mine, **group}
         else:
             group = {**ADAMW_DEFAULTS, **mine, **group}
         super().add_param_group(group)
