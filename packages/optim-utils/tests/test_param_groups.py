@@ -241,6 +241,49 @@ def test_convolutions(module, kind, shapes):
     assert (route.view.shapes if route.view else None) == shapes
 
 
+PARAMETRIZED = [
+    (nn.Linear(4, 6, bias=False), "body", ("muon", "matrix", ((6, 4),))),
+    (nn.Linear(4, 12, bias=False), "qkv", ("muon", "matrix", ((4, 4),) * 3)),
+    (nn.Linear(4, 6, bias=False), "head", ("adamw", "head", None)),
+    (nn.Embedding(6, 4), "words", ("adamw", "embedding", None)),
+    (nn.Conv2d(5, 8, 3, bias=False), "body", ("muon", "matrix", ((8, 45),))),
+    (nn.Conv2d(3, 8, 3, bias=False), "stem", ("adamw", "matrix", None)),
+    (nn.Conv1d(6, 6, 3, groups=6, bias=False), "body", ("adamw", "matrix", None)),
+    (nn.ConvTranspose2d(6, 8, 2, bias=False), "body", ("muon", "matrix", ((32, 6),))),
+]
+
+
+@pytest.mark.parametrize("wrapped", ["", "_orig_mod"], ids=["plain", "compiled"])
+@pytest.mark.parametrize("norm", ["weight", "old weight", "spectral"])
+@pytest.mark.parametrize(("module", "name", "expected"), PARAMETRIZED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_what_a_weight_is_computed_from_is_routed_as_the_weight(module, name, expected, norm, wrapped):
+    module = copy.deepcopy(module)
+    if norm == "weight":
+        nn.utils.parametrizations.weight_norm(module)
+        suffixes = {"parametrizations.weight.original1": expected, "parametrizations.weight.original0": None}
+    elif norm == "old weight":
+        nn.utils.weight_norm(module)
+        suffixes = {"weight_v": expected, "weight_g": None}
+    else:
+        nn.utils.parametrizations.spectral_norm(module)
+        suffixes = {"parametrizations.weight.original": expected}
+    prefix = f"{wrapped}.{name}".strip(".")
+    model = nested({prefix: module})
+    for table in (route_parameters(model), route_parameters(model, Rule(f"{prefix}.*", options={"lr": 1.0}))):
+        for suffix, routing in suffixes.items():
+            route = table[f"{prefix}.{suffix}"]
+            found = route.kind, route.role, None if route.view is None else route.view.shapes
+            assert found == (routing or ("adamw", "vector", None))
+
+
+def test_rules_for_a_weight_are_for_its_direction():
+    model = nested({"attention": nn.Linear(4, 8, bias=False)})
+    nn.utils.parametrizations.weight_norm(model.attention)
+    table = route_parameters(model, Rule("attention.weight", split=(4, 2, 2)))
+    assert [(route.role, route.num_matrices) for route in table] == [("vector", 0), ("matrix", 3)]
+
+
 def test_channels_last_convolutions_are_viewed_without_a_copy():
     module = nn.Conv2d(6, 8, 3, bias=False).to(memory_format=torch.channels_last)
     view = route_parameters(nested({"body": module}))["body.weight"].view

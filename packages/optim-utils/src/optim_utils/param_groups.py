@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from optim_utils._routing.defaults import Decision, decide
-from optim_utils._routing.leaf import Leaf, Refusal
+from optim_utils._routing.leaf import Leaf, Refusal, unparametrized
 from optim_utils._routing.matrix_view import MatrixView
 from optim_utils._routing.rules import RESERVED_OPTIONS, Kind, Role, Rule
 
@@ -189,7 +189,8 @@ def route_parameters(
     In this order decide: ``rules``; requires_grad; at most one dimension; biases; norm modules; embeddings; the output
     head; convolutions of at most 4 channels and depthwise ones; other convolutions, flattened; hidden matrices, fused
     ones split by their names; stacked experts. Parameters are told apart by identity: tied ones have one row and all
-    names.
+    names. What a weight is computed from by torch's parametrizations counts as the weight; the magnitudes of a weight
+    norm are vectors.
 
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.
@@ -257,17 +258,23 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
         Leaf(
             names=tuple(all_names),
             param=param,
-            modules=tuple(owners[parent] for name in all_names if (parent := name.rpartition(".")[0]) in owners),
+            modules=tuple(owners[parent] for name in all_names if (parent := _module_name(name)) in owners),
             shapes=shapes,
         )
         for param, all_names in names.items()
     ]
 
 
+def _module_name(name: str) -> str:
+    """Of the module that uses the parameter, whatever it is computed from there."""
+    return ".".join(unparametrized(name.split("."))[:-1])
+
+
 def _first_match(leaf: Leaf, rules: Sequence[Rule]) -> Rule | None:
     if not rules:
         return None
-    names = {*leaf.names, *map(".".join, leaf.paths)}
+    # what is said of a weight is not said of the magnitudes it has beside its direction
+    names = {*leaf.names, *(() if leaf.is_magnitude else map(".".join, leaf.paths))}
     return next((rule for rule in rules if any(rule.matches(name) for name in names)), None)
 
 

@@ -82,7 +82,7 @@ def _first_answer(leaf: Leaf) -> Decision:
 
 def _elementwise_role(leaf: Leaf) -> Role:
     """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in (_vector, _bias, _norm, _embedding, _head):
+    for question in (_vector, _magnitude, _bias, _norm, _embedding, _head):
         if (decision := question(leaf)) is not None:
             return decision.role
     return "matrix"
@@ -101,6 +101,10 @@ def _unsupported(leaf: Leaf) -> None:
 
 def _vector(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "vector", f"{len(leaf.shape)}-D") if len(leaf.shape) <= 1 else None
+
+
+def _magnitude(leaf: Leaf) -> Decision | None:
+    return Decision("adamw", "vector", "magnitudes of a weight norm") if leaf.is_magnitude else None
 
 
 def _bias(leaf: Leaf) -> Decision | None:
@@ -155,6 +159,7 @@ _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _frozen,
     _unsupported,
     _vector,
+    _magnitude,
     _bias,
     _norm,
     _embedding,

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
 from torch import Tensor, nn
 
-__all__ = ["CONVOLUTIONS", "Convolution", "Leaf", "Refusal", "matcher"]
+__all__ = ["CONVOLUTIONS", "Convolution", "Leaf", "Refusal", "matcher", "unparametrized"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 CONVOLUTIONS = get_args(Convolution)
 
 # Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+
+
+# What torch.nn.utils.parametrize calls the tensors that a parameter is computed from.
+_is_original = re.compile(r"original\d*").fullmatch
+# The magnitudes of a weight norm, the new one and the old, and what their directions are called.
+_DIRECTION_OF = {"original0": "original1", "weight_g": "weight_v"}
 
 
 class Refusal(Exception):
@@ -34,9 +40,16 @@ def matcher(*globs: str) -> Callable[[str], object]:
     return re.compile("|".join(fnmatch.translate(glob) for glob in globs), re.IGNORECASE).match
 
 
+def unparametrized(components: Sequence[str]) -> list[str]:
+    """The components of the parameter that an original of torch's parametrizations stands for; others as they are."""
+    if len(components) > 2 and components[-3] == "parametrizations" and _is_original(components[-1]):
+        return [*components[:-3], components[-2]]
+    return list(components)
+
+
 def _path(name: str) -> tuple[str, ...]:
     """The components of the name in the unwrapped model; ``module`` counts as a wrapper in front only."""
-    components = [component for component in name.split(".") if component not in _WRAPPERS]
+    components = unparametrized([component for component in name.split(".") if component not in _WRAPPERS])
     while len(components) > 1 and components[0] == "module":
         del components[0]
     return tuple(components)
@@ -63,6 +76,16 @@ class Leaf:
     def paths(self) -> tuple[tuple[str, ...], ...]:
         """Each name's components, without wrappers."""
         return tuple(_path(name) for name in self.names)
+
+    @cached_property
+    def is_magnitude(self) -> bool:
+        """Whether these are the magnitudes of a weight norm: numbers for the slices of a direction."""
+        for name in self.names:
+            above, dot, last = name.rpartition(".")
+            direction = self.shapes.get(f"{above}{dot}{_DIRECTION_OF.get(last)}")
+            if direction is not None and len(direction) == len(self.shape) and direction != self.shape:
+                return all(size in (1, whole) for size, whole in zip(self.shape, direction, strict=True))
+        return False
 
     def is_in(self, *types: type[nn.Module]) -> bool:
         """Whether a module of one of ``types`` owns the parameter."""
