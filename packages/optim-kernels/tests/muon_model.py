@@ -1,22 +1,24 @@
 """What the user of a Muon optimizer knows of it, in float64: every group's options, every parameter's value and state.
 
-A step moves them by `optim_kernels.reference` (by torch's AdamW in groups of that kind). What was compared with an
-optimizer is taken over from it, so that one step is compared with one step, and rounding does not add up.
+A step moves them by Muon's formulas, written out here once more (by torch's AdamW in groups of that kind). What was
+compared with an optimizer is taken over from it, so that one step is compared with one step, and rounding does not add
+up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod, sqrt
 from typing import Any
 
 import torch
+from random_tensors import DEVICE
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from optim_kernels import NSConfig
-from optim_kernels.reference import newton_schulz
-from optim_kernels.reference.muon import MuonRule, direction_, lr_scale, momentum_, second_moment_shape, updated
+from optim_kernels import COEFFICIENTS
+from optim_utils.param_groups import MatrixView
 from optim_utils.rounding import join_master
 
 # By which key a state has a master of each kind; its number is part of the parameter's value here.
@@ -27,15 +29,21 @@ ERROR = 1e-5
 
 @dataclass
 class Known:
-    """A parameter; ``atol``: how far off its optimizer may be after a step, ``None`` where there was none."""
+    """A parameter; ``atol``: how far off its optimizer may be after a step, ``None`` where there was none.
+
+    ``terms``: the largest of the numbers that made the first moment, which may have cancelled.
+    """
 
     value: Tensor
     state: dict[str, Any] = field(default_factory=dict)
     atol: Tensor | None = None
     error: float = ERROR
+    terms: float = 0.0
     momentum_dtype: torch.dtype | None = None
 
-    def muon(self, dtype: torch.dtype, grad: Tensor, options: dict[str, Any], factor: float) -> None:
+    def muon(
+        self, dtype: torch.dtype, grad: Tensor, options: dict[str, Any], factor: float, view: MatrixView | None = None
+    ) -> None:
         """A step of Muon for a parameter that is stored in ``dtype``."""
         self.convert(dtype, options, makes_masters=True)
         if "momentum_buffer" not in self.state:
@@ -43,32 +51,34 @@ class Known:
             self.momentum_dtype = options["momentum_dtype"] or grad.dtype
         if options["stochastic_rounding"]:
             self.state["step"] = self.state.get("step", 0.0) + 1
-        # the kernels take the buffer as it is stored, rounded
-        self.error = ERROR if self.momentum_dtype == torch.float32 else 5e-2
+        # rounding grows as the smallest of the singular values do, and the kernels take the buffer as it is stored
+        growth = max(1.0, prod(a for a, _, _ in triples_of(options)) / 33)
+        self.error = growth * (ERROR if self.momentum_dtype in (torch.float32, torch.float64) else 5e-2)
         self.atol = torch.zeros_like(self.value)
-        chosen = ("nesterov", "row_equilibrate", "renormalize", "cautious", "maximize")
-        rule = MuonRule(**{key: options[key] for key in chosen}, scale=options["adjust_lr_fn"] or "original")
-        triples = NSConfig(coefficients=options["ns_coefficients"], steps=options["ns_steps"]).triples
-        norm = {key: options[key] for key in ("norm_scale", "eps", "eps_mode")}
-        lr, decay = float(options["lr"]), options["weight_decay"]
-        gradient, buffer = grad.double().contiguous() * factor, self.state["momentum_buffer"]
-        directions = matrices(momentum_(gradient, buffer, momentum=options["momentum"], rule=rule), options)
-        parts = matrices(self.value, options), matrices(self.atol, options), self._moments(directions, options)
-        for u, p, atol, v in zip(directions, *parts, strict=True):
-            o = direction_(u, lambda x: newton_schulz(x, triples, **norm), rule, v, options["beta2"] or 0.0)
-            scale = lr_scale(rule.scale, u.shape, self.value.shape)
-            atol.add_(self.error * lr * scale)
-            if rule.cautious:
+        g = grad.double().contiguous() * (-factor if options["maximize"] else factor)
+        momentum, buffer = options["momentum"], self.state["momentum_buffer"]
+        self.terms = largest(g) + largest(buffer)
+        buffer.copy_(momentum * buffer + (1 - momentum) * g)
+        u = (1 - momentum) * g + momentum * buffer if options["nesterov"] else buffer
+        places = matrices(self.value.shape, options, view)
+        value, allowed = self.value.view(-1), self.atol.view(-1)
+        for place, v in zip(places, self._moments(places, options), strict=True):
+            o, p = direction(u.reshape(-1)[place], v, options), value[place]
+            step_size = float(options["lr"]) * lr_scale(options["adjust_lr_fn"], place.shape, self.value.shape)
+            allowed[place] = self.error * step_size
+            if options["cautious"]:
                 # decay hangs on a sign that is not clear
-                atol.add_(lr * scale * decay * p.abs() * (o.abs() < self.error))
-            p.copy_(updated(p, o, lr=lr, scale=scale, weight_decay=decay, cautious=rule.cautious))
+                allowed[place] += step_size * options["weight_decay"] * p.abs() * (o.abs() < self.error)
+                value[place] = p - step_size * (o + options["weight_decay"] * p * (o * p >= 0))
+            else:
+                value[place] = p * (1 - float(options["lr"]) * options["weight_decay"]) - step_size * o
 
-    def _moments(self, directions: list[Tensor], options: dict[str, Any]) -> Sequence[Tensor | None]:
+    def _moments(self, places: list[Tensor], options: dict[str, Any]) -> Sequence[Tensor | None]:
         """The second moments of each of the matrices."""
         if options["beta2"] is None:
-            return [None] * len(directions)
-        shapes = [torch.Size(second_moment_shape(u.shape)) for u in directions]
-        sizes = [shape.numel() for shape in shapes]
+            return [None] * len(places)
+        shapes = [(*b, r, 1) if r >= c else (*b, 1, c) for *b, r, c in (place.shape for place in places)]
+        sizes = [prod(shape) for shape in shapes]
         moment = self.state.setdefault("second_momentum_buffer", self.value.new_zeros(sum(sizes)))
         return [v.view(shape) for v, shape in zip(moment.view(-1).split(sizes), shapes, strict=True)]
 
@@ -77,6 +87,7 @@ class Known:
         state = self.state
         for key in ("exp_avg", "exp_avg_sq"):
             state.setdefault(key, torch.zeros_like(self.value))
+        self.terms = largest(grad) * factor + largest(state["exp_avg"])
         count = torch.tensor(state.get("step", 0.0))
         adamw(
             [self.value],
@@ -130,8 +141,8 @@ class Known:
             elif key not in MASTERS.values():
                 known = self.state[key].view(ours.shape)
                 error = self.error if key == "second_momentum_buffer" else 1e-6
-                size = known.abs().nan_to_num().amax() if known.numel() else torch.tensor(0.0)
-                self._assert_close(ours.double(), known, ours.dtype, 0.5, error * size)
+                size = self.terms if key in ("momentum_buffer", "exp_avg") else largest(known)
+                self._assert_close(ours.double(), known, ours.dtype, 0.5, torch.tensor(error * size))
                 self.state[key] = ours.double().contiguous().clone()
         assert "momentum_buffer" not in state or state["momentum_buffer"].dtype == self.momentum_dtype
         self.value, self.atol = value, None
@@ -143,9 +154,14 @@ class Known:
             torch.testing.assert_close(ours, known, rtol=0, atol=0, equal_nan=True)
             return
         assert torch.equal(ours.isnan(), known.isnan())
-        # 1e-30: fp32 ends, before float64 does
-        excess = (ours - known).abs() - max(units * torch.finfo(stored).eps, 1e-6) * known.abs() - atol - 1e-30
+        # where 16 bits end, and fp32 before float64 does
+        smallest = max(torch.finfo(stored).smallest_normal * torch.finfo(stored).eps, 1e-30)
+        excess = (ours - known).abs() - max(units * torch.finfo(stored).eps, 1e-6) * known.abs() - atol - smallest
         assert not (excess > 0).any(), f"{ours} is not {known}"
+
+
+def largest(x: Tensor) -> float:
+    return float(x.double().nan_to_num().abs().amax()) if x.numel() else 0.0
 
 
 def value_of(p: Tensor, state: dict[str, Any]) -> Tensor:
@@ -159,19 +175,71 @@ def value_of(p: Tensor, state: dict[str, Any]) -> Tensor:
     return value.double().contiguous().clone()
 
 
-def matrices(tensor: Tensor, options: dict[str, Any]) -> list[Tensor]:
-    """The matrices, or batches of them, inside a contiguous tensor: views, which may be written to."""
-    if options["views"] is not None:
-        return [part.mT for part in tensor.split(options["views"][0].split, -1)]
-    matrix = tensor.view(tensor.shape[0], -1) if is_flattened(tensor.shape, options["nd"]) else tensor
+def direction(u: Tensor, v: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """The update O of the matrices ``u [..., r, c]``; ``v``, NorMuon's second moments, moves."""
+    *_, r, c = u.shape
+    if options["row_equilibrate"]:
+        u = u * (norm(u) / sqrt(max(1, r)) / u.norm(dim=-1, keepdim=True).clamp(min=1e-6))
+    o = newton_schulz(u, options)
+    if options["renormalize"]:
+        o = o * sqrt(min(r, c)) / norm(o).clamp(min=1e-6)
+    if v is None:
+        return o
+    squares = o.square().sum(-1 if r >= c else -2, keepdim=True) / max(1, min(r, c))
+    v.copy_(options["beta2"] * v + (1 - options["beta2"]) * squares)
+    scaled = o / v.clamp(min=1e-10).sqrt()
+    return scaled * norm(o) / norm(scaled).clamp(min=1e-10)
+
+
+def newton_schulz(x: Tensor, options: dict[str, Any]) -> Tensor:
+    """Of ``x [..., r, c]`` in its dtype; r×r factors from the left, whichever side is the longer."""
+    size, eps = options["norm_scale"] * norm(x), options["eps"]
+    size = size + eps if options["eps_mode"] == "add" else size.clamp(min=eps)
+    x = x / torch.where(size == 0, 1.0, size)
+    for a, b, c in triples_of(options):
+        gram = x @ x.mT
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+def triples_of(options: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """One for every step; the last of too few is repeated."""
+    given = options["ns_coefficients"]
+    triples = COEFFICIENTS[given] if isinstance(given, str) else [given] if isinstance(given[0], float) else given
+    return [triples[min(i, len(triples) - 1)] for i in range(options["ns_steps"])]
+
+
+def norm(x: Tensor) -> Tensor:
+    """Of each matrix."""
+    return x.square().sum((-2, -1), keepdim=True).sqrt()
+
+
+def lr_scale(rule: str | None, matrix: Sequence[int], parameter: Sequence[int]) -> float:
+    r, c = (parameter if rule == "keller" else matrix)[-2:]
+    if not r or not c or rule == "none":
+        return 1.0
+    return 0.2 * sqrt(max(r, c)) if rule == "match_rms_adamw" else sqrt(max(1.0, r / c))
+
+
+def matrices(shape: Sequence[int], options: dict[str, Any], view: MatrixView | None = None) -> list[Tensor]:
+    """The matrices ``[..., r, c]`` inside a contiguous tensor of this shape: each element's place in it."""
+    places = torch.arange(prod(shape), device=DEVICE).view(tuple(shape))
+    if view is not None:
+        places = places.permute(view.order or tuple(range(len(shape))))
+        places = places.reshape(view.matrix_shape or places.shape)
+        parts = list(places.split(view.split, view.split_dim)) if view.split else [places]
+        parts = [part.mT if view.transposed else part for part in parts]
+        return [part.unflatten(-2, (heads, -1)) for part, heads in zip(parts, view.num_heads)] or parts
+    if is_flattened(shape, options["nd"]):
+        places = places.view(shape[0], -1)
     rows = options["split_rows"]
     if rows is None:
-        return [matrix]
-    return [matrix.unflatten(-2, (-1, rows))] if isinstance(rows, int) else list(matrix.split(rows, -2))
+        return [places]
+    return [places.unflatten(-2, (-1, rows))] if isinstance(rows, int) else list(places.split(rows, -2))
 
 
-def is_flattened(shape: Sequence[int], nd: str) -> bool:
-    return len(shape) >= {"batch": 9, "flatten": 3, "convolution": 4}[nd]
+def is_flattened(shape: Sequence[int], nd: str | None) -> bool:
+    return len(shape) >= {None: 9, "batch": 9, "flatten": 3, "convolution": 4}[nd]
 
 
 def _is_converted(state: dict[str, Any], options: dict[str, Any]) -> bool:
@@ -192,13 +260,14 @@ class Group:
     def is_muon(self) -> bool:
         return self.options.get("kind") != "adamw"
 
-    def step(self, dtype: torch.dtype, params: Sequence[nn.Parameter], factor: float) -> None:
+    def step(self, params: Sequence[nn.Parameter], factor: float) -> None:
         """The step that the gradients of ``params``, the members, ask for."""
-        for known, p in zip(self.members, params, strict=True):
+        for i, (known, p) in enumerate(zip(self.members, params, strict=True)):
             grad = p.grad
             if grad is None and self.options.get("missing_grad") == "zero":
                 grad = torch.zeros_like(p)
             if grad is not None and self.is_muon:
-                known.muon(dtype, grad, self.options, factor)
+                views = self.options["views"]
+                known.muon(p.dtype, grad, self.options, factor, None if views is None else views[i])
             elif grad is not None:
                 known.adamw(grad, self.options, factor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from muon_machine import BesideAnOptimizer
 from muon_model import MASTERS, Group, Known, is_flattened, value_of
 from random_tensors import laid_out, random
 from torch import Tensor, nn
@@ -112,12 +106,6 @@ gradients = st.lists(
 )
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return type(one) is type(other) and torch.equal(one, other)
-    return bool(one == other)
-
-
 def may_be_seen_otherwise(group: Group, known: Known, p: nn.Parameter, how: str) -> bool:
     rows, *columns = p.shape or (0,)
     is_plain = group.is_muon and p.ndim == 2 and not {*MASTERS.values()} & {*known.state} and not group.options["views"]
@@ -125,11 +113,8 @@ def may_be_seen_otherwise(group: Group, known: Known, p: nn.Parameter, how: str)
     return is_plain and fits and group.options["split_rows"] is None
 
 
-class Sequences(RuleBasedStateMachine):
+class Sequences(BesideAnOptimizer):
     """Every rule is done to the optimizer, and to what is known of it; after each they must agree."""
-
-    optimizer: TritonMuon | TritonMuonAdamW
-    groups: list[Group]
 
     @initialize(
         whole=st.booleans(),
@@ -192,58 +177,6 @@ class Sequences(RuleBasedStateMachine):
         self.num_made += len(params)
         return group
 
-    def know(self, group: dict[str, Any]) -> None:
-        """Take note of a group that was added."""
-        options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-        self.groups.append(Group(options, [Known(value_of(p, {})) for p in group["params"]]))
-
-    def pairs(self) -> Iterator[tuple[Group, Known, nn.Parameter]]:
-        for known, group in zip(self.groups, self.optimizer.param_groups, strict=True):
-            for member, p in zip(known.members, group["params"], strict=True):
-                yield known, member, p
-
-    def one(self, number: int) -> tuple[Group, Known, nn.Parameter]:
-        pairs = list(self.pairs())
-        return pairs[number % len(pairs)]
-
-    def chosen(self, number: int) -> tuple[Group, dict[str, Any]]:
-        i = number % len(self.groups)
-        return self.groups[i], self.optimizer.param_groups[i]
-
-    def forget(self, known: Known, p: nn.Parameter, *keys: str) -> None:
-        """Delete the state of a parameter, or what of it is named."""
-        for state in (known.state, self.optimizer.state.get(p, {})):
-            for key in keys or list(state):
-                state.pop(key, None)
-        if not keys:
-            self.optimizer.state.pop(p, None)
-
-    def give(self, kinds: list[str], seed: int) -> None:
-        for i, (_, _, p) in enumerate(self.pairs()):
-            kind = kinds[i % len(kinds)]
-            if kind == "none":
-                p.grad = None
-            elif kind == "kept" and p.grad is not None:
-                p.grad = p.grad.contiguous().mul_(0.5)
-            elif kind == "half" and hasattr(p, "grad_dtype"):
-                p.grad_dtype = None
-                p.grad = random(p.shape, seed + i, torch.bfloat16)
-            else:
-                p.grad = laid_out(random(p.shape, seed + i, self.dtype), kind)
-
-    def follow(self, factor: float = 1.0) -> None:
-        """The step that the optimizer should have done."""
-        for known, group in zip(self.groups, self.optimizer.param_groups, strict=True):
-            known.step(self.dtype, group["params"], factor)
-
-    def clipped(self, scale: float) -> float:
-        """The factor of ``max_norm``."""
-        grads = [p.grad.double() for _, _, p in self.pairs() if p.grad is not None]
-        if self.max_norm is None or not grads:
-            return 1.0
-        norm = float(torch.stack([grad.norm() for grad in grads]).norm()) / scale
-        return min(1.0, self.max_norm / (norm + 1e-6))
-
     @rule(
         kinds=gradients,
         seed=seeds,
@@ -287,10 +220,6 @@ class Sequences(RuleBasedStateMachine):
             self.follow(self.clipped(1.0))
             self.agree()
 
-    def nothing_happened(self) -> None:
-        for group, known, p in self.pairs():
-            known.note_new_states(self.dtype, self.optimizer.state.get(p, {}), group.options)
-
     @rule(change=changes, number=which)
     def tell_a_group(self, change: tuple[str, Any], number: int) -> None:
         name, value = change
@@ -320,13 +249,6 @@ class Sequences(RuleBasedStateMachine):
         shapes = [p.shape for p in group["params"]]
         rows = {shape[0] if is_flattened(shape, known.options["nd"]) else shape[-2] for shape in shapes}
         return 2 if not any(r % 2 for r in rows) else (1, 4) if rows == {5} else None
-
-    def tell(self, known: Group, group: dict[str, Any], name: str, value: Any) -> None:
-        group[name], known.options[name] = value, copy.deepcopy(value)
-
-    def restart_variance(self, known: Group, group: dict[str, Any]) -> None:
-        for member, p in zip(known.members, group["params"]):
-            self.forget(member, p, "second_momentum_buffer")
 
     @rule(option=refused_options, number=which, seed=seeds)
     def tell_a_group_what_it_refuses(self, option: tuple[str, Any], number: int, seed: int) -> None:
@@ -366,12 +288,6 @@ class Sequences(RuleBasedStateMachine):
         self.follow()
         self.agree()
         self.overwrite(known, p, seed)
-
-    def overwrite(self, known: Known, p: nn.Parameter, seed: int) -> None:
-        with torch.no_grad():
-            p.copy_(random(p.shape, seed, self.dtype))
-        self.forget(known, p)
-        known.value = value_of(p, {})
 
     @rule(options=new_groups)
     def add_a_group(self, options: dict[str, Any]) -> None:
@@ -497,9 +413,9 @@ class Sequences(RuleBasedStateMachine):
                 known.options |= {"impl": impl, "momentum_dtype": dtype} if known.is_muon else {"impl": impl}
             self.optimizer = self.remade()
         self.optimizer.load_state_dict(torch.load(file, weights_only=True))
-        for group, member, _ in self.pairs():
+        for group, member, p in self.pairs():
             if group.is_muon:
-                member.convert(self.dtype, group.options, makes_masters=False)
+                member.convert(p.dtype, group.options, makes_masters=False)
 
     def remade(self) -> TritonMuon | TritonMuonAdamW:
         """A new optimizer over groups as they are known."""
@@ -525,14 +441,6 @@ class Sequences(RuleBasedStateMachine):
             self.num_rules += 1
             if self.num_rules % self.steps_every == 0:
                 self.train(self.num_rules, 1)
-
-    def agree(self) -> None:
-        for known, group in zip(self.groups, self.optimizer.param_groups, strict=True):
-            for name, value in known.options.items():
-                assert same(group[name], value), f"{name} is {group[name]}, was told {value}"
-        for known, member, p in self.pairs():
-            member.compare(p, self.optimizer.state.get(p, {}), known.options)
-        assert {*self.optimizer.state} <= {p for _, _, p in self.pairs()}
 
 
 QUICK = settings(
