@@ -192,6 +192,8 @@ def test_mixture_of_experts():
     [
         ({"a.b": nn.Linear(3, 2)}, {"a.b.weight": "matrix", "a.b.bias": "vector"}),
         ({"scale": Weights(value=())}, {"scale.value": "vector"}),
+        ({"mixer": Weights(A_log=(6, 4), D=(6,))}, {"mixer.A_log": "vector", "mixer.D": "vector"}),
+        ({"attn": Weights(relative_position_bias_table=(9, 2))}, {"attn.relative_position_bias_table": "vector"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),

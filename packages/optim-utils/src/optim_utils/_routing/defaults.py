@@ -24,6 +24,8 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
 _is_bias_name = matcher("bias", "*_bias")
+# Two dimensions, but no matrix: the decays of a state space model (Mamba), and biases by relative position (Swin).
+_is_elementwise_name = matcher("A_log", "*_bias_table")
 _is_embedding_name = matcher("wte", "wpe", "*embed*")
 _is_head_name = matcher("output", "head", "classifier", "score", "fc")
 # A convolution of a few colours or channels: its (out, in k k) matrix is no map between hidden features.
@@ -82,7 +84,7 @@ def _first_answer(leaf: Leaf) -> Decision:
 
 def _elementwise_role(leaf: Leaf) -> Role:
     """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in (_vector, _magnitude, _bias, _norm, _embedding, _head):
+    for question in (_vector, _magnitude, _bias, _elementwise, _norm, _embedding, _head):
         if (decision := question(leaf)) is not None:
             return decision.role
     return "matrix"
@@ -111,6 +113,11 @@ def _bias(leaf: Leaf) -> Decision | None:
     """Biases of more dimensions: one vector an expert."""
     is_bias = any(_is_bias_name(path[-1]) for path in leaf.paths)
     return Decision("adamw", "vector", "bias by name") if is_bias else None
+
+
+def _elementwise(leaf: Leaf) -> Decision | None:
+    is_elementwise = any(_is_elementwise_name(path[-1]) for path in leaf.paths)
+    return Decision("adamw", "vector", "elementwise by name") if is_elementwise else None
 
 
 def _norm(leaf: Leaf) -> Decision | None:
@@ -161,6 +168,7 @@ _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _vector,
     _magnitude,
     _bias,
+    _elementwise,
     _norm,
     _embedding,
     _head,
