@@ -79,6 +79,53 @@ def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
     assert torch.all(later < 1.0)
 
 
+def _exchange(optimizer):
+    optimizer.param_groups[0]["params"] = [nn.Parameter(p.detach()) for p in optimizer.param_groups[0]["params"]]
+
+
+def _swap_two(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[0], params[2] = params[2], params[0]
+
+
+def _append(optimizer):
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+def _leave_out(optimizer):
+    del optimizer.param_groups[0]["params"][0]
+
+
+def _add_without_asking(optimizer):
+    group = optimizer.param_groups[0]
+    optimizer.param_groups = [group, {**group, "params": [nn.Parameter(torch.ones(3))]}]
+
+
+def _take_away(optimizer):
+    optimizer.param_groups.clear()
+
+
+@scenario(1, 2)
+def groups_that_were_exchanged_are_refused(rank, world_size):
+    for exchange in (_exchange, _swap_two, _append, _leave_out, _add_without_asking, _take_away):
+        net, optimizer = build(rank)
+        before = values(net)
+        # groups that list the same are taken, as frameworks make them
+        optimizer.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = values(net)
+        assert any(not torch.equal(left, right) for left, right in zip(before, after, strict=True))
+        net(batch(rank, 1)).backward()
+        exchange(optimizer)
+        with pytest.raises(RuntimeError, match=r"param_groups\[\d\] was exchanged after the optimizer was built"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="add_param_group, or build a new optimizer"):
+            optimizer.clip_grad_norm_(1.0)
+        assert_same(values(net), after)
+
+
 @scenario(2)
 def a_group_comes_while_another_is_frozen(rank, world_size):
     net, twin = Net(device_of(rank)), Net(device_of(rank))

@@ -118,6 +118,7 @@ class DistOptimizer(LiveOptimizer):
         self.plan, self._entries = plan, entries
         planned = self.trained_ids()
         self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
+        self._listed = [list(group["params"]) for group in self.param_groups]
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -195,6 +196,7 @@ class DistOptimizer(LiveOptimizer):
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self._check_open()
         self._communicator.check_ranks()
+        construction.check_listed(self.param_groups, self._listed)
         self._check_left_out()
         if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
             self._factor = None  # of gradients that were dropped since
