@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_utils import CombinedLinear
 from optim_utils.param_groups import MatrixView, Rule, UnroutedParameterError, route_parameters
@@ -217,12 +218,28 @@ def test_mixture_of_experts():
             {"attention.output.dense.weight": "matrix", "x.output.weight": "matrix"},
         ),
         ({"fc": Weights(weight=(3, 2))}, {"fc.weight": "matrix"}),
+        # a weight norm's magnitudes, one gate for all experts, a token that is learned, a score of one number
+        ({"a": Weights(weight_g=(3, 1), weight_v=(3, 2))}, {"a.weight_g": "vector", "a.weight_v": "matrix"}),
+        ({"a": Weights(shared_gate=(1, 3), token=(1, 1, 3))}, {"a.shared_gate": "vector", "a.token": "vector"}),
+        ({"score": nn.Linear(3, 1, bias=False)}, {"score.weight": "head"}),
+        ({"embed": Weights(weight=(1, 3))}, {"embed.weight": "embedding"}),
+        (
+            {"layers.0.mixer": Weights(A_log=(4, 3), D=(4,))},
+            {"layers.0.mixer.A_log": "vector", "layers.0.mixer.D": "vector"},
+        ),
     ],
 )
 def test_roles(modules, expected):
     table = route_parameters(nested(modules))
     assert roles(table) == expected
     assert {route.name for route in table.to("muon")} == {name for name, role in expected.items() if role == "matrix"}
+
+
+@pytest.mark.parametrize("magnitude_dim", [0, None])
+def test_the_magnitudes_of_a_weight_norm_are_a_vector(magnitude_dim):
+    model = nested({"block.0": nn.Linear(3, 2, bias=False)})
+    nn.utils.parametrizations.weight_norm(model.get_submodule("block.0"), dim=magnitude_dim)
+    assert list(roles(route_parameters(model)).values()) == ["vector", "matrix"]
 
 
 @pytest.mark.parametrize(
@@ -515,6 +532,51 @@ def test_patterns_match_whole_names_with_or_without_wrappers():
     for pattern in ("block", "0.weight", "re:block", "re:lock.0.weight"):
         with pytest.raises(ValueError, match=r"matches none of the 2 parameters; names like it: .*block\.0\.weight"):
             route_parameters(wrapped, [Rule(pattern, to="adamw")])
+
+
+def test_fused_weights_that_keep_each_head_together():
+    """GPT-NeoX's storage, as the README has it: a head's Q, K and V, then the next head's."""
+    heads, head_dim, width = 2, 3, 6
+    stored = torch.randn(heads, 3, head_dim, width)
+    model = nested({"attention.query_key_value": Weights(weight=stored.reshape(-1, width))})
+    (route,) = route_parameters(model, Rule("*.query_key_value.weight", split=1, num_heads=3 * heads))
+    (view,) = route.view.views(route.param)
+    assert torch.equal(view, stored.flatten(0, 1))
+
+
+def test_names_that_peft_gives():
+    """peft puts ``base_model.model`` in front, and keeps trained copies of modules by the names of adapters."""
+    layer = "base_model.model.encoder.0.dense"
+    modules = {
+        f"{layer}.base_layer": nn.Linear(3, 2),
+        f"{layer}.lora_A.default": nn.Linear(3, 4, bias=False),
+        f"{layer}.lora_B.default": nn.Linear(4, 2, bias=False),
+        "base_model.model.classifier.original_module": nn.Linear(3, 2, bias=False),
+        "base_model.model.classifier.modules_to_save.default": nn.Linear(3, 2, bias=False),
+    }
+    model = nested(modules)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora" in name or "modules_to_save" in name)
+    for wrapped in (model, nested({"module": model})):
+        table = route_parameters(wrapped)
+        assert [route.role for route in table] == ["frozen", "frozen", "matrix", "matrix", "frozen", "head"]
+        assert route_parameters(wrapped, [Rule("classifier.weight", to="muon")])[-1].kind == "muon"
+
+
+def test_parameters_that_fsdp1_has_flattened_are_refused():
+    """Their matrices are gone: as vectors they would all be AdamW's, without a word."""
+    run_ranks(_flattened_parameters, 2)
+
+
+def _flattened_parameters(rank, world_size):
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(
+            nested({"a.b": nn.Linear(4, 6)}), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+        with pytest.raises(UnroutedParameterError, match=r"flattened by FullyShardedDataParallel.*use fully_shard"):
+            route_parameters(model)
+        table = route_parameters(model, [Rule("*", to="adamw")])
+        assert {route.kind for route in table} == {"adamw"}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _first_answer(leaf: Leaf) -> Decision:
 
 def _elementwise_role(leaf: Leaf) -> Role:
     """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in (_vector, _magnitude, _bias, _elementwise, _norm, _embedding, _head):
+    for question in (_vector, _magnitude, _bias, _elementwise, _norm, _embedding, _head, _line):
         if (decision := question(leaf)) is not None:
             return decision.role
     return "matrix"
@@ -99,6 +99,16 @@ def _unsupported(leaf: Leaf) -> None:
         raise Refusal(f"dtype {leaf.param.dtype} is not real floating point", "to='adamw'")
     if any(getattr(module, "sparse", False) for module in leaf.modules if isinstance(module, _EMBEDDINGS)):
         raise Refusal("an embedding with sparse gradients, for which neither optimizer is made", "to='frozen'")
+
+
+def _flattened(leaf: Leaf) -> None:
+    """FSDP1 shows shards without dimensions, matrices too; an optimizer of vectors would be a guess."""
+    is_part = getattr(leaf.param, "_fsdp_flattened", False) and len(leaf.shape) <= 1
+    if is_part or getattr(leaf.param, "_is_flat_param", False):
+        raise Refusal(
+            "flattened by FullyShardedDataParallel, so that its matrices are gone: use fully_shard in its place",
+            "to='adamw'",
+        )
 
 
 def _vector(leaf: Leaf) -> Decision | None:
@@ -154,6 +164,11 @@ def _first_convolution(leaf: Leaf) -> Decision | None:
     return None
 
 
+def _line(leaf: Leaf) -> Decision | None:
+    """A gate with one output, or a token that is learned: nothing to orthogonalize."""
+    return Decision("adamw", "vector", "one row or column") if sum(size != 1 for size in leaf.shape) <= 1 else None
+
+
 def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
     if leaf.is_in(*CONVOLUTIONS):
         kind = "hidden convolution"
@@ -165,6 +180,7 @@ def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
 _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _frozen,
     _unsupported,
+    _flattened,
     _vector,
     _magnitude,
     _bias,
@@ -173,4 +189,5 @@ _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _embedding,
     _head,
     _first_convolution,
+    _line,
 )

@@ -18,8 +18,8 @@ CONVOLUTIONS = get_args(Convolution)
 
 # Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-
-
+# Wrappers that count in front only: DDP and DataParallel, and peft.
+_PREFIXES = (["module"], ["base_model", "model"])
 # What torch.nn.utils.parametrize calls the tensors that a parameter is computed from.
 _is_original = re.compile(r"original\d*").fullmatch
 # The magnitudes of a weight norm, the new one and the old, and what their directions are called.
@@ -48,10 +48,14 @@ def unparametrized(components: Sequence[str]) -> list[str]:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """The components of the name in the unwrapped model; ``module`` counts as a wrapper in front only."""
+    """The components of the name in the unwrapped model."""
     components = unparametrized([component for component in name.split(".") if component not in _WRAPPERS])
-    while len(components) > 1 and components[0] == "module":
-        del components[0]
+    while prefix := next((p for p in _PREFIXES if components[: len(p)] == p and len(components) > len(p)), None):
+        del components[: len(prefix)]
+    if "modules_to_save" in components[:-1]:
+        # peft's trained copy of a module, by the name of an adapter
+        place = components.index("modules_to_save")
+        del components[place : place + 2]
     return tuple(components)
 
 
