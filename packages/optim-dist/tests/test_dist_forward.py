@@ -226,6 +226,37 @@ def compiled_after_the_first_step(rank, world_size):
     assert found == expected(rank)
 
 
+@scenario(1, 2)
+def steps_inside_of_compiled_regions_are_not_compiled(rank, world_size):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, examples):
+        graphs.append(graph)
+        return graph
+
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    optimizer, twin_optimizer = optimizer_of(net), optimizer_of(twin)
+
+    def update():
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(update, backend=backend)
+    for step in range(3):
+        net(tokens(rank, step)).backward()
+        compiled()
+        twin(tokens(rank, step)).backward()
+        twin_optimizer.clip_grad_norm_(0.1)
+        twin_optimizer.step()
+        twin_optimizer.zero_grad()
+    assert not graphs
+    twin.state_dict()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, twin.get_parameter(name))
+
+
 @scenario(2)
 def closing_removes_the_hooks(rank, world_size):
     net = Net(device_of(rank))

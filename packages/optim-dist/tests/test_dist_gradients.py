@@ -8,6 +8,7 @@ import pytest
 import torch
 from dist_cases import Scenarios, device_of
 from dist_loops import assert_same, batch, build, values
+from torch import nn
 
 from optim_dist._collectives import Communicator
 
@@ -195,6 +196,16 @@ def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     net(batch(rank, 0)).backward()
     net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
     with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario(2)
+def gradients_that_ddp_averages_after_their_reduction_are_an_error(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    wrapped(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="leave DistributedDataParallel out"):
         optimizer.step()
     optimizer.zero_grad()
 

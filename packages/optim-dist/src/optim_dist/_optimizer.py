@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,14 @@ from optim_dist.plan import Plan, RouteName, plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: Method) -> Method:
+    """Out of sight of ``torch.compile``, which would make graphs of the host's work, some for every parameter."""
+    hidden: Method = torch.compiler.disable(method)
+    return hidden
 
 
 class DistOptimizer(LiveOptimizer):
@@ -158,6 +166,7 @@ class DistOptimizer(LiveOptimizer):
 
     # a step
 
+    @_not_compiled
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Reduce what is not reduced yet, update, and return the parameters to all ranks.
 
@@ -265,6 +274,7 @@ class DistOptimizer(LiveOptimizer):
                     "optimizer was built; unfreeze parameters first, then build it"
                 )
 
+    @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
         self._bucketed.drop()
@@ -291,6 +301,7 @@ class DistOptimizer(LiveOptimizer):
 
     # norms
 
+    @_not_compiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients; the next ``step()`` scales them to ``max_norm``. See ``optim_dist.clip``."""
         return clip.clip_grad_norm_(self, max_norm, norm_type)

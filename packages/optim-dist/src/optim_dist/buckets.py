@@ -117,7 +117,8 @@ class Bucket:
                 raise RuntimeError(
                     f"the gradient of {member.name} was assigned or changed after its bucket was reduced; change "
                     "gradients before clip_grad_norm_() and, if backward reduces (accumulation_steps= or no_sync()), "
-                    "build the optimizer with overlap=False; to give the step up, call zero_grad()"
+                    "build the optimizer with overlap=False, and leave DistributedDataParallel out, which changes them "
+                    "too; to give the step up, call zero_grad()"
                 )
         return self.present
 
