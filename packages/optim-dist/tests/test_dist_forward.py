@@ -13,6 +13,7 @@ from dist_cases import Scenarios, device_of, normal
 from dist_loops import delay_gathers
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
@@ -94,6 +95,24 @@ def training_never_sees_old_values(rank, world_size):
         phase = optimizer.explain().data["phases"]["gather under forward"]
         assert "on: modules wait" in phase
         assert "without their module's forward" in phase
+
+
+def _with_hooks_that_read_parameters(device):
+    """Weights that pre-hooks of their modules make: a spectral norm and pruning."""
+    net = Net(device)
+    torch.manual_seed(0)  # of the first singular vectors
+    nn.utils.spectral_norm(net.blocks[0].linear)
+    for block in net.blocks[1:]:
+        prune.l1_unstructured(block.linear, "weight", 0.3)
+    return net
+
+
+@scenario(2)
+def hooks_of_modules_read_parameters_that_have_arrived(rank, world_size):
+    net, twin = (_with_hooks_that_read_parameters(device_of(rank)) for _ in range(2))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    assert losses(rank, net, optimizer) == losses(rank, twin, optimizer_of(twin, overlap=False))
 
 
 @scenario(2)

@@ -43,7 +43,9 @@ class ForwardGathers:
                 continue
             if id(module) not in inside:
                 self._held[number] = held
-                self._handles.append(module.register_forward_pre_hook(partial(self._before_forward, number)))
+                # before hooks that make a weight of parameters: weight and spectral norms, pruning
+                hook = partial(self._before_forward, number)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
 
