@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from functools import reduce
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def stall(rank, world_size, folder):
         return "slept"
     parameter.grad = torch.ones(100)
     start = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 gave up the all-gather of .*: another rank .* is late"):
         optimizer.step()
     return time.monotonic() - start
 
@@ -55,6 +56,105 @@ def stall(rank, world_size, folder):
 def test_a_stalled_rank_ends_the_wait_at_the_timeout(tmp_path):
     waited = run_ranks(stall, 2, str(tmp_path), timeout=60)[0]
     assert 0.8 < waited < 3.8
+
+
+class Boom(Exception):
+    pass
+
+
+def boom(*_):
+    raise Boom
+
+
+STAGES = ["_communicator.gather_message", "_bucketed._reducer.finish", "_apply", "_bucketed.finish_step", "_restart"]
+
+
+def go_on_after_a_failed_step(rank, world_size, stage):
+    parameters = [nn.Parameter(torch.ones(size)) for size in (100, 7, 200)]
+    optimizer = TritonDistAdamW(parameters, timeout=5, bucket_mb=1e-4, max_norm=1.0)
+    texts = []
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and step == 1:
+                *holders, name = stage.split(".")
+                patch.setattr(reduce(getattr, holders, optimizer), name, boom)
+            try:
+                optimizer.step()
+            except (Boom, RuntimeError) as error:
+                texts.append(repr(error))
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"failed \(.*\) on this rank after all ranks had begun"):
+        optimizer.state_dict()
+    return texts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_step_failed_does_not_go_on(stage):
+    others, failed, _ = run_ranks(go_on_after_a_failed_step, 3, stage, timeout=60)
+    assert failed[0] == "Boom()"
+    assert "failed (Boom: ) on this rank after all ranks had begun with it" in failed[1]
+    assert "another rank has ended or raised an error" in others[0]
+
+
+def step_in_order(rank, world_size, orders):
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(2)]
+    optimizers = [TritonDistAdamW([("w", parameter)]) for parameter in parameters]
+    for number in orders[rank]:
+        parameters[number].grad = torch.ones(100)
+        try:
+            optimizers[number].step()
+        except RuntimeError as error:
+            return str(error)
+        optimizers[number].zero_grad()
+    return "no error"
+
+
+@pytest.mark.parametrize("orders", [[(0, 1), (1, 0)], [(0, 0, 1), (0, 1)]], ids=["reversed", "left out"])
+def test_ranks_that_are_not_in_the_same_step_are_refused(orders):
+    step = max(map(len, orders)) - 1
+    found = f"rank 0 in number {step} of optimizer 1, rank 1 in number 1 of optimizer 2"
+    for text in run_ranks(step_in_order, 2, orders, timeout=60):
+        assert text.startswith(
+            f"ranks are not in the same step: {found}; every rank builds and steps its optimizers in"
+        )
+
+
+def add_another_group(rank, world_size):
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(2)]
+    optimizer = TritonDistAdamW([("a", parameters[0])], timeout=5)
+    group = {"params": [(("b", "a")[rank], parameters[1 - rank])]}
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    parameters[0].grad = torch.ones(100)
+    optimizer.step()
+    return repr(raised.value)
+
+
+def test_a_group_that_one_rank_refuses_is_added_by_none():
+    added, refused = run_ranks(add_another_group, 2, timeout=60)
+    assert refused.startswith("ValueError('some parameters appear in more than one")
+    assert "not added, for it was refused by rank 1: ValueError: some parameters appear" in added
+
+
+def change_a_group(rank, world_size):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)], debug=True)
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank * step)
+        parameter.grad = torch.ones(100)
+        if step:
+            with pytest.raises(RuntimeError, match=r"lr of group 0 is 0.1 on rank 0, 0.2 on rank 1"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_hyperparameters_that_become_different_are_named_in_debug_mode():
+    run_ranks(change_a_group, 2, timeout=60)
 
 
 def lose_a_rank_in_save(rank, world_size, folder):
@@ -150,6 +250,22 @@ def step_after_the_group_was_made(rank, world_size, folder):
     parameter.grad = torch.ones(100)
     with pytest.raises(RuntimeError, match="built for one rank, before the process group of 2; build it after"):
         optimizer.step()
+
+
+def step_in_another_group(rank, world_size, folder):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)])
+    dist.destroy_process_group()
+    parameter.grad = torch.ones(100)
+    for is_made in (False, True):
+        if is_made:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+        with pytest.raises(RuntimeError, match="the process group in which this optimizer was built is gone; build"):
+            optimizer.step()
+
+
+def test_a_process_group_that_was_made_anew_is_an_error(tmp_path):
+    run_ranks(step_in_another_group, 2, str(tmp_path))
 
 
 def test_a_process_group_that_was_made_too_late_is_an_error(tmp_path):

@@ -7,9 +7,10 @@ raised.
 import pytest
 import torch
 from dist_cases import Scenarios, device_of
-from dist_loops import assert_same, batch, build, values
+from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 
+from optim_dist import TritonDistAdamW
 from optim_dist._collectives import Communicator
 
 scenario = Scenarios()
@@ -186,6 +187,62 @@ def a_forgotten_zero_grad_may_be_made_up_for(rank, world_size):
     for model, opt in ((net, optimizer), (twin, twin_optimizer)):
         opt.zero_grad()
         model(batch(rank, 2)).backward()
+        opt.step()
+    assert_same(values(net), values(twin))
+
+
+def two_optimizers(rank, **options):
+    net = Net(device_of(rank))
+    options = {"lr": 0.05, "reducer": "exact", "bucket_mb": 1e-4, **options}
+    return net, [TritonDistAdamW(net.layers[i : i + 2].named_parameters(), **options) for i in (0, 2)]
+
+
+@scenario(2)
+def a_pass_that_each_rank_refuses_in_another_optimizer_may_be_made_up_for(rank, world_size):
+    for of_model in (False, True):
+        net, optimizers = two_optimizers(rank, accumulation_steps=1)
+        twin, twin_optimizers = two_optimizers(rank)
+        for model, opts in ((net, optimizers), (twin, twin_optimizers)):
+            for parameter in (model.layers[:2] if rank else model.layers[2:]).parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for opt in opts:
+                opt.step()
+        with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
+            net(batch(rank, 1)).backward()
+        for model, opts in ((net, optimizers), (twin, twin_optimizers)):
+            for each in [model] if of_model else opts:
+                each.zero_grad()
+            model(batch(rank, 2)).backward()
+            for opt in opts:
+                opt.step()
+        assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def a_batch_may_be_given_up_for_one_that_gives_a_rank_nothing(rank, world_size):
+    for first in (0, 1):
+        net, optimizer = build(rank, accumulation_steps=1)
+        twin, twin_optimizer = build(rank)
+        # another number of reductions is under way on each rank
+        net(batch(rank, 7), skip=rank).backward()
+        net.zero_grad()
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            if rank != first:
+                model(batch(rank, 0)).backward()
+            opt.step()
+        assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def ranks_that_have_seen_no_gradient_give_up_a_batch_with_the_others(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    if rank == 0:
+        net(batch(rank, 7)).backward()
+    net.zero_grad()
+    assert optimizer.is_between_steps
+    twin, twin_optimizer = build(rank)
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        model(batch(rank, 0)).backward()
         opt.step()
     assert_same(values(net), values(twin))
 

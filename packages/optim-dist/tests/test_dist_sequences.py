@@ -207,8 +207,6 @@ class PlainSequence(Beside):
         """A second backward pass on top of sums: refused by every rank that has some."""
         if self.world_size == 1 or not self.stepped:
             return False
-        if self.eager and len(self.ours.optimizers) > 1:
-            return False  # the first to refuse may be another on each rank, and others have seen no gradient
         # the late layer may have come after the step, when its gradient was there already
         late = {id(p) for p in self.ours.net.layers[LATE].parameters()}
         trained = {id(p) for p in self.ours.trained} - late

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ Update = Callable[[Bucket, Sequence[Shard]], None]
 class BucketedParameters:
     """The buckets of one optimizer, what reduces and gathers them, and what this rank owns of them."""
 
+    _latest_number: ClassVar[int] = 0
+
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
         self._apart: Communicator | None = None  # in which reductions run once they may run during backward
@@ -40,7 +43,11 @@ class BucketedParameters:
             True: None if options.average else torch.tensor(float(world_size), device=device),
         }
         self._shards: dict[Bucket, list[Shard]] = {}
-        self._present: tuple[list[bool], Tensor] | None = None
+        self._present: tuple[list[float], Tensor] | None = None
+        # where to read a message costs nothing, it tells optimizers and their steps apart
+        self._is_watched = device.type == "cpu" or options.debug
+        self._number = 0  # among the optimizers of this process, the same on all ranks
+        self._num_reduced = 0
         self.buckets: list[Bucket] = []
         self.reduction: BackwardReduction | None = None
         self._reducer: Reducer | None = None
@@ -49,6 +56,9 @@ class BucketedParameters:
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Move the parameters of the plan's latest buckets into storage."""
         self.wait()
+        if not self._number:
+            numbers = self._communicator.gather_json(BucketedParameters._latest_number)
+            self._number = BucketedParameters._latest_number = max(numbers) + 1
         parameters = [entry.parameter for entry in entries]
         new = [
             build_bucket(bucket, plan.parameters, parameters, self._communicator.rank)
@@ -66,7 +76,7 @@ class BucketedParameters:
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
         if self.reduction is None:
-            self.reduction = BackwardReduction(options.accumulation_steps, options.overlap)
+            self.reduction = BackwardReduction(options.accumulation_steps, options.overlap, self._communicator.ranks)
             weakref.finalize(self, self.reduction.close)
         self.reduction.extend(new, self._reducer)
         if options.model is not None and options.overlap:
@@ -102,22 +112,32 @@ class BucketedParameters:
 
     # a step
 
+    def check(self) -> None:
+        """Before gradients are reduced, or once more afterwards: refuse what has gone wrong on this rank."""
+        if self.reduction is None:
+            return
+        if self.counts is None:
+            if self._gathers is not None:
+                self._gathers.check()
+            if self.reduction.is_due and self.reduction.are_gone():
+                self.reduction.drop()  # the batch was given up, and this rank has none in its place
+            for bucket in self.buckets:
+                bucket.check_pointers()
+        for bucket in self.buckets:
+            bucket.check_gradients()
+
     def reduce(self, num_parameters: int) -> bool:
         """Agree on which gradients exist, launch every reduction; once a step. Whether this was the time."""
-        if not self.buckets:
+        if not self.buckets or self.counts is not None:
             return False
         assert self.reduction is not None, "buckets come with their reduction"
-        if self.counts is not None:
-            for bucket in self.buckets:
-                bucket.presence()
-            return False
-        if self._gathers is not None:
-            self._gathers.check()
-        present = [False] * num_parameters
+        present = [0.0] * num_parameters
         for bucket in self.buckets:
-            bucket.check_pointers()
             for member, has_gradient in zip(bucket.members, bucket.presence()):
-                present[member.index] = has_gradient
+                present[member.index] = float(has_gradient)
+        self._num_reduced += 1
+        if self._is_watched:
+            present += [self._number, self._num_reduced % 2**20]
         if self._present is None or self._present[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
@@ -125,7 +145,10 @@ class BucketedParameters:
         # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
         if self.reduction.eager:
             self.reduction.launch_all()
-        self.reduction.counts = self._communicator.gather_message(self._present[1]).sum(0)
+        found = self._communicator.gather_message(self._present[1])
+        if self._is_watched:
+            _check_step(found[:, num_parameters:].tolist())
+        self.reduction.counts = found.sum(0)
         self.reduction.launch_all()
         return True
 
@@ -174,10 +197,15 @@ class BucketedParameters:
             if bucket.launched:
                 self._finish(bucket)
 
-    def drop(self) -> None:
-        """Give up this step's reductions."""
+    @property
+    def is_due(self) -> bool:
+        """Whether some rank may have launched a reduction, as far as this one knows."""
+        return self.reduction is not None and self.reduction.is_due
+
+    def drop(self, is_agreed: bool = False) -> None:
+        """Give up this step's reductions; ``is_agreed``: on ranks, too, that know of none."""
         if self.reduction is not None:
-            self.reduction.drop()
+            self.reduction.drop(is_agreed)
 
     def gather(self) -> None:
         """Return every rank's part of the parameters to all ranks."""
@@ -239,3 +267,14 @@ class BucketedParameters:
     def _finish(self, bucket: Bucket) -> Tensor:
         assert self._reducer is not None, "buckets come with their reducer"
         return self._reducer.finish(bucket)
+
+
+def _check_step(found: Sequence[Sequence[float]]) -> None:
+    """Refuse ranks that are in another optimizer's step, or in another of its steps."""
+    for rank, (number, step) in enumerate(found):
+        if [number, step] != found[0]:
+            raise RuntimeError(
+                f"ranks are not in the same step: rank 0 in number {found[0][1]:.0f} of optimizer {found[0][0]:.0f}, "
+                f"rank {rank} in number {step:.0f} of optimizer {number:.0f}; every rank builds and steps its "
+                "optimizers in the same order, and leaves out no step that others make"
+            )

@@ -6,8 +6,9 @@ Letters: W = ranks, C = elements of a chunk, ``flat`` = W chunks one behind anot
     all_gather_       flat[s] on every rank becomes rank s's flat[s]                 sends (W-1)/W of flat
     exchange          out[s] on rank r becomes rank s's flat[r]                      sends (W-1)/W of flat
 
-The first two work in place. All are asynchronous: the caller keeps the tensors and the ``Work`` alive until it has
-waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above.
+The first two work in place. All are asynchronous: the caller keeps the tensors and what was returned alive until it
+has waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above. Where the backend gives up (in
+gloo ``wait()`` raises; NCCL ends the process) the error says what was given up, and why that may be.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Communicator:
         traffic: Traffic | None = None,
         is_apart: bool = False,
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
+        self._world = _world()
+        if self._world is None:
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
             _refuse_lone_ranks()
@@ -82,13 +84,19 @@ class Communicator:
         self.traffic = traffic or Traffic()
 
     def check_ranks(self) -> None:
-        """Refuse ranks that came together after the optimizer had been built for one alone."""
-        is_alone = self.world_size == 1 and self.group is None
-        if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        """Refuse ranks that came together, or came together anew, after the optimizer had been built."""
+        world = _world()
+        if world is self._world or (self.world_size == 1 and (world is None or dist.get_world_size() == 1)):
+            return
+        if self._world is None:
             raise RuntimeError(
                 f"this optimizer was built for one rank, before the process group of {dist.get_world_size()}; build it "
                 "after torch.distributed.init_process_group()"
             )
+        raise RuntimeError(
+            "the process group in which this optimizer was built is gone; build the optimizer anew after "
+            "torch.distributed.init_process_group()"
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -103,17 +111,20 @@ class Communicator:
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
         self._count(flat)
-        return _work(_reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True))
+        work = _reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return self._named(work, "reduce-scatter", flat)
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Fill every chunk of ``flat [W * C]`` with its owner's."""
         self._count(flat)
-        return _work(_all_gather_flat(flat, self._own(flat), group=self.group, async_op=True))
+        work = _all_gather_flat(flat, self._own(flat), group=self.group, async_op=True)
+        return self._named(work, "all-gather", flat)
 
     def exchange(self, out: Tensor, flat: Tensor) -> Waitable:
         """Fill ``out [W * C]`` with every rank's contribution to this rank's chunk, in the order of global ranks."""
         self._count(flat)
-        return _work(dist.all_to_all_single(out, flat, group=self.group, async_op=True))
+        work = dist.all_to_all_single(out, flat, group=self.group, async_op=True)
+        return self._named(work, "all-to-all", flat)
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
         """Run a collective for what the backend prepares at a first one; its traffic is not counted."""
@@ -134,7 +145,8 @@ class Communicator:
         """Overwrite ``flat [N]`` by that of the owner of chunk ``source``."""
         if self.world_size > 1 and flat.numel():
             # as bytes: gloo does not know int16
-            dist.broadcast(flat.view(torch.uint8), src=self.ranks[source], group=self.group)
+            work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[source], group=self.group, async_op=True)
+            self._named(work, "broadcast", flat).wait()
 
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
@@ -162,6 +174,10 @@ class Communicator:
         """Return once every rank has arrived."""
         self.gather_json(None)
 
+    def _named(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
+        assert work is not None, "an asynchronous collective returns its Work on every member of the group"
+        return _Named(work, f"rank {self.rank} of {self.world_size} gave up the {what}", flat)
+
     def _own(self, flat: Tensor) -> Tensor:
         chunk = flat.numel() // self.world_size
         return flat[self.rank * chunk : (self.rank + 1) * chunk]
@@ -169,6 +185,28 @@ class Communicator:
     def _count(self, flat: Tensor) -> None:
         self.traffic.num_calls += 1
         self.traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+
+
+def _world() -> dist.ProcessGroup | None:
+    """The default process group, if there is one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+class _Named:
+    """A collective under way, and what to say if it fails."""
+
+    def __init__(self, work: dist.Work, failed: str, flat: Tensor) -> None:
+        self._work, self._failed, self._flat = work, failed, flat
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._failed} of {self._flat.numel()} {self._flat.dtype}: another rank has ended or raised an "
+                "error, which says why, is late by more than the timeout, or does something else; start all ranks "
+                f"again from the newest checkpoint (the backend: {error})"
+            ) from error
 
 
 def _refuse_lone_ranks() -> None:
@@ -188,9 +226,10 @@ def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float 
     if ranks != sorted(ranks):
         raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
     limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
-    return dist.new_group(ranks, limit, backend=backend, use_local_synchronization=True)
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "an asynchronous collective returns its Work on every member of the group"
-    return work
+    try:
+        return dist.new_group(ranks, limit, backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks {ranks} did not meet to make a process group of their own: one of them has ended or raised an "
+            f"error, which says why, or was given another timeout= or accumulation_steps= (torch: {error})"
+        ) from error

@@ -265,6 +265,11 @@ def check_plan(
     )
 
 
+def check_hyperparameters(groups: Sequence[dict[str, Any]], found: Sequence[Entry], communicator: Communicator) -> None:
+    """Fail on every rank if hyperparameters of groups are not the same, naming the first that differs."""
+    _check_options(communicator.gather_json(describe_groups(groups, found)))
+
+
 def _check_options(described: Sequence[Mapping[str, str]]) -> None:
     first = described[0]
     for rank, theirs in enumerate(described):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +24,8 @@ class LiveOptimizer(Optimizer):
     """An optimizer that shares out its parameters' gradients and state over ranks: what `DistOptimizer` implements."""
 
     plan: Plan
+    _closed = False
+    _failure = ""  # of this rank, in what all had begun together
 
     @property
     def entries(self) -> list[Entry]:
@@ -61,6 +65,27 @@ class LiveOptimizer(Optimizer):
     def trained_ids(self) -> set[int]:
         """``id`` of every parameter that is updated."""
         return {id(entry.parameter) for entry in self.entries}
+
+    def check_open(self) -> None:
+        """Refuse to go on after ``close()``, or after a failure that other ranks may not know of."""
+        if self._closed:
+            raise RuntimeError("this optimizer was closed; build a new one (its state can be taken before close())")
+        if self._failure:
+            raise RuntimeError(
+                f"{self._failure} on this rank after all ranks had begun with it, so that they no longer agree on "
+                "where they are; start all of them again from the newest checkpoint"
+            )
+
+    @contextmanager
+    def begun_together(self, what: str) -> Iterator[None]:
+        """What fails inside is not made up for: other ranks may wait for this one, or have gone on."""
+        self.check_open()
+        try:
+            yield
+        except BaseException as error:
+            if self.communicator.world_size > 1:
+                self._failure = f"{what} failed ({type(error).__name__}: {error})"
+            raise
 
     def _register(self) -> None:
         _live[id(self)] = weakref.ref(self)

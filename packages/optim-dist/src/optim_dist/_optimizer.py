@@ -60,7 +60,6 @@ class DistOptimizer(LiveOptimizer):
     _routes: ClassVar[Mapping[RouteName, Route]]
 
     grad_norm: Tensor | None
-    _closed = False
     _was_loaded = False  # states may lack what the options of this optimizer want
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -131,7 +130,7 @@ class DistOptimizer(LiveOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
-        self._check_open()
+        self.check_open()
         is_built = hasattr(self, "plan")  # else a group of the constructor
         # ranks agree, for how much is reduced already may differ between them
         if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
@@ -139,15 +138,37 @@ class DistOptimizer(LiveOptimizer):
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"
             )
-        super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
+        before = len(self.param_groups)
         try:
+            found = self._with_group(param_group, is_built)
+            if is_built:
+                self._extend(found)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _with_group(self, param_group: dict[str, Any], is_built: bool) -> list[construction.Entry]:
+        """Check and append a group; what this rank refuses is an error on the others too, once they could wait."""
+        refused: Exception | None = None
+        found: list[construction.Entry] = []
+        try:
+            super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
             self._check_group(self.param_groups[-1])
             self._views(self.param_groups[-1])
             if is_built:
-                self._extend(self._find_entries(first_group=len(self.param_groups) - 1))
-        except BaseException:
-            self.param_groups.pop()
-            raise
+                found = self._find_entries(first_group=len(self.param_groups) - 1)
+        except Exception as error:
+            refused = error
+        if is_built:
+            problems = self._communicator.gather_json(
+                None if refused is None else f"{type(refused).__name__}: {refused}"
+            )
+            if refused is None and any(problems):
+                listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+                raise RuntimeError(f"the group was not added, for it was refused by {listed}")
+        if refused is not None:
+            raise refused
+        return found
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
@@ -159,10 +180,6 @@ class DistOptimizer(LiveOptimizer):
     def hand_over(self) -> None:
         """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
         self._bucketed.detach()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this optimizer was closed; build a new one (its state can be taken before close())")
 
     # a step
 
@@ -180,15 +197,18 @@ class DistOptimizer(LiveOptimizer):
                 loss = closure()
         with torch.no_grad():
             self._reduce()
+            self._check_scaler()
             if self._options.max_norm is not None:
                 self.clip_grad_norm_(self._options.max_norm)
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
-            self._update(self._context(clip_factor))
-            self._was_loaded = False
-            self._restart()
+            with self.begun_together("step()"):
+                self._update(self._context(clip_factor))
+                self._was_loaded = False
+                self._restart()
             if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
+                construction.check_hyperparameters(self.param_groups, self._entries, self._communicator)
         return loss
 
     @property
@@ -203,23 +223,29 @@ class DistOptimizer(LiveOptimizer):
 
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
-        self._check_open()
+        self.check_open()
         self._communicator.check_ranks()
         construction.check_listed(self.param_groups, self._listed)
         self._check_left_out()
-        if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
-            self._factor = None  # of gradients that were dropped since
+        self._bucketed.check()
+        with self.begun_together("the reduction of gradients"):
+            if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
+                self._factor = None  # of gradients that were dropped since
+
+    def _check_scaler(self) -> None:
+        """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""
+        is_unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        if is_unscaled and self._bucketed.is_eager:
+            raise RuntimeError(
+                "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
+                "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
+            )
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if found_inf is not None:
-            if grad_scale is None and self._bucketed.is_eager:
-                raise RuntimeError(
-                    "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
-                    "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
-                )
             # a scaler that has seen no gradient of ours on this rank gives the number 0
             found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=self._communicator.device).reshape(1)
             if self._bucketed.buckets:
@@ -277,7 +303,8 @@ class DistOptimizer(LiveOptimizer):
     @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced for a step that did not happen included."""
-        self._bucketed.drop()
+        if not self._failure:  # else nobody else takes part
+            self._bucketed.drop()
         super().zero_grad(set_to_none)
         self._restart()
 
@@ -310,13 +337,15 @@ class DistOptimizer(LiveOptimizer):
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         self._reduce()
-        # gradients in buckets are sums over ranks, others arrive averaged
-        homes = [
-            (self._bucketed.reduced_gradients(divided), factor) for divided, factor in self._bucketed.factors.items()
-        ]
-        if self._resident or not homes:
-            homes.append((self._resident.gradients(), None))
-        norm = norm_over_ranks(homes, float(norm_type), self._communicator)
+        with self.begun_together("the norm of gradients"):
+            # gradients in buckets are sums over ranks, others arrive averaged
+            homes = [
+                (self._bucketed.reduced_gradients(divided), factor)
+                for divided, factor in self._bucketed.factors.items()
+            ]
+            if self._resident or not homes:
+                homes.append((self._resident.gradients(), None))
+            norm = norm_over_ranks(homes, float(norm_type), self._communicator)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 
@@ -349,10 +378,12 @@ class DistOptimizer(LiveOptimizer):
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
+        self.check_open()
         # ranks agree, for to drop is collective
-        if any(self._communicator.gather_json(self._bucketed.has_gradients)):
+        found = self._communicator.gather_json([self._bucketed.has_gradients, self._bucketed.is_due])
+        if any(has_gradients for has_gradients, _ in found):
             return False
-        self._bucketed.drop()
+        self._bucketed.drop(is_agreed=any(is_due for _, is_due in found))
         return True
 
     def gather_parameters(self) -> None:
@@ -375,6 +406,7 @@ class DistOptimizer(LiveOptimizer):
         Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
         or as parts that can be saved, loaded and copied but not computed with.
         """
+        self.check_open()
         self.wait()
         state_dict = super().state_dict()
         if self._communicator.world_size > 1:
@@ -388,7 +420,7 @@ class DistOptimizer(LiveOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded."""
-        self._check_open()
+        self.check_open()
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
         states.check_sharded(self, state_dict)
         if self._communicator.world_size > 1:
@@ -414,7 +446,7 @@ class DistOptimizer(LiveOptimizer):
 
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
-        self._check_open()
+        self.check_open()
         with torch.no_grad():
             return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)
 

@@ -197,19 +197,21 @@ def on_first_rank(value: Tensor, layout: Layout, communicator: Communicator) -> 
 def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
     """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
     listed = listed_parameters(optimizer)
+    # of all parameters, so that every rank refuses what one does
+    problems = [
+        f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
+        for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
+        for key, value in state_dict["state"].get(listed[id(entry.parameter)], {}).items()
+        if key in WHOLE_KEYS and tuple(value.shape) != spec.shape
+    ]
+    if problems:
+        raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
     parts: dict[int, dict[str, Any]] = {}
-    problems = []
     for shard in shards:
         place = listed[id(shard.parameter)]
         spec = optimizer.plan.parameters[shard.index]
-        whole = dict.fromkeys(WHOLE_KEYS, spec.shape)
         for key, value in state_dict["state"].get(place, {}).items():
-            if isinstance(value, Tensor) and tuple(value.shape) != whole.get(key, tuple(value.shape)):
-                problems.append(f"{shard.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}")
-            else:
-                parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in whole else value
-    if problems:
-        raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
+            parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in WHOLE_KEYS else value
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     optimizer.load_state_dict({"state": parts, "param_groups": state_dict["param_groups"], **stamp})
 

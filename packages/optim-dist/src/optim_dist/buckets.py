@@ -83,6 +83,20 @@ class Bucket:
             self.gathering.wait()
             self.gathering = None
 
+    def check_gradients(self) -> None:
+        """Refuse gradients that cannot be reduced, before any rank is told of them, or that changed since they were."""
+        if self.launched:
+            self._check_unchanged()
+            return
+        for member in self.members:
+            gradient = member.parameter.grad
+            if gradient is not None and gradient is not member.gradient:
+                _check_gradient(member, gradient)
+            elif member.reduced_and_untouched():
+                raise RuntimeError(
+                    f"the gradient of {member.name} was reduced in an earlier step and has not changed since: {_REMEDY}"
+                )
+
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Bring every gradient into the bucket: strays are copied in, missing ones are zeros."""
@@ -92,14 +106,9 @@ class Bucket:
             if gradient is None:
                 absent.append(member.gradient)
             elif gradient is not member.gradient:
-                _check_gradient(member, gradient)
                 targets.append(member.gradient)
                 strays.append(gradient)
                 member.parameter.grad = member.gradient
-            elif member.reduced_and_untouched():
-                raise RuntimeError(
-                    f"the gradient of {member.name} was reduced in an earlier step and has not changed since: {_REMEDY}"
-                )
         if targets:
             torch._foreach_copy_(targets, strays)
             self.num_copied += len(targets)
@@ -108,9 +117,10 @@ class Bucket:
         self.present = [member.parameter.grad is not None for member in self.members]
 
     def presence(self) -> list[bool]:
-        """Which members have a gradient; one that changed after its reduction is refused."""
-        if not self.launched:
-            return [member.parameter.grad is not None for member in self.members]
+        """Which members have a gradient, or had one when they were reduced."""
+        return self.present if self.launched else [member.parameter.grad is not None for member in self.members]
+
+    def _check_unchanged(self) -> None:
         for member, was_present in zip(self.members, self.present):
             unchanged = member.reduced_and_untouched() if was_present else member.parameter.grad is None
             if not unchanged:
@@ -120,7 +130,6 @@ class Bucket:
                     "build the optimizer with overlap=False, and leave DistributedDataParallel out, which changes them "
                     "too; to give the step up, call zero_grad()"
                 )
-        return self.present
 
     def release(self) -> None:
         """Give parameters and gradients storages of their own."""

@@ -116,6 +116,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
+    opt.check_open()
     folder, communicator = Path(path), opt.communicator
     rest, specs = rest_of_model(model, opt), named_specs(opt, model)
     problems: list[str] = []
@@ -145,15 +146,15 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         raise CheckpointError(folder, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
     assert manifest is not None, "reading it was no problem"
     index = {spec.name: place for place, spec in enumerate(specs)}
-    parts = exchange(
-        streams(manifest.parameters, communicator.world_size, lambda name: pieces_of(opt, index[name])),
-        lambda file, name, key: contents[file][name][key],
-        communicator.rank,
-        communicator.ranks,
-        communicator.group,
-        communicator.device,
-    )
-    with torch.no_grad():
+    with opt.begun_together("checkpoint.load()"), torch.no_grad():
+        parts = exchange(
+            streams(manifest.parameters, communicator.world_size, lambda name: pieces_of(opt, index[name])),
+            lambda file, name, key: contents[file][name][key],
+            communicator.rank,
+            communicator.ranks,
+            communicator.group,
+            communicator.device,
+        )
         load_groups(opt, common["groups"])
         restore(opt, specs, {entry.name: entry for entry in manifest.parameters}, parts)
         load_rest(model, rest, common["model"])

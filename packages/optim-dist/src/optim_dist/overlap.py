@@ -9,6 +9,7 @@ is launched by ``launch_all``. Launching early is allowed only when the loop has
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,17 @@ from torch import Tensor
 from optim_dist.buckets import Bucket, Member
 from optim_dist.reducers import Reducer
 
+# How many backward passes optimizers of this process have refused, by the ranks over which they reduce. A pass ends
+# where it is refused: on each rank perhaps in another optimizer, before anything has arrived in the others.
+_refused: Counter[tuple[int, ...]] = Counter()
+
 
 class BackwardReduction:
     """Counts gradients in, and launches the reductions of buckets in plan order."""
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
 
-    def __init__(self, accumulation_steps: int | None, overlap: bool) -> None:
+    def __init__(self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int]) -> None:
         self.buckets: list[Bucket] = []
         self.overlap = overlap
         self.passes = accumulation_steps or 1
@@ -33,6 +38,8 @@ class BackwardReduction:
         self.paused = False
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._next = 0
+        self._ranks = tuple(ranks)
+        self._refused_before = _refused[self._ranks]  # when this step began
         # the last of this step to get a gradient, and that
         self._latest: tuple[Member, weakref.ref[Tensor]] | None = None
         self._streams: set[Any] = set()
@@ -70,18 +77,25 @@ class BackwardReduction:
         return any(m.arrived and m.parameter.grad is not None for bucket in self.buckets for m in bucket.members)
 
     @property
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        return self.started or (self.eager and any(bucket.missing < len(bucket.members) for bucket in self.buckets))
+        if self.started or not self.eager:
+            return self.started
+        is_refused = _refused[self._ranks] != self._refused_before
+        return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
 
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
         while self._next < len(self.buckets):
             self._launch()
 
-    def drop(self) -> None:
-        """Give up this step's reductions, once every rank has issued all of them, and begin a new step."""
-        if self._is_due:
+    def drop(self, is_agreed: bool = False) -> None:
+        """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
+
+        Args:
+            is_agreed: all ranks do, so that those that know of no reduction take part.
+        """
+        if is_agreed or self.is_due:
             for bucket in self.buckets[self._next :]:
                 self.reducer.launch(bucket)
             for bucket in self.buckets:
@@ -92,7 +106,7 @@ class BackwardReduction:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts = self._latest = None
         self._streams.clear()
-        self._next = 0
+        self._next, self._refused_before = 0, _refused[self._ranks]
         for bucket in self.buckets:
             bucket.launched = False
             for member in bucket.members:
@@ -119,8 +133,13 @@ class BackwardReduction:
                 if bucket.gradients.is_cuda:
                     self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
             # one that is refused counts: other ranks may have launched reductions before they refuse theirs
-            bucket.check_arrival(member)
+            try:
+                bucket.check_arrival(member)
+            except RuntimeError:
+                _refused[self._ranks] += 1
+                raise
             while is_counted and self._is_next_ready:
+                self.buckets[self._next].check_gradients()
                 self._launch()
 
         return gradient_arrived
@@ -135,19 +154,22 @@ class BackwardReduction:
 
     def _all_dropped(self, arriving: Member) -> bool:
         """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""
-        if self._latest is None:
-            if not self.started:
-                return False  # nothing has arrived or was reduced since the last step
-        else:
+        if self._latest is not None:
             latest, gradient = self._latest
             found = latest.parameter.grad
             if found is not None and (latest is not arriving or found is gradient()):
                 return False
         # a gradient that autograd made anew is not in the bucket yet
-        if arriving.parameter.grad is arriving.gradient:
+        return arriving.parameter.grad is not arriving.gradient and self.are_gone(arriving)
+
+    def are_gone(self, arriving: Member | None = None) -> bool:
+        """Whether this step has had gradients, perhaps on other ranks alone, of which none is left but ``arriving``."""
+        if not self.is_due and self._latest is None:
             return False
-        others = (m for b in self.buckets for m in b.members if (b.launched or m.arrived) and m is not arriving)
-        return all(m.parameter.grad is None for m in others)
+        # of a pass that was refused in another optimizer nothing has arrived here
+        is_unseen = self._latest is None and not self.started
+        members = (m for b in self.buckets for m in b.members if is_unseen or b.launched or m.arrived)
+        return all(m.parameter.grad is None for m in members if m is not arriving)
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
