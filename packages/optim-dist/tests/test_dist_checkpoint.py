@@ -140,6 +140,8 @@ def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
     (tmp_path / ".b.tmp").mkdir()
     (tmp_path / "c").mkdir()
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    (tmp_path / "latest").write_bytes(b"\xff\x00")
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
 
 
 def truncate(folder):
@@ -162,10 +164,12 @@ def unfinished(folder):
     (folder / "manifest.json").unlink()
 
 
-def change_manifest(change):
+def change_manifest(change, is_meant=True):
     def apply(folder):
         file = folder / "manifest.json"
         manifest = json.loads(file.read_text())
+        if is_meant:
+            del manifest["sha256"]
         change(manifest)
         file.write_text(json.dumps(manifest))
 
@@ -182,6 +186,14 @@ def other_format(manifest):
     manifest["format"] = "optim-dist.checkpoint/99"
 
 
+def other_step(manifest):
+    manifest["parameters"][0]["scalars"]["step"] += 4
+
+
+def other_key(manifest):
+    manifest["sha257"] = manifest.pop("sha256")
+
+
 def wrong_pieces(manifest):
     entry = next(entry for entry in manifest["parameters"] if entry["name"] == "embedding.weight")
     entry["pieces"] = [[0, 0, 1], [1, 1, 66]]
@@ -194,6 +206,8 @@ FAULTS = {
     "unfinished": (unfinished, ["no manifest.json"]),
     "other model": (change_manifest(other_shape), ["shape (5, 5)", "dtype bfloat16", "another: in the checkpoint"]),
     "other version": (change_manifest(other_format), ["optim-dist.checkpoint/99"]),
+    "another step": (change_manifest(other_step, is_meant=False), ["manifest.json", "altered"]),
+    "another key": (change_manifest(other_key, is_meant=False), ["manifest.json", "altered"]),
     "mis-shaped": (change_manifest(wrong_pieces), ["embedding.weight.value is"]),
 }
 

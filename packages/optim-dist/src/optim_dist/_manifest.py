@@ -1,6 +1,7 @@
 """What a checkpoint says about itself: a JSON file beside the tensors, and the checks that need nothing else.
 
-    manifest.json      versions, ranks, plan, every parameter's pieces and state keys, size and digest of every file
+    manifest.json      versions, ranks, plan, every parameter's pieces, state keys and scalars, size and digest of every
+                       file, and its own
     rank-00000.pt ...  what each rank owned: values and state, flat, in memory order
     common.pt          groups, the rest of the model's state (buffers, frozen parameters), the caller's ``extra``
 
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from optim_dist.plan import ParameterSpec
 
 FORMAT = "optim-dist.checkpoint/1"
 MANIFEST = "manifest.json"
+DIGEST = "sha256"  # of the rest of the manifest
 COMMON = "common.pt"
 
 
@@ -68,6 +70,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         described = {"format": FORMAT, "torch": torch.__version__, **asdict(self)}
+        described[DIGEST] = _digest(described)
         write_durably(folder / MANIFEST, json.dumps(described).encode())
 
 
@@ -84,6 +87,11 @@ def read_manifest(folder: Path) -> Manifest:
         described = json.loads(file.read_bytes())
         if described["format"] != FORMAT:
             raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {FORMAT!r}"])
+        # those of version 0.3 have none
+        expected = described.pop(DIGEST, None)
+        altered = expected is not None and expected != _digest(described)
+        if altered or not set(described) <= {"format", "torch", *(each.name for each in fields(Manifest))}:
+            raise CheckpointError(folder, [f"{MANIFEST}: its contents were altered (SHA-256 differs)"])
         parameters = [
             SavedParameter(**{**entry, "state": {key: SavedState(**state) for key, state in entry["state"].items()}})
             for entry in described["parameters"]
@@ -91,6 +99,11 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(described["world_size"], described["plan"], described["files"], parameters)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(folder, [f"{MANIFEST} cannot be read: {error}"]) from error
+
+
+def _digest(described: dict[str, Any]) -> str:
+    """Of what the text says, whose numbers JSON reads back as they were."""
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 def compare(manifest: Manifest, specs: Sequence[ParameterSpec]) -> list[str]:

@@ -228,6 +228,7 @@ class DistOptimizer(LiveOptimizer):
         construction.check_listed(self.param_groups, self._listed)
         self._check_left_out()
         self._bucketed.check()
+        self._resident.check()
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
                 self._factor = None  # of gradients that were dropped since

@@ -26,16 +26,8 @@ class LocalGradients:
         self._summed: dict[int, tuple[DTensor, tuple[int, int], Tensor]] = {}
 
     def of(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """None where there is no gradient. Collective: every rank asks for the same entries.
-
-        Raises:
-            RuntimeError: for a sparse gradient, or one that is no DTensor on its parameter's mesh.
-        """
-        pending = []
-        for entry in entries:
-            check_gradient(entry)
-            if _is_pending(entry) and not self._is_known(entry):
-                pending.append(entry)
+        """None where there is no gradient. Collective: every rank asks for the same entries, which were checked."""
+        pending = [entry for entry in entries if _is_pending(entry) and not self._is_known(entry)]
         alone = [entry for entry in pending if _kind_of_sum(entry) is None]
         together = [entry for entry in pending if _kind_of_sum(entry) is not None]
         for some in alike(together, _kind_of_sum, lambda entry: local(_gradient(entry)).numel()):

@@ -166,7 +166,7 @@ def latest(directory: Path_) -> Path | None:
     folder = Path(directory)
     pointer = folder / LATEST
     if pointer.is_file():
-        named = folder / pointer.read_text().strip()
+        named = folder / pointer.read_text(errors="replace").strip()
         if (named / manifests.MANIFEST).is_file():
             return named
     # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide

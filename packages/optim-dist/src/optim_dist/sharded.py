@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._collectives import Communicator
 from optim_dist._construction import Entry, joint_layout, local
-from optim_dist._pending_sums import LocalGradients
+from optim_dist._pending_sums import LocalGradients, check_gradient
 from optim_dist._sharded_muon import Matrix, ShardedMuon
 from optim_dist._shards import Item, Shard, StepContext, make_shard
 from optim_dist.plan import ParameterSpec, RouteName
@@ -78,6 +78,11 @@ class ResidentParameters:
     def shards(self) -> list[Shard]:
         """The local part of every parameter, without gradients."""
         return [self._shard(member) for member in self._members]
+
+    def check(self) -> None:
+        """Refuse gradients that cannot be read as their parameters lie, before any rank is told of them."""
+        for member in self._members:
+            check_gradient(member.entry)
 
     def gradients(self) -> list[Tensor]:
         """Local gradients of which every element is on one rank only: replicas leave theirs to the first."""
