@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from dist_loops import delay_gathers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
 from optim_kernels import TritonMuon, TritonMuonAdamW
 
 KINDS = ("adamw", "muon", "muon_adamw")
@@ -102,9 +103,7 @@ class Arm:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        return [
-            p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"] if p.requires_grad
-        ]
+        return [p for optimizer in self.optimizers for p in listed_by(optimizer) if p.requires_grad]
 
 
 class Session:
@@ -210,16 +209,55 @@ class Session:
 
     def step_twin(self, scaler: Any = None) -> None:
         for optimizer in self.twin.optimizers:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in listed_by(optimizer) if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
             if self.options["skip_nonfinite"] and not torch.isfinite(norm):
                 continue
             if self.options["max_norm"] is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    [p for group in optimizer.param_groups for p in group["params"]], self.options["max_norm"], norm
-                )
+                torch.nn.utils.clip_grads_with_norm_(listed_by(optimizer), self.options["max_norm"], norm)
             optimizer.step() if scaler is None else scaler.step(optimizer)
         self.stepped, self.passes = True, 0
+
+    @property
+    def passes_of_step(self) -> int:
+        """How many backward passes there are before reductions are launched, if they are under backward."""
+        return self.options["accumulation_steps"] or 1
+
+    def clip_ours(self, how: str, limit: float, order: float) -> tuple[list[Tensor], list[list[nn.Parameter]]]:
+        """Norms, and the twin's parameters of each."""
+        # torch has no maximum of an empty tensor
+        theirs = [[p for p in listed_by(optimizer) if p.numel()] for optimizer in self.twin.optimizers]
+        if how == "each":
+            return [optimizer.clip_grad_norm_(limit, order) for optimizer in self.ours.optimizers], theirs
+        ours = self.ours.optimizers if how == "together" else list(chain(*map(listed_by, self.ours.optimizers)))
+        return [clip_grad_norm_(ours, limit, order)], [list(chain(*theirs))]
+
+    def thaw(self) -> None:
+        """What is frozen when an optimizer is built is not trained later."""
+        for arm in (self.ours, self.twin):
+            for layer in arm.net.layers[:LATE]:
+                layer.requires_grad_(True)
+
+    def retire(self, is_closed: bool) -> None:
+        """Another optimizer takes over."""
+        if is_closed:
+            for optimizer in self.ours.optimizers:
+                optimizer.close()
+        else:
+            self.former += self.ours.optimizers
+
+    def replace_optimizers(self) -> None:
+        """Others over the same parameters, with or without the state, the former closed or not."""
+        self.thaw()
+        full, is_fresh, is_closed = self.full_states(), self.draw.random() < 0.3, self.draw.random() < 0.5
+        self.say(f"fresh {is_fresh} closed {is_closed}")
+        self.retire(is_closed)
+        self.ours.optimizers = self.build(self.ours.net)
+        for optimizer, state in zip(self.ours.optimizers, full):
+            if not is_fresh:
+                optimizer.load_full_state_dict(state)
+        if is_fresh:
+            self.twin.optimizers = self.build_twin(self.twin.net)
 
     @property
     def num_groups(self) -> int:
@@ -311,7 +349,7 @@ class Beside(Session):
     @property
     def launched(self) -> bool:
         """Whether reductions may have been launched under backward."""
-        return self.eager and self.passes >= (self.options["accumulation_steps"] or 1) and self.world_size > 1
+        return self.eager and self.passes >= self.passes_of_step and self.world_size > 1
 
     @property
     def reduced(self) -> bool:
@@ -362,6 +400,10 @@ class Beside(Session):
         return loss.detach()
 
 
+def listed_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, **CLOSE, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
@@ -378,3 +420,13 @@ def compare_state(ours: dict[int, dict[str, Tensor]], optimizer: torch.optim.Opt
     if ours:
         missing = {number: state for number, state in theirs.items() if number not in ours}
         assert not any(value.any() for state in missing.values() for value in state.values()), missing
+
+
+def run(rank: int, world_size: int, sequence: Callable[..., Session], seeds: range, length: int, folder: str) -> None:
+    """One sequence a seed."""
+    for seed in seeds:
+        log: list[str] = []
+        try:
+            sequence(seed, rank, world_size, Path(folder), log).run(length)
+        except Exception as error:
+            raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error

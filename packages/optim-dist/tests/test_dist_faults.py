@@ -252,6 +252,25 @@ def step_after_the_group_was_made(rank, world_size, folder):
         optimizer.step()
 
 
+def step_in_a_fork(rank, world_size):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)])
+    parameter.grad = torch.ones(100)
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            os._exit("forked" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    optimizer.step()
+
+
+def test_a_forked_rank_does_not_step():
+    run_ranks(step_in_a_fork, 2, timeout=60)
+
+
 def step_in_another_group(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)])

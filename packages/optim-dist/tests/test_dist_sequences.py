@@ -9,17 +9,16 @@ import copy
 import io
 import shutil
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import normal
-from dist_sequences import LATE, Arm, Beside, Interruption, Net, close, compare_state, late_group
+from dist_sequences import LATE, Arm, Beside, Interruption, Net, close, compare_state, late_group, run
 from torch import Tensor
 
-from optim_dist import checkpoint, clip_grad_norm_
+from optim_dist import checkpoint
 from optim_utils.testing import run_ranks
 
 
@@ -29,7 +28,7 @@ class PlainSequence(Beside):
     # gradients
 
     def backward(self) -> bool | None:
-        if self.reduced or (self.eager and self.passes >= (self.options["accumulation_steps"] or 1)):
+        if self.reduced or (self.eager and self.passes >= self.passes_of_step):
             return False
         self.on_each_rank(self.accumulate)
         self.passes += 1
@@ -37,7 +36,7 @@ class PlainSequence(Beside):
         return None
 
     def backward_without_sync(self) -> bool | None:
-        if self.reduced or (self.eager and self.passes >= (self.options["accumulation_steps"] or 1)):
+        if self.reduced or (self.eager and self.passes >= self.passes_of_step):
             return False
         with ExitStack() as stack:
             for optimizer in self.ours.optimizers:
@@ -58,7 +57,7 @@ class PlainSequence(Beside):
 
         self.on_each_rank(act)
         if self.eager:
-            self.passes = self.options["accumulation_steps"] or 1
+            self.passes = self.passes_of_step
         self.dropped = False
         return None
 
@@ -126,18 +125,7 @@ class PlainSequence(Beside):
         self.say(f"{how} {order} {limit}")
         is_first = self.summed is None
         self.put_sums()
-        # torch has no maximum of an empty tensor
-        theirs = [
-            [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
-            for optimizer in self.twin.optimizers
-        ]
-        if how == "each":
-            found = [optimizer.clip_grad_norm_(limit, order) for optimizer in self.ours.optimizers]
-        elif how == "together":
-            found, theirs = [clip_grad_norm_(self.ours.optimizers, limit, order)], [list(chain(*theirs))]
-        else:
-            ours = [p for o in self.ours.optimizers for group in o.param_groups for p in group["params"]]
-            found, theirs = [clip_grad_norm_(ours, limit, order)], [list(chain(*theirs))]
+        found, theirs = self.clip_ours(how, limit, order)
         wanted = [torch.nn.utils.clip_grad_norm_(parameters, limit, order) for parameters in theirs]
         if is_first:
             close(torch.stack(found).double(), torch.stack([norm.double() for norm in wanted]), "norm")
@@ -177,7 +165,7 @@ class PlainSequence(Beside):
             return False
         draw = self.draw
         scale, poisoned = draw.choice([2.0, 1024.0]), draw.choice([None, None, *range(self.world_size)])
-        passes = self.options["accumulation_steps"] or 1
+        passes = self.passes_of_step
         unscaled = not (self.eager and self.world_size > 1) and draw.random() < 0.5
         self.say(f"scale {scale} poisoned {poisoned} unscaled {unscaled}")
         self.zero_grad_of_all()
@@ -301,26 +289,10 @@ class PlainSequence(Beside):
             shutil.rmtree(path)
 
     def build_anew(self) -> bool | None:
-        """Over the same parameters, with or without the state, the former closed or not."""
         if self.dropped:
             return False
-        for arm in (self.ours, self.twin):
-            for layer in arm.net.layers[:LATE]:
-                layer.requires_grad_(True)  # what is frozen then is not trained later
-        full, is_fresh, is_closed = self.full_states(), self.draw.random() < 0.3, self.draw.random() < 0.5
         was_launched = self.launched
-        self.say(f"fresh {is_fresh} closed {is_closed}")
-        if is_closed:
-            for optimizer in self.ours.optimizers:
-                optimizer.close()
-        else:
-            self.former += self.ours.optimizers
-        self.ours.optimizers = self.build(self.ours.net)
-        for optimizer, state in zip(self.ours.optimizers, full):
-            if not is_fresh:
-                optimizer.load_full_state_dict(state)
-        if is_fresh:
-            self.twin.optimizers = self.build_twin(self.twin.net)
+        self.replace_optimizers()
         if was_launched or self.reduced:
             self.zero_grad_of_all()
         return None
@@ -352,23 +324,14 @@ PlainSequence.operations = [
 ]
 
 
-def run(rank: int, world_size: int, seeds: range, length: int, folder: str) -> None:
-    for seed in seeds:
-        log: list[str] = []
-        try:
-            PlainSequence(seed, rank, world_size, Path(folder), log).run(length)
-        except Exception as error:
-            raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sequences(world_size: int, tmp_path: Path) -> None:
-    run_ranks(run, world_size, range(3), 25, str(tmp_path), timeout=120)
+    run_ranks(run, world_size, PlainSequence, range(3), 25, str(tmp_path), timeout=120)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("first", range(1000, 1300, 20))
 def test_many_sequences(world_size: int, first: int, tmp_path: Path) -> None:
-    run_ranks(run, world_size, range(first, first + 20), 40, str(tmp_path), timeout=240)
+    run_ranks(run, world_size, PlainSequence, range(first, first + 20), 40, str(tmp_path), timeout=240)

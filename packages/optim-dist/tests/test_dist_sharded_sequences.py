@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_cases import mesh_of, normal, sum_in_rank_order
-from dist_sequences import LATE, Arm, Net, Session, close, late_group
+from dist_sequences import Arm, Net, Session, close, late_group, listed_by, run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from optim_dist import checkpoint, clip_grad_norm_
+from optim_dist import checkpoint
 from optim_utils.testing import run_ranks
 
 # FSDP2 of the model, of some layers; tensor parallelism of some layers; any placements, of any part of the model
@@ -146,7 +146,7 @@ class ShardedSequence(Session):
             return False
         if not self.has_buckets:
             return True
-        return not self.stepped and not (self.eager and self.passes >= (self.options["accumulation_steps"] or 1))
+        return not self.stepped and not (self.eager and self.passes >= self.passes_of_step)
 
     def put_sums(self) -> None:
         """The twin gets what a step sees."""
@@ -245,7 +245,7 @@ class ShardedSequence(Session):
 
     def zero_grad(self) -> bool | None:
         how, none = self.draw.choice(["optimizer", "model", "parameters"]), self.draw.random() < 0.7
-        is_launched = self.has_buckets and self.eager and self.passes >= (self.options["accumulation_steps"] or 1)
+        is_launched = self.has_buckets and self.eager and self.passes >= self.passes_of_step
         is_underway = (is_launched or self.summed is not None) and not self.stepped
         has_begun = is_underway or (self.has_buckets and self.eager and self.passes > 0 and not self.stepped)
         if how != "optimizer" and ((has_begun and not none) or (is_underway and how == "parameters")):
@@ -254,7 +254,7 @@ class ShardedSequence(Session):
         self.settle()
         if how == "optimizer":
             self.ours.zero_grad(none)
-            touched = {id(p) for o in self.ours.optimizers for group in o.param_groups for p in group["params"]}
+            touched = {id(p) for o in self.ours.optimizers for p in listed_by(o)}
         else:
             touched = {id(p) for p in self.params.values()}
             if how == "model":
@@ -295,17 +295,7 @@ class ShardedSequence(Session):
         self.say(f"{how} {order} {limit}")
         is_first = self.summed is None
         self.put_sums()
-        theirs = [
-            [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
-            for optimizer in self.twin.optimizers
-        ]
-        if how == "each":
-            found = [optimizer.clip_grad_norm_(limit, order) for optimizer in self.ours.optimizers]
-        elif how == "together":
-            found, theirs = [clip_grad_norm_(self.ours.optimizers, limit, order)], [list(chain(*theirs))]
-        else:
-            ours = [p for o in self.ours.optimizers for group in o.param_groups for p in group["params"]]
-            found, theirs = [clip_grad_norm_(ours, limit, order)], [list(chain(*theirs))]
+        found, theirs = self.clip_ours(how, limit, order)
         wanted = [norm_of(parameters, order) for parameters in theirs]
         for parameters, norm in zip(theirs, wanted):
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -365,7 +355,7 @@ class ShardedSequence(Session):
         ours, theirs = (torch.amp.GradScaler("cpu", init_scale=scale) for _ in range(2))
         for scaler in (ours, theirs):
             scaler.scale(torch.zeros(()))
-        for _ in range(self.options["accumulation_steps"] or 1):
+        for _ in range(self.passes_of_step):
             self.say("pass")
             self.accumulate(float("inf") if self.rank == poisoned else scale)
         self.put_sums()
@@ -443,34 +433,11 @@ class ShardedSequence(Session):
         return None
 
     def build_anew(self) -> bool | None:
-        """Over the same parameters, with or without the state, the former closed or not."""
         if self.dropped:
             return False
         self.zero_grad_of_all()
-        self.thaw()
-        full, is_fresh, is_closed = self.full_states(), self.draw.random() < 0.3, self.draw.random() < 0.5
-        self.say(f"fresh {is_fresh} closed {is_closed}")
-        self.retire(is_closed)
-        self.ours.optimizers = self.build(self.ours.net)
-        for optimizer, state in zip(self.ours.optimizers, full):
-            if not is_fresh:
-                optimizer.load_full_state_dict(state)
-        if is_fresh:
-            self.twin.optimizers = self.build_twin(self.twin.net)
+        self.replace_optimizers()
         return None
-
-    def thaw(self) -> None:
-        """What is frozen when an optimizer is built is not trained later."""
-        for arm in (self.ours, self.twin):
-            for layer in arm.net.layers[:LATE]:
-                layer.requires_grad_(True)
-
-    def retire(self, is_closed: bool) -> None:
-        if is_closed:
-            for optimizer in self.ours.optimizers:
-                optimizer.close()
-        else:
-            self.former += self.ours.optimizers
 
     def change_form(self) -> bool | None:
         """Through a checkpoint into another model, which lies otherwise."""
@@ -521,10 +488,6 @@ class ShardedSequence(Session):
         return None
 
 
-def listed_by(optimizer: Any) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def state_of_all(arm: Arm) -> dict[str, Any]:
     return {"model": arm.net.state_dict(), "optim": get_optimizer_state_dict(arm.net, arm.optimizers)}
 
@@ -573,23 +536,14 @@ ShardedSequence.operations = [
 ]
 
 
-def run(rank: int, world_size: int, seeds: range, length: int, folder: str) -> None:
-    for seed in seeds:
-        log: list[str] = []
-        try:
-            ShardedSequence(seed, rank, world_size, Path(folder), log).run(length)
-        except Exception as error:
-            raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "seeds"), [(1, range(2)), (2, range(2)), (3, range(1)), (4, range(1))])
 def test_sharded_sequences(world_size: int, seeds: range, tmp_path: Path) -> None:
-    run_ranks(run, world_size, seeds, 20, str(tmp_path), timeout=120)
+    run_ranks(run, world_size, ShardedSequence, seeds, 20, str(tmp_path), timeout=120)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", range(1000, 1200, 20))
 def test_many_sharded_sequences(world_size: int, first: int, tmp_path: Path) -> None:
-    run_ranks(run, world_size, range(first, first + 20), 40, str(tmp_path), timeout=400)
+    run_ranks(run, world_size, ShardedSequence, range(first, first + 20), 40, str(tmp_path), timeout=400)

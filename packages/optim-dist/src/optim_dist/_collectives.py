@@ -66,7 +66,7 @@ class Communicator:
         traffic: Traffic | None = None,
         is_apart: bool = False,
     ) -> None:
-        self._world = _world()
+        self._world, self._process = _world(), os.getpid()
         if self._world is None:
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
@@ -84,7 +84,11 @@ class Communicator:
         self.traffic = traffic or Traffic()
 
     def check_ranks(self) -> None:
-        """Refuse ranks that came together, or came together anew, after the optimizer had been built."""
+        """Refuse forks of a rank, and ranks that came together, or did so anew, after the optimizer had been built."""
+        if self.world_size > 1 and os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked from a rank and has no connections to the others; step in the rank itself"
+            )
         world = _world()
         if world is self._world or (self.world_size == 1 and (world is None or dist.get_world_size() == 1)):
             return
