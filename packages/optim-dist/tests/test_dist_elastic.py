@@ -178,6 +178,17 @@ def test_sigterm_on_one_rank_stops_all_at_the_same_step(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-000000004"
 
 
+def with_other_numbers(rank, world_size, folder):
+    with pytest.raises(RuntimeError, match="total is 10 on rank 0, 11 on rank 1; pass the same on every rank"):
+        elastic.run(lambda run: train(run, rank, total=TOTAL + rank), folder, every=2)
+    with pytest.raises(RuntimeError, match="every is 2 on rank 0, 3 on rank 1; pass the same on every rank"):
+        elastic.run(lambda run: train(run, rank), folder, every=2 + rank)
+
+
+def test_ranks_with_other_numbers_of_steps_are_refused(tmp_path):
+    run_ranks(with_other_numbers, 2, str(tmp_path))
+
+
 def fail_to_remove(rank, world_size, folder):
     def fail(path, ignore_errors=False):
         if not ignore_errors:

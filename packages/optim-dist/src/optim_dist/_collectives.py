@@ -180,7 +180,7 @@ class Communicator:
 
     def _named(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
         assert work is not None, "an asynchronous collective returns its Work on every member of the group"
-        return _Named(work, f"rank {self.rank} of {self.world_size} gave up the {what}", flat)
+        return _Named(work, f"rank {self.ranks[self.rank]} gave up the {what} over {self.world_size} ranks", flat)
 
     def _own(self, flat: Tensor) -> Tensor:
         chunk = flat.numel() // self.world_size
@@ -207,7 +207,7 @@ class _Named:
             self._work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self._failed} of {self._flat.numel()} {self._flat.dtype}: another rank has ended or raised an "
+                f"{self._failed} ({self._flat.numel()} {self._flat.dtype}): another rank has ended or raised an "
                 "error, which says why, is late by more than the timeout, or does something else; start all ranks "
                 f"again from the newest checkpoint (the backend: {error})"
             ) from error

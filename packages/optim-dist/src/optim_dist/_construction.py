@@ -245,9 +245,9 @@ def check_plan(
 ) -> None:
     """Fail on every rank if ranks do not have the same options, plan and groups, naming the first that differ."""
     hashes, *described = zip(*communicator.gather_json([plan.hash, dict(options), dict(hyperparameters)]))
-    _check_options(described[0])
+    check_options(described[0])
     if len(set(hashes)) == 1:
-        _check_options(described[1])
+        check_options(described[1])
         return
     described = communicator.gather_json(plan.describe()["parameters"])
     first = described[0]
@@ -267,10 +267,11 @@ def check_plan(
 
 def check_hyperparameters(groups: Sequence[dict[str, Any]], found: Sequence[Entry], communicator: Communicator) -> None:
     """Fail on every rank if hyperparameters of groups are not the same, naming the first that differs."""
-    _check_options(communicator.gather_json(describe_groups(groups, found)))
+    check_options(communicator.gather_json(describe_groups(groups, found)))
 
 
-def _check_options(described: Sequence[Mapping[str, str]]) -> None:
+def check_options(described: Sequence[Mapping[str, str]]) -> None:
+    """Refuse options that are not the same on all ranks, of which these are the texts, naming the first."""
     first = described[0]
     for rank, theirs in enumerate(described):
         for name in {**first, **theirs}:

@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from optim_dist import checkpoint
 from optim_dist._checkpoint_faults import raised_together
+from optim_dist._construction import check_options
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizer import DistOptimizer
 
@@ -67,7 +68,10 @@ class Run:
 
         Raises:
             CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
+            RuntimeError: if ranks were given different numbers.
         """
+        given = {"total": total, "every": self.every, "keep": self.keep, "poll": self.poll}
+        check_options(optimizer.communicator.gather_json({name: str(value) for name, value in given.items()}))
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
             yield self.done
