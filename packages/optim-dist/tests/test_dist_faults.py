@@ -233,6 +233,24 @@ def test_what_fails_on_one_rank_in_a_checkpoint_is_an_error_on_all(tmp_path):
             assert text.endswith(f":\n  {expected}")
 
 
+def fail_at_the_end_of_load(rank, world_size, folder):
+    optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
+    checkpoint.save(f"{folder}/x", None, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint, "load_rest", boom)
+        with pytest.raises((Boom, RuntimeError)) as raised:
+            checkpoint.load(f"{folder}/x", None, optimizer)
+    with pytest.raises(RuntimeError, match=r"checkpoint.load\(\) failed \(.*\) on this rank"):
+        checkpoint.save(f"{folder}/y", None, optimizer)
+    return str(raised.value)
+
+
+def test_nobody_goes_on_with_what_one_rank_has_not_loaded(tmp_path):
+    found = run_ranks(fail_at_the_end_of_load, 2, str(tmp_path), timeout=60)[0]
+    assert "another rank has ended or raised an error" in found
+
+
 def test_ranks_of_torchrun_without_a_process_group_are_refused(monkeypatch):
     parameters = [("w", nn.Parameter(torch.ones(100)))]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

@@ -116,19 +116,19 @@ class Communicator:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
         self._count(flat)
         work = _reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return self._named(work, "reduce-scatter", flat)
+        return self._started(work, "reduce-scatter", flat)
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Fill every chunk of ``flat [W * C]`` with its owner's."""
         self._count(flat)
         work = _all_gather_flat(flat, self._own(flat), group=self.group, async_op=True)
-        return self._named(work, "all-gather", flat)
+        return self._started(work, "all-gather", flat)
 
     def exchange(self, out: Tensor, flat: Tensor) -> Waitable:
         """Fill ``out [W * C]`` with every rank's contribution to this rank's chunk, in the order of global ranks."""
         self._count(flat)
         work = dist.all_to_all_single(out, flat, group=self.group, async_op=True)
-        return self._named(work, "all-to-all", flat)
+        return self._started(work, "all-to-all", flat)
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
         """Run a collective for what the backend prepares at a first one; its traffic is not counted."""
@@ -150,7 +150,7 @@ class Communicator:
         if self.world_size > 1 and flat.numel():
             # as bytes: gloo does not know int16
             work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[source], group=self.group, async_op=True)
-            self._named(work, "broadcast", flat).wait()
+            self._started(work, "broadcast", flat).wait()
 
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
@@ -178,9 +178,13 @@ class Communicator:
         """Return once every rank has arrived."""
         self.gather_json(None)
 
-    def _named(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
+    def named(self, work: Waitable, what: str, flat: Tensor | None = None) -> Waitable:
+        """``work`` of these ranks, whose error says what it was."""
+        return _Named(work, self, what, flat)
+
+    def _started(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
         assert work is not None, "an asynchronous collective returns its Work on every member of the group"
-        return _Named(work, f"rank {self.ranks[self.rank]} gave up the {what} over {self.world_size} ranks", flat)
+        return self.named(work, what, flat)
 
     def _own(self, flat: Tensor) -> Tensor:
         chunk = flat.numel() // self.world_size
@@ -197,19 +201,20 @@ def _world() -> dist.ProcessGroup | None:
 
 
 class _Named:
-    """A collective under way, and what to say if it fails."""
+    """Something under way, and what to say if it fails."""
 
-    def __init__(self, work: dist.Work, failed: str, flat: Tensor) -> None:
-        self._work, self._failed, self._flat = work, failed, flat
+    def __init__(self, work: Waitable, communicator: Communicator, what: str, flat: Tensor | None) -> None:
+        self._work, self._communicator, self._what, self._flat = work, communicator, what, flat
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         try:
-            self._work.wait()
+            return self._work.wait()
         except RuntimeError as error:
+            ours, size = self._communicator, "" if self._flat is None else f" ({self._flat.numel()} {self._flat.dtype})"
             raise RuntimeError(
-                f"{self._failed} ({self._flat.numel()} {self._flat.dtype}): another rank has ended or raised an "
-                "error, which says why, is late by more than the timeout, or does something else; start all ranks "
-                f"again from the newest checkpoint (the backend: {error})"
+                f"rank {ours.ranks[ours.rank]} gave up the {self._what} over {ours.world_size} ranks{size}: another "
+                "rank has ended or raised an error, which says why, is late by more than the timeout, or does "
+                f"something else; start all ranks again from the newest checkpoint (the backend: {error})"
             ) from error
 
 

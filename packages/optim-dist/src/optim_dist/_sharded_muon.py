@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_dist._collectives import Communicator
+from optim_dist._collectives import Communicator, Waitable
 from optim_dist._muon_halves import apply_updates, momenta
 from optim_dist._muon_owner import Owner, Whole, room_for
 from optim_dist._shards import Item, StepContext, check_rounding
@@ -69,11 +69,13 @@ class Exchange:
 
     def __init__(self, moves: Sequence[Move], communicator: Communicator) -> None:
         plans = [plan(m.shape, m.dtype, m.source, m.target, planners=("direct",)) for m in moves]
+        self._communicator = communicator
         self._program = ManyProgram(plans, sys.maxsize, communicator.group)
 
-    def start(self, tensors: Sequence[Tensor | None]) -> Handle:
-        """Send; ``wait()`` of the handle gives this rank's targets, None where it has none."""
-        return Handle(self._program.run(list(tensors), async_op=True))
+    def start(self, tensors: Sequence[Tensor | None]) -> Waitable:
+        """Send; ``wait()`` gives this rank's targets, None where it has none."""
+        handle = Handle(self._program.run(list(tensors), async_op=True))
+        return self._communicator.named(handle, "exchange of matrices")
 
 
 class Batch:
@@ -102,11 +104,11 @@ class Batch:
         self._collect = Exchange(there, world)
         self._spread = Exchange(back, world)
 
-    def collect(self, items: Mapping[int, Item], context: StepContext) -> Handle:
+    def collect(self, items: Mapping[int, Item], context: StepContext) -> Waitable:
         """Move the momentum of every local shard, and send it to the owners."""
         return self._collect.start(momenta([items[m.index] for m in self.matrices], context))
 
-    def spread(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> Handle:
+    def spread(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> Waitable:
         """Orthogonalize what this rank owns, and send it back."""
         whole = {m.index: u for m, u in zip(self.matrices, arrived, strict=True) if u is not None}
         indices = [matrix.index for matrix in self.mine]
@@ -151,7 +153,7 @@ class ShardedMuon:
         by_index = {item.shard.index: item for item in items}
         batches = self._planned(by_index)
         arriving = batches[0].collect(by_index, context)
-        leaving: Handle | None = None
+        leaving: Waitable | None = None
         for number, batch in enumerate(batches):
             following = batches[number + 1].collect(by_index, context) if number + 1 < len(batches) else None
             sent = batch.spread(by_index, arriving.wait())

@@ -158,6 +158,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         load_groups(opt, common["groups"])
         restore(opt, specs, {entry.name: entry for entry in manifest.parameters}, parts)
         load_rest(model, rest, common["model"])
+        communicator.barrier()  # nobody goes on with what others have not loaded
     return common["extra"]
 
 
