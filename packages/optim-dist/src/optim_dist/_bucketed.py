@@ -147,7 +147,7 @@ class BucketedParameters:
             self.reduction.launch_all()
         found = self._communicator.gather_message(self._present[1])
         if self._is_watched:
-            _check_step(found[:, num_parameters:].tolist())
+            _check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
         self.reduction.counts = found.sum(0)
         self.reduction.launch_all()
         return True
@@ -269,12 +269,13 @@ class BucketedParameters:
         return self._reducer.finish(bucket)
 
 
-def _check_step(found: Sequence[Sequence[float]]) -> None:
+def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
     """Refuse ranks that are in another optimizer's step, or in another of its steps."""
-    for rank, (number, step) in enumerate(found):
+    for rank, (number, step) in zip(ranks, found, strict=True):
         if [number, step] != found[0]:
+            first, at = found[0]
             raise RuntimeError(
-                f"ranks are not in the same step: rank 0 in number {found[0][1]:.0f} of optimizer {found[0][0]:.0f}, "
+                f"ranks are not in the same step: rank {ranks[0]} in number {at:.0f} of optimizer {first:.0f}, "
                 f"rank {rank} in number {step:.0f} of optimizer {number:.0f}; every rank builds and steps its "
                 "optimizers in the same order, and leaves out no step that others make"
             )
