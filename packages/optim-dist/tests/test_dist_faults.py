@@ -233,6 +233,50 @@ def test_what_fails_on_one_rank_in_a_checkpoint_is_an_error_on_all(tmp_path):
             assert text.endswith(f":\n  {expected}")
 
 
+def go_on_without_a_rank(rank, world_size, folder, closes, is_eager):
+    def build_optimizer():
+        return TritonDistAdamW([("w", parameter)], timeout=5, accumulation_steps=1 if is_eager else None)
+
+    def step(optimizer):
+        (parameter * torch.arange(100.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = build_optimizer()
+    step(optimizer)
+    checkpoint.save(f"{folder}/x", None, optimizer)
+    if rank == 1:
+        optimizer._apply = boom
+        with pytest.raises(Boom):
+            step(optimizer)
+        return None
+    with pytest.raises(RuntimeError, match="gave up"):
+        step(optimizer)
+    if closes:
+        optimizer.close()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank // 2, world_size=2)
+    parameter.grad = None
+    after = build_optimizer()
+    checkpoint.load(f"{folder}/x", None, after)
+    step(after)
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+def test_ranks_may_go_on_in_another_group_without_the_lost_one(tmp_path, closes, is_eager):
+    first, _, last = run_ranks(go_on_without_a_rank, 3, str(tmp_path), closes, is_eager, timeout=60)
+    expected = nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.AdamW([expected])
+    for _ in range(2):
+        expected.grad = torch.arange(100.0)
+        optimizer.step()
+    for found in (first, last):
+        torch.testing.assert_close(found, expected.detach())
+
+
 def fail_at_the_end_of_load(rank, world_size, folder):
     optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
     checkpoint.save(f"{folder}/x", None, optimizer)

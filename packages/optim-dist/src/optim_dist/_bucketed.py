@@ -246,18 +246,22 @@ class BucketedParameters:
         self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
-    def detach(self) -> None:
-        """Finish what is under way, and release hooks."""
-        self.drop()  # others may have launched more than this rank
-        self.wait()
-        if self.reduction is not None:
-            self.reduction.close()
-        if self._gathers is not None:
-            self._gathers.close()
+    def detach(self, is_failed: bool = False) -> None:
+        """Finish what is under way, unless this rank has failed or lost the others, and release hooks."""
+        groups = [self._communicator, *([] if self._apart is None else [self._apart])]
+        try:
+            if not is_failed and all(group.is_usable for group in groups):
+                self.drop()  # others may have launched more than this rank
+                self.wait()
+        finally:
+            if self.reduction is not None:
+                self.reduction.close()
+            if self._gathers is not None:
+                self._gathers.close()
 
-    def close(self) -> None:
+    def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        self.detach()
+        self.detach(is_failed)
         for bucket in self.buckets:
             bucket.release()
         for shards in self._shards.values():

@@ -56,6 +56,7 @@ class Communicator:
         rank: which chunk this process owns.
         ranks: the global rank of every chunk's owner.
         traffic: what this rank has sent; another communicator may add to it.
+        is_lost: whether a collective was given up, so that another would only be given up later.
     """
 
     def __init__(
@@ -82,6 +83,12 @@ class Communicator:
         self.group = group
         self.device = device
         self.traffic = traffic or Traffic()
+        self.is_lost = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether other ranks may still take part, as far as this one knows."""
+        return not self.is_lost and _world() is self._world and os.getpid() == self._process
 
     def check_ranks(self) -> None:
         """Refuse forks of a rank, and ranks that came together, or did so anew, after the optimizer had been built."""
@@ -210,6 +217,7 @@ class _Named:
         try:
             return self._work.wait()
         except RuntimeError as error:
+            self._communicator.is_lost = True
             ours, size = self._communicator, "" if self._flat is None else f" ({self._flat.numel()} {self._flat.dtype})"
             raise RuntimeError(
                 f"rank {ours.ranks[ours.rank]} gave up the {self._what} over {ours.world_size} ranks{size}: another "

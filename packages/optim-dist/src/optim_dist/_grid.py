@@ -42,6 +42,10 @@ class GridCommunicator(Communicator):
         self.ranks = [self._line.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def is_usable(self) -> bool:
+        return super().is_usable and all(each.is_usable for each in (self._line, self._replicate, self._shard))
+
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         return self._in_turn(
             lambda: self._shard.reduce_scatter_(flat), lambda: self._replicate.reduce_scatter_(self._super_chunk(flat))

@@ -173,13 +173,13 @@ class DistOptimizer(LiveOptimizer):
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
         if not self._closed:
-            self._bucketed.close()
+            self._bucketed.close(bool(self._failure))
             self._unregister()
             self._closed = True
 
     def hand_over(self) -> None:
         """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
-        self._bucketed.detach()
+        self._bucketed.detach(bool(self._failure))
 
     # a step
 
