@@ -10,7 +10,8 @@ import torch
 from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
 from torch import nn
 
-from optim_dist import TritonDistMuonAdamW, checkpoint
+from optim_dist import TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_utils.param_groups import MatrixView
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -252,6 +253,20 @@ def test_pickles_are_not_executed(checkpoints, tmp_path):
     model, optimizer = build()
     with pytest.raises(checkpoint.CheckpointError, match="common"):
         checkpoint.load(tmp_path / "evil", model, optimizer)
+
+
+def test_other_views_are_refused_before_anything_is_written(tmp_path):
+    def build_with(view):
+        parameter = nn.Parameter(torch.ones(6, 4))
+        return parameter, TritonDistMuon([{"params": [parameter], "views": [view]}])
+
+    checkpoint.save(tmp_path / "x", None, build_with(MatrixView(shape=(6, 4), split=(2, 4)))[1])
+    parameter, optimizer = build_with(MatrixView(shape=(6, 4), transposed=True))
+    with torch.no_grad():
+        parameter.zero_()
+    with pytest.raises(checkpoint.CheckpointError, match="group 0 was saved with other views of its matrices"):
+        checkpoint.load(tmp_path / "x", None, optimizer)
+    assert not parameter.any()
 
 
 def save_between_micro_batches(rank, world_size, folder):

@@ -19,9 +19,11 @@ from optim_dist._optimizer import DistOptimizer
 from optim_dist._reshard import VALUE
 from optim_dist._shards import Shard
 from optim_dist._states import (
+    OTHER_VIEWS,
     WHOLE_KEYS,
     as_parameter_lies,
     cut_like,
+    has_other_views,
     in_memory_order,
     make_views_plain,
     on_first_rank,
@@ -168,9 +170,12 @@ def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
 
 
 def compare_groups(saved: list[dict[str, Any]], optimizer: DistOptimizer) -> list[str]:
-    """How the saved groups differ in number and size from this optimizer's."""
+    """How the saved groups differ from this optimizer's in number, size and views."""
     found, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
-    return [] if found == mine else [f"param_groups: sizes {found}, this optimizer has {mine}"]
+    if found != mine:
+        return [f"param_groups: sizes {found}, this optimizer has {mine}"]
+    pairs = enumerate(zip(saved, optimizer.param_groups))
+    return [f"group {number} {OTHER_VIEWS}" for number, (theirs, ours) in pairs if has_other_views(theirs, ours)]
 
 
 def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:

@@ -30,6 +30,10 @@ from optim_utils.param_groups import MatrixView
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
 
+OTHER_VIEWS = (
+    "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"
+)
+
 
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
     """``state_dict`` with the plan it fits; as it is where no state is cut by a plan."""
@@ -81,14 +85,15 @@ def with_complete_groups(state_dict: dict[str, Any], mine: Sequence[dict[str, An
     completed = []
     for number, (group, saved) in enumerate(zip(mine, saved_groups)):
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        views = group.get("views")
-        if saved.get("views") is not None and [_view(view) for view in saved["views"]] != views:
-            raise ValueError(
-                f"group {number} was saved with other views of its matrices than this optimizer has; "
-                "build it with the views of the saved one"
-            )
-        completed.append({**kept, **saved, **({"views": views} if "views" in group else {})})
+        if has_other_views(saved, group):
+            raise ValueError(f"group {number} {OTHER_VIEWS}")
+        completed.append({**kept, **saved, **({"views": group["views"]} if "views" in group else {})})
     return {**state_dict, "param_groups": completed}
+
+
+def has_other_views(saved: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Whether a saved group reads its parameters as other matrices than ``mine`` does."""
+    return saved.get("views") is not None and [_view(view) for view in saved["views"]] != mine.get("views")
 
 
 def _view(saved: Any) -> MatrixView | None:
