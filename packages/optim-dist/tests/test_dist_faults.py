@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from optim_dist import TritonDistAdamW, _manifest, checkpoint
+from optim_dist import TritonDistAdamW, checkpoint
+from optim_dist._checkpoint import manifest
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -159,7 +160,7 @@ def test_hyperparameters_that_become_different_are_named_in_debug_mode():
 
 def lose_a_rank_in_save(rank, world_size, folder):
     optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=5)
-    _manifest.flush_folder = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    manifest.flush_folder = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     checkpoint.save(f"{folder}/[x]", None, optimizer)
 
 
@@ -213,7 +214,7 @@ def fail_in_turn(rank, world_size, folder):
         for failing, function, file_name, fails, _ in faults:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing:
-                    patch.setattr(_manifest, function, only(file_name, fails, getattr(_manifest, function)))
+                    patch.setattr(manifest, function, only(file_name, fails, getattr(manifest, function)))
                 with pytest.raises(RuntimeError) as raised:
                     calls(f"{folder}/x", None, optimizer)
             found.append(str(raised.value))

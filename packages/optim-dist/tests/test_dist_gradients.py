@@ -11,7 +11,7 @@ from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 
 from optim_dist import TritonDistAdamW
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 
 scenario = Scenarios()
 

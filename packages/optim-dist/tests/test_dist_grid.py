@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint
-from optim_dist._grid import GridCommunicator
+from optim_dist._reduction.grid import GridCommunicator
 
 scenario = Scenarios()
 

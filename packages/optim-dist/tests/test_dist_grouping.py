@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_dist import TritonDistMuon
-from optim_dist._construction import Entry
-from optim_dist._joined import Joined, alike
-from optim_dist._muon_halves import apply_updates, momenta
-from optim_dist._muon_owner import Owner, Whole, room_for
-from optim_dist._shards import Item, StepContext, make_shard
+from optim_dist._muon.halves import apply_updates, momenta
+from optim_dist._muon.owner import Owner, Whole, room_for
+from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.shards import Item, StepContext, make_shard
+from optim_dist._reduction.joined import Joined, alike
 from optim_dist.muon import muon_options
 from optim_kernels.functional import new_second_moment
 from optim_kernels.functional.muon_plan import MuonPlan

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
-from optim_dist._state_part import StatePart, boxes
+from optim_dist._optimizers.state_part import StatePart, boxes
 from optim_utils.testing import run_ranks
 
 WORLD_SIZES = (1, 2, 4)

@@ -1,7 +1,7 @@
 """ZeRO-2 AdamW and Muon on ``torch.distributed``: any shape, any world size, at the wire's floor."""
 
 from optim_dist import checkpoint, elastic
-from optim_dist._options import CommonOptions, Options
+from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist.adamw import TritonDistAdamW
 from optim_dist.clip import clip_grad_norm_
 from optim_dist.muon import TritonDistMuon

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optim_dist._explain import describe_plan, plan_text
+from optim_dist._optimizers.explain import describe_plan, plan_text
 from optim_dist.plan import Plan, make_plan
 
 Shapes = dict[str, tuple[int, ...]]

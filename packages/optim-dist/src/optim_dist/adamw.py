@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from optim_dist._optimizer import DistOptimizer
-from optim_dist._options import CommonOptions, Options
-from optim_dist._shards import Item, Route, Shard, StepContext, check_rounding
+from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.options import CommonOptions, Options
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_kernels.functional import AdamWPlan, adamw_
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from optim_dist.plan import BucketPlan, ParameterSpec
 
 if TYPE_CHECKING:
-    from optim_dist._collectives import Waitable
+    from optim_dist._reduction.collectives import Waitable
 
 _REMEDY = (
     "call zero_grad() after every step(); to add up several backward passes before one, "

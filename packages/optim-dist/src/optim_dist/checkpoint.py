@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optim_dist import _manifest as manifests
-from optim_dist._checkpoint_common import packed, packed_readable
-from optim_dist._checkpoint_faults import described, raised_together
-from optim_dist._checkpoint_state import (
+from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint.common import packed, packed_readable
+from optim_dist._checkpoint.contents import (
     compare_groups,
     compare_rest,
     describe_state,
@@ -42,9 +41,10 @@ from optim_dist._checkpoint_state import (
     saved_parameters,
     whole_rest,
 )
-from optim_dist._manifest import CheckpointError, Manifest, read_manifest
-from optim_dist._optimizer import DistOptimizer
-from optim_dist._reshard import exchange, streams
+from optim_dist._checkpoint.faults import described, raised_together
+from optim_dist._checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from optim_dist._checkpoint.reshard import exchange, streams
+from optim_dist._optimizers.base import DistOptimizer
 
 __all__ = ["CheckpointError", "latest", "load", "save"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._live import LiveOptimizer, live_optimizers
-from optim_dist._norm import combine_norms
+from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
+from optim_dist._optimizers.norm import combine_norms
 from optim_kernels.clip import clip_factor
 
 

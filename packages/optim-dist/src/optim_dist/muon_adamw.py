@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
-from optim_dist._optimizer import DistOptimizer
-from optim_dist._options import CommonOptions, Options
-from optim_dist._shards import Route
+from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.options import CommonOptions, Options
+from optim_dist._optimizers.shards import Route
 from optim_dist.adamw import AdamWRoute, check_adamw
 from optim_dist.muon import MuonRoute, check_muon_group, muon_options, muon_views
 from optim_dist.plan import RouteName

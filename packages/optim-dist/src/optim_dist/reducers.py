@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket
 
 NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most

@@ -2,7 +2,7 @@
 
 They are updated where they lie. Gradients of DTensors arrive reduced and cut as the parameters are; an elementwise
 update works on the local shard, whatever its size, without any collective, and replicas compute alike. Muon needs whole
-matrices: those that are cut over ranks it exchanges (``_sharded_muon``).
+matrices: those that are cut over ranks it exchanges (``_muon.sharded``).
 
 A DTensor's gradient exists on all ranks of its mesh or on none: that is how FSDP2 and tensor parallelism give it.
 """
@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._collectives import Communicator
-from optim_dist._construction import Entry, joint_layout, local
-from optim_dist._pending_sums import LocalGradients, check_gradient
-from optim_dist._sharded_muon import Matrix, ShardedMuon
-from optim_dist._shards import Item, Shard, StepContext, make_shard
+from optim_dist._muon.sharded import Matrix, ShardedMuon
+from optim_dist._optimizers.construction import Entry, joint_layout, local
+from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.pending_sums import LocalGradients, check_gradient
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket, is_dense
 from optim_dist.plan import ParameterSpec, Plan, RouteName
 from optim_redist import Layout, Mesh

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._construction import Entry
+from optim_dist._optimizers.construction import Entry
 from optim_dist.buckets import Bucket
 from optim_dist.plan import ParameterSpec
 from optim_utils.param_groups import MatrixView

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._collectives import Communicator, Traffic, Waitable
+from optim_dist._reduction.collectives import Communicator, Traffic, Waitable
 
 
 class GridCommunicator(Communicator):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import Shard as Cut
 
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Piece
 from optim_dist.sharded import flat_start
 from optim_redist import Item, Layout, Mesh, redistribute_many

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._live import LiveOptimizer
-from optim_dist._shards import Shard, make_shard
-from optim_dist._state_part import StatePart
-from optim_dist._states import listed_parameters
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard, make_shard
+from optim_dist._optimizers.state_part import StatePart
+from optim_dist._optimizers.states import listed_parameters
 from optim_dist.plan import ParameterSpec, Piece, RouteName
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from optim_dist._construction import Entry, local
-from optim_dist._joined import Joined, alike
+from optim_dist._optimizers.construction import Entry, local
+from optim_dist._reduction.joined import Joined, alike
 
 
 class LocalGradients:

@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optim_dist._collectives import Communicator
-from optim_dist._construction import Entry, check_replicas, synchronise
-from optim_dist._forward_gathers import ForwardGathers
-from optim_dist._options import Options
-from optim_dist._shards import Shard, attach_gradients, bucket_shards
+from optim_dist._optimizers.construction import Entry, check_replicas, synchronise
+from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.forward_gathers import ForwardGathers
 from optim_dist.buckets import Bucket, build_bucket
 from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan

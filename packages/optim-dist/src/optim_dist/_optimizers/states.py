@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._collectives import Communicator
-from optim_dist._construction import layout_of, local
-from optim_dist._live import LiveOptimizer
-from optim_dist._shards import Shard
+from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Plan
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 from optim_kernels.clip import sum_of_squares
 
 # gradients of this rank, and what they are multiplied by before the update; None is one

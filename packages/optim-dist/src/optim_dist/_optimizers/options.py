@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._collectives import Communicator, Traffic
-from optim_dist._grid import GridCommunicator
+from optim_dist._reduction.collectives import Communicator, Traffic
+from optim_dist._reduction.grid import GridCommunicator
 
 REDUCERS = ("rs", "exact")
 SYNC = ("broadcast", "check")

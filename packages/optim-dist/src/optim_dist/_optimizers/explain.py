@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optim_dist._collectives import Communicator
-from optim_dist._options import Options
+from optim_dist._optimizers.options import Options
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket
 from optim_dist.plan import Plan
 

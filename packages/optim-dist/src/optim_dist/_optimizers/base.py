@@ -10,8 +10,8 @@
 DTensors, and with one rank all parameters, are in no bucket: they are updated where they lie, so that with one rank
 results and state equal the single-device optimizer's bit for bit.
 
-What an update is belongs to a ``Route``, where parameters lie to ``_bucketed`` and ``sharded``; this module never looks
-inside.
+What an update is belongs to a ``Route``, where parameters lie to ``_reduction.bucketed`` and ``sharded``; this module
+never looks inside.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist import _construction as construction
-from optim_dist import _interchange as interchange
-from optim_dist import _states as states
 from optim_dist import clip
-from optim_dist._bucketed import BucketedParameters
-from optim_dist._collectives import Communicator
-from optim_dist._explain import Explanation, explain
-from optim_dist._live import LiveOptimizer, live_optimizers
-from optim_dist._norm import norm_over_ranks
-from optim_dist._options import Options
-from optim_dist._shards import Item, Route, Shard, StepContext
+from optim_dist._optimizers import construction, interchange, states
+from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
+from optim_dist._optimizers.norm import norm_over_ranks
+from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
+from optim_dist._reduction.bucketed import BucketedParameters
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName, plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout

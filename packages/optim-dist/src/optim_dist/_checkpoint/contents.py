@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._checkpoint_common import without_numpy_scalars
-from optim_dist._checkpoint_rows import Part, as_rows, from_rows, row_pieces, to_rows
-from optim_dist._construction import layout_of, local
-from optim_dist._manifest import SavedParameter, SavedState, dtype_name
-from optim_dist._optimizer import DistOptimizer
-from optim_dist._reshard import VALUE
-from optim_dist._shards import Shard
-from optim_dist._states import (
+from optim_dist._checkpoint.common import without_numpy_scalars
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
+from optim_dist._checkpoint.reshard import VALUE
+from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
+from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.shards import Shard
+from optim_dist._optimizers.states import (
     OTHER_VIEWS,
     WHOLE_KEYS,
     as_parameter_lies,

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_dist._collectives import Communicator, Waitable
-from optim_dist._muon_halves import apply_updates, momenta
-from optim_dist._muon_owner import Owner, Whole, room_for
-from optim_dist._shards import Item, StepContext, check_rounding
+from optim_dist._muon.halves import apply_updates, momenta
+from optim_dist._muon.owner import Owner, Whole, room_for
+from optim_dist._optimizers.shards import Item, StepContext, check_rounding
+from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import DEFAULT_BUCKET_MB
 from optim_redist import Handle, Layout, Mesh, plan
 from optim_redist.many import ManyProgram

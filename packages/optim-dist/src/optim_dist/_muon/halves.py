@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optim_dist._joined import Joined, alike
-from optim_dist._shards import Item, StepContext
+from optim_dist._optimizers.shards import Item, StepContext
+from optim_dist._reduction.joined import Joined, alike
 from optim_kernels.muon_groups import rule_of
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import lr_scale, momentum_, updated, wide_dtype

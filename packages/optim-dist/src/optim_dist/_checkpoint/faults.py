@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from optim_dist._collectives import Communicator
+from optim_dist._reduction.collectives import Communicator
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_dist._manifest import SavedParameter, SavedState
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
 

@@ -1,0 +1,1 @@
+"""Gradients and parameters between ranks: the collectives, and what is reduced and gathered by them when."""
