@@ -143,6 +143,17 @@ def test_nanochat_checkpoints_continue_alike() -> None:
         assert torch.equal(p, q)
 
 
+def test_nanochats_layout_leaves_out_empty_states() -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest)
+    # that makes them
+    assert not any(optimizer.state[p] for p in matrices + rest)
+    assert optimizer.state_dict(layout="nanochat")["state"] == {}
+    give_gradients(rest[:1], 0)
+    optimizer.step()
+    assert optimizer.state_dict(layout="nanochat")["state"].keys() == {3}
+
+
 def test_nanochat_layout_needs_equal_shapes() -> None:
     params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))]
     optimizer = TritonMuonAdamW([{"params": params, "kind": "muon"}])

@@ -18,7 +18,8 @@ from torch import Tensor
 
 def stack_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of ours in nanochat's form; groups whose parameters differ in shape are an error."""
-    state = dict(state_dict["state"])
+    # whoever has looked for a state that is not there has left an empty one
+    state = {i: each for i, each in state_dict["state"].items() if each}
     for index, group in enumerate(state_dict["param_groups"]):
         if group["kind"] == "muon":
             _stack_group(state, group["params"], index)
