@@ -212,6 +212,23 @@ def test_torchs_adamw_and_ours_load_each_other(saved, origin, size):
     check_loads(saved, "gloo", size, loads, rtol=1e-5, atol=1e-6)
 
 
+def save_while_training(rank, world_size, folder, kind):
+    """torch's ``async_save`` copies the state before it returns, parts too."""
+    net, optimizer = make(kind, sharded=False)
+    train(net, optimizer, range(2))
+    own_group = dist.new_group(backend="gloo")
+    saving = dcp.async_save(state_of(net, optimizer, False), checkpoint_id=folder, process_group=own_group)
+    train(net, optimizer, range(2, 4))
+    saving.result()
+    return whole(net), load(rank, world_size, folder, kind, False, False)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_saving_while_training_goes_on(tmp_path, kind):
+    for continued, restored in run_ranks(save_while_training, 2, str(tmp_path / "dcp"), kind):
+        assert all(torch.equal(left, right) for left, right in zip(continued, restored, strict=True))
+
+
 def tiny(rank, world_size, folder):
     """Four ranks of which the first owns everything: torch must not step the others as if they were new."""
     net = nn.Linear(1, 1)

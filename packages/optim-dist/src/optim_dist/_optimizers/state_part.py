@@ -151,6 +151,10 @@ class StatePart(Tensor):
         operation: Callable[..., Any] = func
         if func.overloadpacket in _ALLOWED and isinstance(args[0], StatePart):
             return args[0].like(operation(args[0].local, *args[1:], **(kwargs or {})))
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # what torch's async_save makes, to fill it with a copy of the part
+            local = args[0].local
+            return args[0].like(operation(local, local.shape, **(kwargs or {})))
         raise RuntimeError(
             f"{func} on {args[0]!r}: this is one rank's part of a state tensor and cannot be computed with; "
             "the optimizer's full_state_dict() gives whole tensors"
