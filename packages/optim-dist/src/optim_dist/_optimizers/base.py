@@ -121,9 +121,9 @@ class DistOptimizer(LiveOptimizer):
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
-        planned = self.trained_ids()
-        self._left_out = [p for group in self.param_groups for p in group["params"] if id(p) not in planned]
         self._listed = [list(group["params"]) for group in self.param_groups]
+        planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
+        self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -292,11 +292,11 @@ class DistOptimizer(LiveOptimizer):
 
     def _check_left_out(self) -> None:
         """Refuse gradients of parameters that were frozen when the plan was made."""
-        for parameter in self._left_out:
+        for name, parameter in self._left_out:
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but did not need one when the "
-                    "optimizer was built; unfreeze parameters first, then build it"
+                    f"{name} of shape {tuple(parameter.shape)} has a gradient but did not need one when the optimizer "
+                    "was built; unfreeze parameters first, then build it"
                 )
 
     @_not_compiled

@@ -52,18 +52,27 @@ def find_entries(
     first_group: int = 0,
 ) -> list[Entry]:
     """The parameters of ``groups[first_group:]`` that need a gradient, in the order of the model, else as listed."""
-    named = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
-    position = {key: place for place, key in enumerate(named)}
+    names = names_of(groups, model)
+    position = {} if model is None else {id(parameter): place for place, parameter in enumerate(model.parameters())}
     found = []
     listed = 0
     for index, group in enumerate(groups):
-        names = group.get("param_names")
         for place, parameter in enumerate(group["params"]):
-            name = named.get(id(parameter)) or (names[place] if names else f"{index}.{place}")
             if index >= first_group and parameter.requires_grad:
+                name = names[id(parameter)]
                 found.append(Entry(name, parameter, index, listed, place, routes[index], views[index][place]))
             listed += 1
     return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
+
+
+def names_of(groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[int, str]:
+    """A name for the ``id`` of each parameter: the model's, the one that it was given with, or its place."""
+    found = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(groups):
+        names = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            found.setdefault(id(parameter), names[place] if names else f"{index}.{place}")
+    return found
 
 
 def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
