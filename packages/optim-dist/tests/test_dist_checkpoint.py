@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
 from torch import nn
 
-from optim_dist import TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -269,6 +270,14 @@ def test_other_views_are_refused_before_anything_is_written(tmp_path):
     assert not parameter.any()
 
 
+def test_a_model_that_gives_a_name_twice_is_refused(tmp_path):
+    model, other = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4, 4))
+    optimizer = TritonDistAdamW([("first", model.weight), ("weight", other)])
+    with pytest.raises(ValueError, match="two parameters would be called weight: one by the model and one"):
+        checkpoint.save(tmp_path / "x", model, optimizer)
+    checkpoint.save(tmp_path / "x", None, optimizer)
+
+
 def save_between_micro_batches(rank, world_size, folder):
     model, optimizer = build()
     model(torch.arange(4)).backward()
@@ -320,6 +329,20 @@ def load_during_gathers(rank, world_size, folder):
 
 def test_loading_waits_for_gathers_under_way(tmp_path):
     run_ranks(load_during_gathers, 2, str(tmp_path))
+
+
+def save_with_the_model_of_one_rank(rank, world_size, folder):
+    model = nn.Linear(4, 4)
+    optimizer = TritonDistAdamW(model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"weight of rank 0 is 0\.0 on rank 1; give every rank the same model, or none"
+    ):
+        checkpoint.save(f"{folder}/x", model if rank == 0 else None, optimizer)
+    assert not list(Path(folder).iterdir())
+
+
+def test_ranks_that_name_parameters_differently_are_refused(tmp_path):
+    run_ranks(save_with_the_model_of_one_rank, 2, str(tmp_path))
 
 
 def save_and_load_by_different_paths(rank, world_size, folder):

@@ -12,12 +12,13 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from optim_dist._checkpoint.faults import described, raised_together
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist.plan import ParameterSpec
 
 __all__ = ["CheckpointError", "latest", "load", "save"]
 
@@ -62,9 +64,9 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
         extra: plain values and tensors, of the first rank.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if gradients in buckets are
-            being accumulated or reduced, if ``load`` could not read ``extra``, a group or the rest of the model again,
-            or if a rank could not write.
+        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if ranks give models with
+            other names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read ``extra``,
+            a group or the rest of the model again, or if a rank could not write.
     """
     folder, communicator = Path(path), opt.communicator
     failed = f"checkpoint {folder} was not saved"
@@ -79,11 +81,13 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
             for left in _left_behind(folder):
                 shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
     opt.wait()
-    nonces, names = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name]))
-    if len(set(names)) > 1:
-        raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(names)}")
-    temporary = folder.with_name(f".{folder.name}.{nonces[0][:NONCE]}.tmp")
     rest_here, specs = rest_of_model(model, opt), named_specs(opt, model)
+    nonces, ends, names = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, _digest_of_names(specs)]))
+    if len(set(ends)) > 1:
+        raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
+    if len(set(names)) > 1:
+        raise RuntimeError(f"{failed}: {_different_names(communicator.gather_json([spec.name for spec in specs]))}")
+    temporary = folder.with_name(f".{folder.name}.{nonces[0][:NONCE]}.tmp")
     file = manifests.rank_file(communicator.rank)
     written: dict[str, list[Any]] = {}
     # collective where there are DTensors, so outside of what may fail on one rank
@@ -173,6 +177,19 @@ def latest(directory: Path_) -> Path | None:
     # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
     complete = [file for file in folder.glob(f"*/{manifests.MANIFEST}") if not file.parent.name.startswith(".")]
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
+
+
+def _digest_of_names(specs: Iterable[ParameterSpec]) -> str:
+    return hashlib.sha256("\n".join(spec.name for spec in specs).encode()).hexdigest()
+
+
+def _different_names(found: Sequence[Sequence[str]]) -> str:
+    """The first parameter that ranks name differently, and which rank does."""
+    for rank, names in enumerate(found):
+        for mine, theirs in zip(found[0], names, strict=True):
+            if mine != theirs:
+                return f"{mine} of rank 0 is {theirs} on rank {rank}; give every rank the same model, or none"
+    raise AssertionError("names differ")
 
 
 def _left_behind(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,7 @@ SCALARS = ("step",)
 def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
     """The plan's parameters under the names that the model gives them; of DTensors, the rows that files hold."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
+    specs = [
         replace(
             spec,
             name=names.get(id(entry.parameter), spec.name),
@@ -46,6 +47,13 @@ def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[Param
         )
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
     ]
+    for name, count in Counter(spec.name for spec in specs).items():
+        if count > 1:
+            raise ValueError(
+                f"two parameters would be called {name}: one by the model and one, which that does not have, by the "
+                "optimizer; give a model that has all of them, or none"
+            )
+    return specs
 
 
 def pieces_of(optimizer: DistOptimizer, index: int) -> list[Piece]:
