@@ -143,19 +143,33 @@ def test_a_group_that_one_rank_refuses_is_added_by_none():
 def change_a_group(rank, world_size):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)], debug=True)
-    for step in range(2):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank * step)
+    group = optimizer.param_groups[0]
+    for name, change in (
+        ("", lambda: None),
+        (r"lr of group 0 is 0.001 on rank 0, 0.2 on rank 1", lambda: group.update(lr=0.2 if rank else 0.001)),
+        (r"the factor of clip_grad_norm_ is 0.\d+ on rank 0, 0.\d+ on", lambda: optimizer.clip_grad_norm_(1.0 + rank)),
+    ):
         parameter.grad = torch.ones(100)
-        if step:
-            with pytest.raises(RuntimeError, match=r"lr of group 0 is 0.1 on rank 0, 0.2 on rank 1"):
+        change()
+        before = parameter.detach().clone()
+        if name:
+            with pytest.raises(RuntimeError, match=name):
                 optimizer.step()
+            assert torch.equal(parameter, before)
         else:
             optimizer.step()
         optimizer.zero_grad()
+        group["lr"] = 0.001
 
 
-def test_hyperparameters_that_become_different_are_named_in_debug_mode():
+def test_scalars_that_become_different_are_named_in_debug_mode():
     run_ranks(change_a_group, 2, timeout=60)
+
+
+def test_a_full_state_of_another_rank_is_refused():
+    optimizer = TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))])
+    with pytest.raises(ValueError, match=r"the state is empty: full_state_dict.* gives it to the first rank alone"):
+        optimizer.load_full_state_dict({})
 
 
 def lose_a_rank_in_save(rank, world_size, folder):

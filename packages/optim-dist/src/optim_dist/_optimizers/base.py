@@ -200,13 +200,14 @@ class DistOptimizer(LiveOptimizer):
                 self.clip_grad_norm_(self._options.max_norm)
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
+            if self._options.debug:
+                self._check_scalars()
             with self.begun_together("step()"):
                 self._update(self._context(clip_factor))
                 self._was_loaded = False
                 self._restart()
             if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
-                construction.check_hyperparameters(self.param_groups, self._entries, self._communicator)
         return loss
 
     @property
@@ -230,6 +231,13 @@ class DistOptimizer(LiveOptimizer):
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
                 self._factor = None  # of gradients that were dropped since
+
+    def _check_scalars(self) -> None:
+        """Refuse ranks with another clipping, or other hyperparameters than when the groups were given."""
+        described = construction.describe_groups(self.param_groups, self._entries)
+        if self._factor is not None:
+            described["the factor of clip_grad_norm_"] = str(self._factor.item())
+        construction.check_options(self._communicator.gather_json(described))
 
     def _check_scaler(self) -> None:
         """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""

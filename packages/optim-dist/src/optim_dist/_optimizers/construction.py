@@ -274,11 +274,6 @@ def check_plan(
     )
 
 
-def check_hyperparameters(groups: Sequence[dict[str, Any]], found: Sequence[Entry], communicator: Communicator) -> None:
-    """Fail on every rank if hyperparameters of groups are not the same, naming the first that differs."""
-    check_options(communicator.gather_json(describe_groups(groups, found)))
-
-
 def check_options(described: Sequence[Mapping[str, str]]) -> None:
     """Refuse options that are not the same on all ranks, of which these are the texts, naming the first."""
     first = described[0]

@@ -57,7 +57,7 @@ class Options:
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: take the first rank's, or compare.
         timeout: seconds that a collective may take.
-        debug: compare parameters and hyperparameters over ranks after every step.
+        debug: compare hyperparameters and clipping over ranks before every update, and parameters after it.
     """
 
     model: torch.nn.Module | None = None

@@ -201,6 +201,11 @@ def on_first_rank(value: Tensor, layout: Layout, communicator: Communicator) -> 
 
 def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
     """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
+    if not state_dict:
+        raise ValueError(
+            "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
+            "passes the same to load_full_state_dict()"
+        )
     listed = listed_parameters(optimizer)
     # of all parameters, so that every rank refuses what one does
     problems = [
