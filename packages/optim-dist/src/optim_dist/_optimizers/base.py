@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist import clip
-from optim_dist._optimizers import construction, interchange, states
+from optim_dist._optimizers import construction, interchange, states, step_checks
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.norm import norm_over_ranks
@@ -195,13 +195,13 @@ class DistOptimizer(LiveOptimizer):
                 loss = closure()
         with torch.no_grad():
             self._reduce()
-            self._check_scaler()
+            step_checks.check_scaler(self, self._bucketed.is_eager)
             if self._options.max_norm is not None:
                 self.clip_grad_norm_(self._options.max_norm)
             elif self._options.skip_nonfinite and self._factor is None:
                 self.grad_norm = self.measure_norm()
             if self._options.debug:
-                self._check_scalars()
+                step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
             with self.begun_together("step()"):
                 self._update(self._context(clip_factor))
                 self._was_loaded = False
@@ -224,29 +224,13 @@ class DistOptimizer(LiveOptimizer):
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self.check_open()
         self._communicator.check_ranks()
-        construction.check_listed(self.param_groups, self._listed)
-        self._check_left_out()
+        step_checks.check_listed(self.param_groups, self._listed)
+        step_checks.check_left_out(self._left_out)
         self._bucketed.check()
         self._resident.check()
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
                 self._factor = None  # of gradients that were dropped since
-
-    def _check_scalars(self) -> None:
-        """Refuse ranks with another clipping, or other hyperparameters than when the groups were given."""
-        described = construction.describe_groups(self.param_groups, self._entries)
-        if self._factor is not None:
-            described["the factor of clip_grad_norm_"] = str(self._factor.item())
-        construction.check_options(self._communicator.gather_json(described))
-
-    def _check_scaler(self) -> None:
-        """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""
-        is_unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
-        if is_unscaled and self._bucketed.is_eager:
-            raise RuntimeError(
-                "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
-                "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
-            )
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
@@ -297,15 +281,6 @@ class DistOptimizer(LiveOptimizer):
         if not state or self._was_loaded:
             self._complete(shard, state)
         return state
-
-    def _check_left_out(self) -> None:
-        """Refuse gradients of parameters that were frozen when the plan was made."""
-        for name, parameter in self._left_out:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name} of shape {tuple(parameter.shape)} has a gradient but did not need one when the optimizer "
-                    "was built; unfreeze parameters first, then build it"
-                )
 
     @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:

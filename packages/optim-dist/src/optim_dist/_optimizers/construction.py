@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
-from operator import is_
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -212,24 +211,6 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
                 "which nobody would sum its gradient; use a mesh of all of them, or give the mesh's process_group"
             )
     return findings
-
-
-def check_listed(groups: Sequence[dict[str, Any]], planned: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse groups that list other parameters than when the plan was made, which would stay as they are."""
-    listed = [group["params"] for group in groups]
-    if len(listed) == len(planned) and all(map(_are_same, listed, planned)):
-        return
-    for index, (now, then) in enumerate(zip_longest(listed, planned, fillvalue=())):
-        if not _are_same(now, then):
-            kept = len({id(parameter) for parameter in now} & {id(parameter) for parameter in then})
-            raise RuntimeError(
-                f"param_groups[{index}] was exchanged after the optimizer was built: of {len(then)} parameters {kept} "
-                f"are among the {len(now)} that it has now; use add_param_group, or build a new optimizer"
-            )
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:

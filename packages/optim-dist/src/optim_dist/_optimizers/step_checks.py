@@ -1,0 +1,62 @@
+"""What a step refuses before other ranks begin it with this one, and what debug mode compares over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optim_dist._optimizers.construction import Entry, check_options, describe_groups
+from optim_dist._reduction.collectives import Communicator
+
+
+def check_listed(groups: Sequence[dict[str, Any]], planned: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse groups that list other parameters than when the plan was made, which would stay as they are."""
+    listed = [group["params"] for group in groups]
+    if len(listed) == len(planned) and all(map(_are_same, listed, planned)):
+        return
+    for index, (now, then) in enumerate(zip_longest(listed, planned, fillvalue=())):
+        if not _are_same(now, then):
+            kept = len({id(parameter) for parameter in now} & {id(parameter) for parameter in then})
+            raise RuntimeError(
+                f"param_groups[{index}] was exchanged after the optimizer was built: of {len(then)} parameters {kept} "
+                f"are among the {len(now)} that it has now; use add_param_group, or build a new optimizer"
+            )
+
+
+def check_left_out(left_out: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse gradients of parameters that were frozen when the plan was made."""
+    for name, parameter in left_out:
+        if parameter.grad is not None:
+            raise RuntimeError(
+                f"{name} of shape {tuple(parameter.shape)} has a gradient but did not need one when the optimizer "
+                "was built; unfreeze parameters first, then build it"
+            )
+
+
+def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:
+    """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""
+    is_unscaled = getattr(optimizer, "found_inf", None) is not None and getattr(optimizer, "grad_scale", None) is None
+    if is_unscaled and is_eager:
+        raise RuntimeError(
+            "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
+            "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
+        )
+
+
+def compare_scalars(
+    groups: Sequence[dict[str, Any]], entries: Sequence[Entry], factor: Tensor | None, communicator: Communicator
+) -> None:
+    """Refuse ranks with another clipping, or other hyperparameters than when the groups were given."""
+    described = describe_groups(groups, entries)
+    if factor is not None:
+        described["the factor of clip_grad_norm_"] = str(factor.item())
+    check_options(communicator.gather_json(described))
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
