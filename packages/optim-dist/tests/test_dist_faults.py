@@ -122,6 +122,23 @@ def test_ranks_that_are_not_in_the_same_step_are_refused(orders):
         )
 
 
+def skip_a_batch_that_one_rank_has_nothing_of(rank, world_size):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)], accumulation_steps=1)
+    if rank == 0:
+        parameter.sum().backward()
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_batch_that_one_rank_could_not_skip_is_an_error():
+    for text in run_ranks(skip_a_batch_that_one_rank_has_nothing_of, 2, timeout=60):
+        assert text.startswith("rank 0 has given up 1 batches that backward had begun to reduce, rank 1 0: a rank")
+
+
 def add_another_group(rank, world_size):
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(2)]
     optimizer = TritonDistAdamW([("a", parameters[0])], timeout=5)

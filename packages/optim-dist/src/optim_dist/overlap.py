@@ -36,6 +36,7 @@ class BackwardReduction:
         self.passes = accumulation_steps or 1
         self.eager = overlap and accumulation_steps is not None
         self.paused = False
+        self.num_given_up = 0  # steps, since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._next = 0
         self._ranks = tuple(ranks)
@@ -96,6 +97,7 @@ class BackwardReduction:
             is_agreed: all ranks do, so that those that know of no reduction take part.
         """
         if is_agreed or self.is_due:
+            self.num_given_up += 1
             for bucket in self.buckets[self._next :]:
                 self.reducer.launch(bucket)
             for bucket in self.buckets:

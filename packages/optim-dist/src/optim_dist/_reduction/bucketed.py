@@ -137,7 +137,7 @@ class BucketedParameters:
                 present[member.index] = float(has_gradient)
         self._num_reduced += 1
         if self._is_watched:
-            present += [self._number, self._num_reduced % 2**20]
+            present += [self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
         if self._present is None or self._present[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
@@ -274,12 +274,18 @@ class BucketedParameters:
 
 
 def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
-    """Refuse ranks that are in another optimizer's step, or in another of its steps."""
-    for rank, (number, step) in zip(ranks, found, strict=True):
-        if [number, step] != found[0]:
-            first, at = found[0]
+    """Refuse ranks that are in another optimizer's step, in another of its steps, or have given up other batches."""
+    number, step, given_up = found[0]
+    for rank, (its_number, its_step, its_given_up) in zip(ranks, found, strict=True):
+        if (its_number, its_step) != (number, step):
             raise RuntimeError(
-                f"ranks are not in the same step: rank {ranks[0]} in number {at:.0f} of optimizer {first:.0f}, "
-                f"rank {rank} in number {step:.0f} of optimizer {number:.0f}; every rank builds and steps its "
+                f"ranks are not in the same step: rank {ranks[0]} in number {step:.0f} of optimizer {number:.0f}, "
+                f"rank {rank} in number {its_step:.0f} of optimizer {its_number:.0f}; every rank builds and steps its "
                 "optimizers in the same order, and leaves out no step that others make"
+            )
+        if its_given_up != given_up:
+            raise RuntimeError(
+                f"rank {ranks[0]} has given up {given_up:.0f} batches that backward had begun to reduce, rank {rank} "
+                f"{its_given_up:.0f}: a rank without a gradient does not know of those of others; step instead of "
+                "skipping such a batch, or build the optimizer with overlap=False"
             )
