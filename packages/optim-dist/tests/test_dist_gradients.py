@@ -49,6 +49,26 @@ def eager_reduction_equals_reduction_at_step(rank, world_size):
     assert_same(run(rank, mode="counted"), run(rank))
 
 
+@scenario(3)
+def torchs_default_dtype_changes_no_average(rank, world_size):
+    """A third is not a number of bf16."""
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        net, batches = Net(device_of(rank)), [batch(rank, step) for step in range(3)]
+        torch.set_default_dtype(default)
+        try:
+            optimizer = TritonDistAdamW(net.named_parameters(), lr=0.05, max_norm=0.5, model=net)
+            for given in batches:
+                net(given).backward()
+                optimizer.step()
+                found.append(optimizer.grad_norm)
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found += values(net)
+    assert_same(found[: len(found) // 2], found[len(found) // 2 :])
+
+
 @scenario(2)
 def layers_skipped_on_some_ranks_do_not_block_eager_reduction(rank, world_size):
     def skip(rank, step, micro):

@@ -241,7 +241,8 @@ class Training(BesideAnOptimizer):
         filled = [p for p in given if p.numel()]
         unscale = unscale and not any(p.grad is not None and p.grad.dtype == torch.float16 for p in given)
         overflow = overflow and bool(filled)
-        if not given:
+        has_bf16 = any(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in given)
+        if not given or (has_bf16 and DEVICE == "cuda"):  # for which torch's scaler has no kernel
             return
         scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
         scaler.scale(torch.ones((), device=DEVICE))

@@ -486,3 +486,21 @@ def test_roots_are_the_nearest_on_every_machine() -> None:
     exact = x.double().sqrt()
     largest = exact.view(-1, 256).amax(1)
     assert torch.equal(quantize(x, MOMENT8).scale, largest.float())
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@every_preset
+def test_torchs_default_dtype_changes_no_code(fmt: LowBitFormat, default: torch.dtype) -> None:
+    numbers = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    for x in (numbers, numbers * 2.0**-100):
+        expected = quantize(x, fmt)
+        decoded = dequantize(expected)
+        torch.set_default_dtype(default)
+        try:
+            found = quantize(x, fmt)
+            again = dequantize(found)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(found.parts, expected.parts))
+        assert again.dtype == torch.float32
+        assert torch.equal(again, decoded)

@@ -119,7 +119,7 @@ def check_adamw(
     expected = {key: [x.clone() for x in tensors] for key, tensors in lists.items()}
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     for impl, tensors in (("triton", lists), ("torch", expected)):
-        steps = torch.zeros((), device=device)
+        steps = torch.zeros((), dtype=torch.float32, device=device)
         arguments: dict[str, Any] = {**tensors, **options, "steps": steps, "impl": impl}
         for _ in range(2):
             functional.adamw_(grads=grads, stochastic_rounding=stochastic_rounding, **arguments)

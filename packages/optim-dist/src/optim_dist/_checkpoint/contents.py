@@ -143,7 +143,7 @@ def restore(
                 state[key] = _shaped(mine.get(key), description, shard)
                 optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
         for key, value in entry.scalars.items():
-            state[key] = state.get(key, torch.zeros(())).fill_(value)
+            state[key] = state.get(key, torch.zeros((), dtype=torch.float32)).fill_(value)
         optimizer.state[shard.parameter] = state
     for part in from_rows(rows, _layouts(optimizer, specs), optimizer.communicator):
         shard = shards[part.name]

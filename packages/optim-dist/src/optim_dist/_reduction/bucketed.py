@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -37,10 +38,11 @@ class BucketedParameters:
         self._apart: Communicator | None = None  # in which reductions run once they may run during backward
         self._options = options
         world_size, device = communicator.world_size, communicator.device
+        as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
         # by Bucket.divided
         self._factors = {
-            False: torch.tensor(1 / world_size, device=device) if options.average else None,
-            True: None if options.average else torch.tensor(float(world_size), device=device),
+            False: as_fp32(1 / world_size) if options.average else None,
+            True: None if options.average else as_fp32(world_size),
         }
         self._shards: dict[Bucket, list[Shard]] = {}
         self._present: tuple[list[float], Tensor] | None = None

@@ -125,7 +125,7 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
     largest = functools.reduce(torch.maximum, [part.abs() for part in numbers]).amax(dim=-1, keepdim=True)
     finite = largest <= _FP32_MAX
     code = code_of(fmt)
-    up = torch.where(largest < _SMALL, _RAISE, 1.0)
+    up = torch.where(largest < _SMALL, _RAISE, torch.ones_like(largest))  # of two numbers: torch's default dtype
     factor = torch.where(finite & (largest > 0), code.peak * (largest * up).reciprocal(), 0.0)
 
     def encode(x: Tensor, uniform: Tensor | None) -> Tensor:
