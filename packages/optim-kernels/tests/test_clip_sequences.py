@@ -55,7 +55,8 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def exact_norm(tensors: Sequence[Tensor], norm_type: float | str) -> Tensor:
-    filled = [exact(tensor) for tensor in tensors if tensor.numel()] or [torch.zeros(1, dtype=torch.float64)]
+    # of magnitudes, for torch warns of complex numbers that it counts
+    filled = [exact(tensor).abs() for tensor in tensors if tensor.numel()] or [torch.zeros(1, dtype=torch.float64)]
     return torch.nn.utils.get_total_norm(filled, norm_type, foreach=False)
 
 
