@@ -100,7 +100,7 @@ def _start(step_pointer, flags, factors, row, stream, memo, counter, F: tl.const
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
     scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
-    arrived = arrive(counter, keep.to(tl.int32))
+    arrived = arrive(counter, keep.to(tl.int32), t)
     scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
     return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 

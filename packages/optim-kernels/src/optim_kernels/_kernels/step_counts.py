@@ -9,27 +9,31 @@ from optim_kernels._triton import INTERPRETED, tl, triton
 
 
 @triton.jit
-def arrive(counter, amount):
+def arrive(counter, amount, t):
     """Add ``amount`` (int32) to the counter; its earlier value, in the program's first thread only.
 
-    All threads of the program have come this far. ``tl.atomic_add`` hands the value to every thread at once, so all
-    wait for the round trip to L2; here the first thread waits, and not before the value is used.
+    All threads of the program have come this far, and what ``t`` (fp32) was made of has come to all of them: a load
+    that is still under way could bring what the last program stores. ``tl.atomic_add`` hands the value to every thread
+    at once, so all wait for the round trip to L2; here the first thread waits, and not before the value is used.
     """
-    tl.debug_barrier()
     if INTERPRETED:
         earlier = tl.atomic_add(counter, amount, sem="relaxed")
     else:
+        # a barrier that asks each thread something of its t; after an infinite one there is nothing to count
         earlier = tl.inline_asm_elementwise(
             """{
-            .reg .pred first;
+            .reg .pred first, infinite;
             .reg .u32 thread;
+            setp.eq.f32 infinite, $3, 0f7F800000;
+            bar.red.or.pred infinite, 0, infinite;
             mov.u32 thread, %tid.x;
             mov.u32 $0, 0;
             setp.eq.u32 first, thread, 0;
+            @infinite setp.ne.u32 first, thread, thread;
             @first atom.relaxed.gpu.global.add.u32 $0, [$1], $2;
             }""",
-            "=&r,l,r",
-            [counter.to(tl.int64), amount],
+            "=&r,l,r,f",
+            [counter.to(tl.int64), amount, t],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
