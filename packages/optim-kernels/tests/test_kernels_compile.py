@@ -163,7 +163,9 @@ def momentum(kernel: str, *, nesterov: bool, **constants: Any) -> Kind:
     """With one or the other of everything else, too."""
     constants |= {"G_DTYPE": "bfloat16" if nesterov else "float32", "B_DTYPE": "bfloat16" if nesterov else "float32"}
     constants |= {"NESTEROV": nesterov, "MAXIMIZE": not nesterov, "ALIGNED": nesterov}
-    return kind(f"_kernels.muon_momentum.{kernel}_kernel", constants)
+    overlaps = nesterov and kernel != "strips"
+    constants |= {} if kernel == "strips" else {"OVERLAP": overlaps}
+    return kind(f"_kernels.muon_momentum.{kernel}_kernel", constants, **(OVERLAPPING if overlaps else {}))
 
 
 MOMENTUM = {

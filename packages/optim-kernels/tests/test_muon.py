@@ -77,6 +77,22 @@ def test_buffers_and_gradients_stay_as_they_are() -> None:
     assert torch.equal(p.grad, grad)
 
 
+def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
+    """An argument that is not the default holds for a group that names a variant, unless the group has its own."""
+    p, q = parameters((6, 4), (6, 4))
+    given = {"momentum_dtype": torch.bfloat16, "seed": 3, "capturable": True, "maximize": True, "impl": "torch"}
+    groups = [
+        {"params": [p], "variant": "nanochat-2026-07"},
+        {"params": [q], "variant": "keller", "lr": 0.3, "maximize": False},
+    ]
+    optimizer = TritonMuon(groups, lr=torch.tensor(0.05), **given)
+    first, second = optimizer.param_groups
+    of_variant = VARIANTS["nanochat-2026-07"] | given
+    assert {key: first[key] for key in of_variant if key != "lr"} | {"lr": of_variant["lr"]} == of_variant
+    assert first["lr"] == 0.05
+    assert (second["lr"], second["maximize"], second["momentum_dtype"]) == (0.3, False, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_variants_are_the_published_formulas(name: str) -> None:
     """Each variant, written out once more with the exact polar factor in place of Newton–Schulz where they agree."""

@@ -91,7 +91,11 @@ class GradientNorm:
         rows = array("q", bytes(8 * 2 * len(addresses)))
         rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
         self._rows.update(rows.tobytes())
-        self._addresses, self._numels = addresses, numels
+        if is_capturing(self.device):
+            # tables that a graph fills are there when it has been replayed, for it alone
+            self._aligned = []
+        else:
+            self._addresses, self._numels = addresses, numels
 
     def _cut(self, numels: list[int], aligned: list[bool]) -> None:
         self._aligned = []
@@ -284,6 +288,8 @@ class GradientNorms:
             for other, parts in self._parts.items():
                 if other[:-1] == kind[:-1] and addresses[0] in parts and parts[addresses[0]].knows(addresses, numels):
                     return parts[addresses[0]].for_graph()
+            return GradientNorm(device, dtype)
+        if kind not in self._parts and is_capturing(device):
             return GradientNorm(device, dtype)
         parts = self._parts.setdefault(kind, {})
         part = parts.get(addresses[0])

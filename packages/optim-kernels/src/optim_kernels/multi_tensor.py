@@ -137,7 +137,8 @@ def keep_for_graphs(*tensors: Tensor) -> None:
 class DeviceTable:
     """64-bit words on the device, equal to those given to ``update`` last.
 
-    A table that a captured launch reads is never written again: the next update makes a new one.
+    A table that a captured launch reads is never written again: the next update makes a new one. One that is filled
+    while a graph is captured is there when that graph has been replayed, so nobody else may read it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,12 +153,14 @@ class DeviceTable:
             return False
         # what an upload that fails has left is nothing that can be relied on
         self._content = b""
-        is_new = self._captured or 8 * self.words.numel() != len(content)
+        capturing = is_capturing(self._device)
+        is_new = capturing or self._captured or 8 * self.words.numel() != len(content)
         words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device) if is_new else self.words
         _upload(content, words)
         if is_new:
-            self.words, self._captured = words, False
-        self._content = content
+            self.words, self._captured = words, capturing
+        if not capturing:
+            self._content = content
         return is_new
 
     def keep_for_graph(self) -> None:

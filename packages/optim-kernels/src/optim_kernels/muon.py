@@ -24,6 +24,7 @@ from optim_kernels._optimizers.muon_groups import (
     MissingGrad,
     check_group,
     check_param,
+    given_options,
     ns_config_of,
     variant_options,
     view_of,
@@ -223,9 +224,12 @@ class TritonMuon(MuonGroups):
         return cls(params, **{**options, **given, **ours})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; beside options it may name a ``variant``, whose options it takes where it has none."""
+        """Add a group; beside options it may name a ``variant``.
+
+        The variant's options are taken where the group has none, and the constructor had nothing but its own default.
+        """
         if "variant" in param_group:
-            param_group = {**variant_options(param_group["variant"]), **param_group}
+            param_group = {**variant_options(param_group["variant"]), **given_options(self.defaults), **param_group}
         super().add_param_group(param_group)
         try:
             self._check_muon_group(self.param_groups[-1])

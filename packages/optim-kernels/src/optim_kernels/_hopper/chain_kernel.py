@@ -40,6 +40,7 @@ from optim_kernels._hopper.chain_tiles import (
     square_tile,
 )
 from optim_kernels._hopper.mail import allocate_mail, fence_proxies, post, read_done, receive
+from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -62,6 +63,8 @@ def _scout(mail, schedule, flags: gl.constexpr):
     DEPTH: gl.constexpr = flags[0]
     entries, jobs, matrices, state, counter, total = schedule
     next_tile = state + counter
+    # nobody touches memory before the first post
+    wait_for_previous(total)
     step = 0
     number = 0
     tile = gl.atomic_add(next_tile, 1, sem="relaxed")

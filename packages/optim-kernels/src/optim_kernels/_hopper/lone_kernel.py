@@ -29,7 +29,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, lower_half, wait_for_previous, whole_tile
+from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, lower_half, whole_tile
+from optim_kernels._hopper.overlap import let_next_start, wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -45,14 +46,6 @@ from optim_kernels._newton_schulz.tiles import Tile
 # Registers of a thread before the producer's go to the consumer, where TALL is 1: without a limit the compiler asks for
 # more of them than a thread may have.
 _REGISTERS = 168
-
-
-@gluon.jit
-def _let_next_start(token):
-    """The next launch's programs may come to the device as soon as there is room."""
-    return gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -195,7 +188,7 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
     OVERLAP: gl.constexpr = flags[9]
     K = schedule[3]
     if OVERLAP and ME == 0:
-        _let_next_start(K)
+        let_next_start(K)
     where = _place(schedule, flags)
     if SYMMETRIC:
         # the sums of ways to multiply must not meet, or the compiler lets one product wait for the other

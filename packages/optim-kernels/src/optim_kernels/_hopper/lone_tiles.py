@@ -21,18 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import barrier, blocks_as, store
 
 # Of a block: what one instruction of the tensor cores has in rows, and what the copy engine swizzles as one in columns.
 SIDE = gl.constexpr(64)
-
-
-@gluon.jit
-def wait_for_previous(token):
-    """What the launch before has written is there."""
-    return gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

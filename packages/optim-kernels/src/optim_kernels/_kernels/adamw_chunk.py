@@ -50,7 +50,9 @@ def update_chunk(
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
-        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
+        keep, t, random, scalars, arrived = _start(
+            step_pointer, flags, factors, row, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+        )
         # the next tile is on its way while this one is worked on
         if CHUNK == 0:
             num_tiles = ((end - first) // TILE).to(tl.int32)
@@ -71,7 +73,9 @@ def update_chunk(
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
     else:
-        keep, t, random, scalars, arrived = _start(step_pointer, flags, factors, row, stream, memo, counter, F, MEMO)
+        keep, t, random, scalars, arrived = _start(
+            step_pointer, flags, factors, row, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+        )
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
             i = (offset - first) // TAIL_TILE
             mask = offset + tl.arange(0, TAIL_TILE) < end
@@ -91,7 +95,9 @@ def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.c
 
 
 @triton.jit
-def _start(step_pointer, flags, factors, row, stream, memo, counter, F: tl.constexpr, MEMO: tl.constexpr):
+def _start(
+    step_pointer, flags, factors, row, stream, memo, counter, F: tl.constexpr, MEMO: tl.constexpr, EARLY: tl.constexpr
+):
     """What a program has to know before it computes: whether to keep the step, its number, random stream, scalars."""
     found_inf, present = flags
     clip_factor, grad_scale = factors
@@ -100,8 +106,14 @@ def _start(step_pointer, flags, factors, row, stream, memo, counter, F: tl.const
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
     scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
-    arrived = arrive(counter, keep.to(tl.int32), t)
-    scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+    # to arrive is to wait for t, with nothing asked for meanwhile, and then begins the counter's round trip: where it
+    # cannot hide behind tiles, the scalars hide it; elsewhere their loads go first
+    if EARLY:
+        arrived = arrive(counter, keep.to(tl.int32), t)
+        scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+    else:
+        scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+        arrived = arrive(counter, keep.to(tl.int32), t)
     return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 
 

@@ -34,10 +34,10 @@ from optim_kernels._kernels.muon_table import (
     STRIP_STEP,
     TILE,
     B,
-    G,
     X,
 )
 from optim_kernels._kernels.muon_tiles import (
+    pointer_at,
     pointer_in,
     sizes,
     squares_along,
@@ -46,7 +46,7 @@ from optim_kernels._kernels.muon_tiles import (
     tile_of,
     tile_offsets,
 )
-from optim_kernels._triton import narrow, tl, triton
+from optim_kernels._triton import let_next_start, narrow, tl, triton, wait_for_previous
 
 # How many pieces of TILE elements the sample has.
 _PIECES = tl.constexpr(16)
@@ -72,9 +72,9 @@ def _direction(g, b, momentum, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _load_gradient(
-    record, offsets, mask, control, G_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr
+    gradient, offsets, mask, control, G_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    g = tl.load(pointer_in(record, G, G_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(pointer_at(gradient, G_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     g = g * tl.load(control)
     if MAXIMIZE:
         g = -g
@@ -93,6 +93,7 @@ def _unit_for(norm):
 @triton.jit
 def guess_kernel(
     table,
+    grads,
     hyper,
     control,
     units,
@@ -101,8 +102,11 @@ def guess_kernel(
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """υ of a matrix, from a few pieces of TILE elements that are spread over it. One program a matrix."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     matrix = tl.program_id(0).to(tl.int64)
     record = table + matrix * NUM_FIELDS
     momentum = _momentum_of(record, hyper)
@@ -112,7 +116,7 @@ def guess_kernel(
     inner = ((piece * 37) % tl.load(record + INNER_TILES) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     offsets = outer[:, None] * stride_of(record, ALIGNED) + inner
     mask = (inner < inner_size) & (outer < outer_size)[:, None]
-    g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+    g = _load_gradient(grads + matrix, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
     b = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     u = _direction(g, momentum * b + (1.0 - momentum) * g, momentum, NESTEROV)
     squares = tl.sum(squares_along(u, 1), axis=0)
@@ -122,27 +126,31 @@ def guess_kernel(
 
 
 @triton.jit
-def _move(
-    record,
+def _read(
+    places,
     first_outer,
     first_inner,
-    hyper,
     control,
     G_DTYPE: tl.constexpr,
     B_DTYPE: tl.constexpr,
-    NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LINES: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """Move a piece of B, and return its U."""
-    momentum = _momentum_of(record, hyper)
+    """A piece of the gradient and of B, as they are stored; where B is, and the mask of what exists."""
+    record, gradient = places
     offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED, LINES, LENGTH)
     pointers = pointer_in(record, B, B_DTYPE, ALIGNED) + offsets
-    g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
-    b = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    stored = narrow(momentum * b + (1.0 - momentum) * g, B_DTYPE)
+    g = _load_gradient(gradient, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+    return g, tl.load(pointers, mask=mask, other=0.0), pointers, mask
+
+
+@triton.jit
+def _move(piece, momentum, control, B_DTYPE: tl.constexpr, NESTEROV: tl.constexpr):
+    """Move a piece of B that has been read, and return its U."""
+    g, b, pointers, mask = piece
+    stored = narrow(momentum * b.to(tl.float32) + (1.0 - momentum) * g, B_DTYPE)
     if tl.load(control + 1) == 0.0:
         tl.store(pointers, stored, mask=mask)
     return _direction(g, stored.to(tl.float32), momentum, NESTEROV)
@@ -150,7 +158,7 @@ def _move(
 
 @triton.jit
 def _moved(
-    record,
+    places,
     first_outer,
     first_inner,
     hyper,
@@ -164,10 +172,11 @@ def _moved(
     LENGTH: tl.constexpr,
 ):
     """U of a piece whose B has moved."""
+    record, gradient = places
     offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED, LINES, LENGTH)
     u = tl.load(pointer_in(record, B, B_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
     if NESTEROV:
-        g = _load_gradient(record, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
+        g = _load_gradient(gradient, offsets, mask, control, G_DTYPE, MAXIMIZE, ALIGNED)
         u = _direction(g, u, _momentum_of(record, hyper), NESTEROV)
     return u
 
@@ -176,6 +185,7 @@ def _moved(
 def momentum_kernel(
     table,
     tile_map,
+    grads,
     hyper,
     control,
     units,
@@ -186,13 +196,18 @@ def momentum_kernel(
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Move B; write X = υU and the tile's Σ U²."""
+    let_next_start(OVERLAP)
     matrix, first_outer, first_inner = tile_of(tile_map)
     record = table + matrix * NUM_FIELDS
-    u = _move(
-        record, first_outer, first_inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, TILE, TILE
-    )
+    momentum = _momentum_of(record, hyper)
+    places = (record, grads + matrix)
+    piece = _read(places, first_outer, first_inner, control, G_DTYPE, B_DTYPE, MAXIMIZE, ALIGNED, TILE, TILE)
+    # the guess reads B as it was
+    wait_for_previous(OVERLAP)
+    u = _move(piece, momentum, control, B_DTYPE, NESTEROV)
     tl.store(sums + tl.program_id(0).to(tl.int64), tl.sum(squares_along(u, 1), axis=0))
     store_x(record, X, first_outer, first_inner, narrow(u * tl.load(units + matrix), X_DTYPE), ALIGNED)
 
@@ -211,6 +226,7 @@ def _divisor(norm, norm_scale, eps, ADD_EPS: tl.constexpr):
 @triton.jit
 def norm_kernel(
     table,
+    grads,
     hyper,
     control,
     units,
@@ -229,8 +245,11 @@ def norm_kernel(
     ADD_EPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """σ and σ² of a matrix. Its programs (axis 1) share the work of writing X again, which is rarely needed."""
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
     matrix = tl.program_id(0).to(tl.int64)
     record = table + matrix * NUM_FIELDS
     inner_tiles = tl.load(record + INNER_TILES).to(tl.int32)
@@ -247,9 +266,10 @@ def norm_kernel(
     is_far_off = ((scaled < 1.0) & (norm > 0.0)) | ((scaled >= _LARGEST) & (scaled < float("inf")))
     if is_far_off:
         unit = _unit_for(norm)
+        places = (record, grads + matrix)
         for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
             outer, inner = tile // inner_tiles * TILE, tile % inner_tiles * TILE
-            u = _moved(record, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, TILE, TILE)
+            u = _moved(places, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, TILE, TILE)
             store_x(record, X, outer, inner, narrow(u * unit, X_DTYPE), ALIGNED)
     if tl.program_id(1) == 0:
         scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
@@ -268,7 +288,7 @@ def _clear(progress, num_chains):
 
 @triton.jit
 def _strip(
-    record,
+    places,
     row,
     hyper,
     control,
@@ -285,6 +305,7 @@ def _strip(
     LINES: tl.constexpr = STRIP_STEP if ROWS_INNER else STRIP
     LENGTH: tl.constexpr = STRIP if ROWS_INNER else STRIP_STEP
     ACROSS: tl.constexpr = 0 if ROWS_INNER else 1
+    record, _gradient = places
     outer_size, inner_size = sizes(record, ALIGNED)
     columns = outer_size if ROWS_INNER else inner_size
     rows = inner_size if ROWS_INNER else outer_size
@@ -294,7 +315,8 @@ def _strip(
             outer, inner = column, row
         else:
             outer, inner = row, column
-        u = _move(record, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, LINES, LENGTH)
+        piece = _read(places, outer, inner, control, G_DTYPE, B_DTYPE, MAXIMIZE, ALIGNED, LINES, LENGTH)
+        u = _move(piece, _momentum_of(record, hyper), control, B_DTYPE, NESTEROV)
         squares += squares_along(u, ACROSS)
     each = row + tl.arange(0, STRIP)
     tl.store(row_squares + tl.load(record + FIRST_LINE) + each, squares, mask=each < rows)
@@ -307,7 +329,7 @@ def _strip(
             outer, inner = column, row
         else:
             outer, inner = row, column
-        u = _moved(record, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, LINES, LENGTH)
+        u = _moved(places, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, LINES, LENGTH)
         if ROWS_INNER:
             x = u * factor[None, :]
         else:
@@ -319,6 +341,7 @@ def _strip(
 def strips_kernel(
     table,
     strip_map,
+    grads,
     hyper,
     control,
     row_squares,
@@ -331,12 +354,13 @@ def strips_kernel(
 ):
     """Move B; write X with rows of norm 64, and Σ U² of each row. Map: (matrix, first row)."""
     entry = strip_map + tl.program_id(0).to(tl.int64) * 2
-    record = table + tl.load(entry).to(tl.int64) * NUM_FIELDS
+    matrix = tl.load(entry).to(tl.int64)
+    places = (table + matrix * NUM_FIELDS, grads + matrix)
     row = tl.multiple_of(tl.load(entry + 1), STRIP)
-    if tl.load(record + ROWS_ARE_INNER) != 0:
-        _strip(record, row, hyper, control, row_squares, G_DTYPE, B_DTYPE, X_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, True)
+    if tl.load(places[0] + ROWS_ARE_INNER) != 0:
+        _strip(places, row, hyper, control, row_squares, G_DTYPE, B_DTYPE, X_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, True)
     else:
-        _strip(record, row, hyper, control, row_squares, G_DTYPE, B_DTYPE, X_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, False)
+        _strip(places, row, hyper, control, row_squares, G_DTYPE, B_DTYPE, X_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, False)
 
 
 @triton.jit

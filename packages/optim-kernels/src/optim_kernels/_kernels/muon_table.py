@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from optim_kernels._triton import tl
 
-# Addresses, 0 where there is none: of the matrix's first element in parameter, gradient, momentum buffer, second
-# moment, master, and Newton–Schulz's first and last X; of its parameter's step count.
-P, G, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(8))
+# Addresses, 0 where there is none: of the matrix's first element in parameter, momentum buffer, second moment, master,
+# and Newton–Schulz's first and last X; of its parameter's step count. Gradients have a table of their own.
+P, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(7))
 # One stride for parameter, gradient, buffer and master, one for both X (and see X_PANEL).
-STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(8, 12))
+STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(7, 11))
 # Where the matrix's own begin in buffers of tiles, of lines and of parts of lines; and how many parts a line has.
-FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(12, 15))
-FIRST_LINE, FIRST_PART, NUM_PARTS = (tl.constexpr(column) for column in range(15, 18))
+FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(11, 14))
+FIRST_LINE, FIRST_PART, NUM_PARTS = (tl.constexpr(column) for column in range(14, 17))
 # Whether the inner index numbers the rows; the group; and for random bits the parameter's place, the matrix's first
 # element in the parameter's memory, and the seed.
-ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(18, 23))
+ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(17, 22))
 # X is cut into panels of PANEL columns: elements from one to the next, which are PANEL where X is not cut; and how many
 # columns may be written, zeros beyond the matrix.
-X_PANEL, X_COLUMNS = (tl.constexpr(column) for column in range(23, 25))
-NUM_FIELDS = tl.constexpr(25)
+X_PANEL, X_COLUMNS = (tl.constexpr(column) for column in range(22, 24))
+NUM_FIELDS = tl.constexpr(24)
 
 # Columns of a group's hyperparameters.
 LR, WEIGHT_DECAY, MOMENTUM, BETA2 = (tl.constexpr(column) for column in range(4))

@@ -73,7 +73,13 @@ def tile_offsets(
 @triton.jit
 def pointer_in(record, field: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """The address in a field of the record, of elements of ``dtype``."""
-    pointer = tl.load(record + field).to(tl.pointer_type(dtype))
+    return pointer_at(record + field, dtype, ALIGNED)
+
+
+@triton.jit
+def pointer_at(place, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address that is stored at ``place``, of elements of ``dtype``."""
+    pointer = tl.load(place).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

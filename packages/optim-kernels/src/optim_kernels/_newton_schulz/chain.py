@@ -145,6 +145,7 @@ class ChainLaunch:
             ),
             describe=descriptor,
             num_warps=4,
+            launch_pdl=True,
         )
 
     def __call__(

@@ -108,6 +108,15 @@ def variant_options(name: str) -> dict[str, Any]:
     return dict(VARIANTS[name])
 
 
+def given_options(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a constructor's options those that are not what it takes by itself."""
+    return {
+        key: value
+        for key, value in defaults.items()
+        if key in DEFAULTS and (isinstance(value, Tensor) or value != DEFAULTS[key])
+    }
+
+
 def rule_of(group: Mapping[str, Any]) -> MuonRule:
     """The group's choices that enter the formulas of `reference.muon`."""
     return _rule(*(group[key] for key in _RULE_KEYS))

@@ -107,10 +107,6 @@ class AdamWLaunch:
         self._signature = members[0].signature(grads[members[0].place])
         self._device = members[0].param.device
         self._slots = {step: slot for slot, step in enumerate(dict.fromkeys(m.step.data_ptr() for m in members))}
-        self._counters = torch.zeros(len(self._slots), dtype=torch.int32, device=self._device)
-        self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._memos = torch.zeros(len(self._slots), MEMOS_SIZE, dtype=torch.float64, device=self._device)
         self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
         # this launch's place among those of a step on the device, and their number
         self._order, self._total = order, total
@@ -123,9 +119,11 @@ class AdamWLaunch:
         self._scalars: Sequence[AdamWScalars] = ()
         self._grad_rows = self._scalar_rows = b""
         self._is_uploaded = False
+        # whether a graph that is being captured fills tables: they are there when it has been replayed, for it alone
+        self.is_promised = False
         # learning rates and betas on the device, kept while the launch may read them
         self._scalar_tensors: list[Tensor] = []
-        self._grads_view = self._scalars_view = self._zero
+        self._grads_view = self._scalars_view = self._changing.words
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_alone = False
@@ -136,6 +134,8 @@ class AdamWLaunch:
 
     def refresh(self, grads: TensorList) -> None:
         """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
+        if self.is_promised:
+            self._aligned, self._kinds, self.is_promised = [], [], False
         addresses = grads.addresses
         are_alike = grads.kinds == self._kinds and not self.copies
         if are_alike and addresses == self._addresses:
@@ -191,6 +191,11 @@ class AdamWLaunch:
         tuned = tuning(kind, numels, num_multiprocessors)
         sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
         self._chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
+        count = len(self._slots)
+        self._counters = torch.zeros(count, dtype=torch.int32, device=self._device)
+        self._memos = torch.zeros(count, MEMOS_SIZE, dtype=torch.float64, device=self._device)
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
         for member, count in zip(members, self._chunks.counts):
             slot_chunks[member.step.data_ptr()] += count
@@ -222,7 +227,7 @@ class AdamWLaunch:
             maxnreg=tuned.max_registers,
             **({"launch_pdl": True} if overlap else {}),
         )
-        self._aligned = aligned
+        self._aligned, self.is_promised = aligned, is_capturing(self._device)
 
     def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
         from optim_kernels.adamw_kernels import Record
@@ -319,7 +324,7 @@ class AdamWLaunch:
         if self._changing.update(self._grad_rows + self._scalar_rows):
             words, split = self._changing.words, len(self._grad_rows) // 8
             self._grads_view, self._scalars_view = words[:split], words[split:].view(torch.float64)
-        self._is_uploaded = True
+        self._is_uploaded = not is_capturing(self._device)
 
     def _as_scalar(self, value: Tensor | None, neutral: Tensor) -> Tensor:
         """One fp32 number on the device."""

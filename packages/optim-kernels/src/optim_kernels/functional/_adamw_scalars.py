@@ -35,7 +35,8 @@ def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
 
 def _row(scalars: AdamWScalars) -> list[float]:
     lr = scalars.lr
-    beta1, beta2 = (0.5 if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
+    # a place for what no number is equal to
+    beta1, beta2 = (math.nan if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
     address = 0
     if isinstance(lr, Tensor) and on_device(lr):
         address, lr = lr.data_ptr(), 0.0

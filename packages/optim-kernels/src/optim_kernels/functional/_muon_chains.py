@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.chain import Chain, ChainLaunch
 from optim_kernels._newton_schulz.chain_jobs import Ending, Members, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
+from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables
+from optim_kernels.multi_tensor import DeviceTable
 
 
 class StepChain:
@@ -19,8 +21,7 @@ class StepChain:
 
     Args:
         number: of the chain in the plan, which chooses its counter.
-        ending: what follows the last product; an update takes ``hyper``, ``control`` and the compile-time arguments
-            ``of_update``.
+        ending: what follows the last product; an update takes the compile-time arguments ``of_update``.
     """
 
     def __init__(
@@ -31,14 +32,11 @@ class StepChain:
         tables: MuonTables,
         *,
         ending: Ending,
-        hyper: Tensor,
-        control: Tensor,
         of_update: dict[str, Any],
     ) -> None:
         self._xs = (batches.x, batches.other, batches.x)
         self._tables, self._counter = tables, len(tables.matrices) + number
-        of_last = (tables.matrices, hyper, control, tables.lr_scales, tables.parts)
-        self._addresses = torch.tensor([x.data_ptr() for x in of_last], dtype=torch.int64, device=batches.x.device)
+        self._addresses = DeviceTable(batches.x.device)
         m = batches.x.shape[1]
         groups = [
             Members(tuple(jobs_of(ns, m, n, in_factors=True)), batch.first, count, n, cdiv(n, PANEL))
@@ -48,7 +46,18 @@ class StepChain:
         chain = Chain.of(groups, m, batches.x.device, in_panels=True)
         self._launch = ChainLaunch(chain, ending=ending, **(of_update if ending is Ending.UPDATE else {}))
 
+    def take(self, inputs: StepInputs) -> None:
+        """Read these from now on."""
+        tables = self._tables
+        of_last = (tables.matrices, inputs.hyper, inputs.control, tables.lr_scales, tables.parts)
+        self._addresses.update(array("q", map(Tensor.data_ptr, of_last)).tobytes())
+
+    def keep_for_graph(self) -> None:
+        """Take note that the launch is being captured."""
+        self._addresses.keep_for_graph()
+
     def run(self) -> None:
         """Launch it; the counts of finished tiles must be zero."""
         tables = self._tables
-        self._launch(self._xs, tables.scales, tables.squared_scales, tables.progress, self._counter, self._addresses)
+        scales = (tables.scales, tables.squared_scales)
+        self._launch(self._xs, *scales, tables.progress, self._counter, self._addresses.words)

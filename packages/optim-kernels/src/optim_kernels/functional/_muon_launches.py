@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optim_kernels._impl import is_interpreted
@@ -18,8 +17,9 @@ from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
-from optim_kernels._triton import TRITON_DTYPES
+from optim_kernels._triton import TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
+from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
 from optim_kernels.functional._muon_tables import (
@@ -111,19 +111,28 @@ class Launches:
         tables: MuonTables,
         families: Sequence[Family],
         chains: Sequence[ChainedBatches],
-        hyper: Tensor,
-        control: Tensor,
+        inputs: StepInputs,
         options: StepOptions,
     ) -> None:
-        self._tables, self._options = tables, options
-        self._hyper, self._control = hyper, control
+        self._tables, self._inputs, self._options = tables, inputs, options
         self._x_dtype = TRITON_DTYPES[options.x_dtype]
         ns, leave_last = options.ns, options.updates_in_last_product or options.has_factors
         self._families = families
         self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
-        common: dict[str, Any] = {"ending": ending, "hyper": hyper, "control": control, "of_update": options.of_update}
+        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
+
+    def take_inputs(self) -> None:
+        """Read the parts that the inputs have now."""
+        for chain in self._chains:
+            chain.take(self._inputs)
+
+    def keep_for_graph(self) -> None:
+        """Take note that the step is being captured into a graph of the caller's."""
+        self._inputs.keep_for_graph()
+        for chain in self._chains:
+            chain.keep_for_graph()
 
     def launch(self, *, recorded: bool = False) -> None:
         """The whole step; recorded in a graph, small families are on branches of their own."""
@@ -141,7 +150,7 @@ class Launches:
         if self._options.has_factors:
             self._variance()
         if self._options.draws_bits:
-            back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._control)
+            back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._inputs.control)
         if not self._options.updates_in_last_product:
             self._update()
 
@@ -176,11 +185,13 @@ class Launches:
         return {"norm_scale": ns.norm_scale, "eps": ns.eps, "ADD_EPS": ns.eps_mode == "add", "BLOCK": LINE_BLOCK}
 
     def _momentum(self) -> None:
-        t, common = self._tables, (self._hyper, self._control)
+        t, common = self._tables, (self._inputs.grads, self._inputs.hyper, self._inputs.control)
         num_matrices = len(t.matrices)
-        front.guess_kernel[(num_matrices,)](t.matrices, *common, t.units, **self._of_gradient)
+        overlap = can_overlap(t.matrices.device)
+        early: dict[str, Any] = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+        front.guess_kernel[(num_matrices,)](t.matrices, *common, t.units, **self._of_gradient, **early)
         front.momentum_kernel[(len(t.tile_map),)](
-            t.matrices, t.tile_map, *common, t.units, t.sums, **self._of_gradient, X_DTYPE=self._x_dtype
+            t.matrices, t.tile_map, *common, t.units, t.sums, **self._of_gradient, X_DTYPE=self._x_dtype, **early
         )
         front.norm_kernel[(num_matrices, RESCUERS)](
             t.matrices,
@@ -194,6 +205,7 @@ class Launches:
             **self._of_norm,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
+            **early,
         )
 
     def _equilibrated_momentum(self) -> None:
@@ -201,8 +213,9 @@ class Launches:
         front.strips_kernel[(len(t.strip_map),)](
             t.matrices,
             t.strip_map,
-            self._hyper,
-            self._control,
+            self._inputs.grads,
+            self._inputs.hyper,
+            self._inputs.control,
             t.row_squares,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
@@ -247,8 +260,8 @@ class Launches:
             TensorDescriptor.from_tensor(last.x if last.c is None else last.c, [1, tile.rows, tile.columns]),
             TensorDescriptor.from_tensor(last.out, [1, tile.rows, tile.columns]),
             t.matrices,
-            self._hyper,
-            self._control,
+            self._inputs.hyper,
+            self._inputs.control,
             t.lr_scales,
             t.scales if last.scale is None else last.scale,
             t.parts,
@@ -287,8 +300,8 @@ class Launches:
             descriptor(last.x, tile.depth, tile.columns),
             descriptor(c, tile.rows, tile.columns),
             t.matrices,
-            self._hyper,
-            self._control,
+            self._inputs.hyper,
+            self._inputs.control,
             t.lr_scales,
             t.scales if last.scale is None else last.scale,
             last.batch.first,
@@ -312,8 +325,8 @@ class Launches:
         t, options = self._tables, self._options
         back.variance_kernel[(len(t.matrices),)](
             t.matrices,
-            self._hyper,
-            self._control,
+            self._inputs.hyper,
+            self._inputs.control,
             t.parts,
             t.factors,
             RENORMALIZE=options.rule.renormalize,
@@ -327,8 +340,8 @@ class Launches:
         back.update_kernel[(len(t.tile_map),)](
             t.matrices,
             t.tile_map,
-            self._hyper,
-            self._control,
+            self._inputs.hyper,
+            self._inputs.control,
             t.lr_scales,
             t.factors,
             X_DTYPE=self._x_dtype,

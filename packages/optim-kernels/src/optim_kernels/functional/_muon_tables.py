@@ -194,7 +194,6 @@ class MuonTables:
             row = [0] * fields.NUM_FIELDS.value
             for column, value in (
                 (fields.P, address_of(t.param, matrix.offset)),
-                (fields.G, address_of(t.grad, matrix.offset)),
                 (fields.B, address_of(t.momentum_buffer, matrix.offset)),
                 (fields.V, address_of(t.second_moment, matrix.moment_offset)),
                 (fields.MASTER, address_of(t.master, matrix.offset)),

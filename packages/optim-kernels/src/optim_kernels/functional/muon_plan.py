@@ -17,15 +17,14 @@ tables, so a step with new ones replays the same graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.functional._muon_explain import tiles_in_chain, tiles_of
+from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     MuonTensors,
@@ -34,15 +33,13 @@ from optim_kernels.functional._muon_matrices import (
     check_shapes,
     is_aligned,
     matrices_of,
-    on_device,
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
+from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 from optim_kernels.reference.muon import MuonRule
 
 __all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
-
-NUM_HYPER: int = fields.NUM_HYPER.value
 
 
 class MuonPlan:
@@ -98,18 +95,12 @@ class MuonPlan:
         for batch, its in words + [(batch, tiles_in_chain()) for chain in chains for batch in chain.batches]:
             self._tile_words[batch.numbers] = [its] * batch.shape[0]
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
-        self._hyper = torch.zeros(num_groups, NUM_HYPER, dtype=torch.float32, device=self._device)
-        self._hyper_values: list[list[Any]] | None = None
-        # what gradients are multiplied with, and found_inf
-        self._control = torch.tensor([1.0, 0.0], dtype=torch.float32, device=self._device)
-        self._control_is_default = True
-        self._launches = Launches(self._tables, families, chains, self._hyper, self._control, options)
+        self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
+        self._launches = Launches(self._tables, families, chains, self._inputs, options)
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
-        # A graph of the caller's writes its own addresses and hyperparameters at every replay, so once there is one,
-        # nothing may be assumed to be as the latest step left it.
+        # whether a graph of the caller's holds launches
         self._was_captured = False
-        self._captured_addresses: list[Any] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._has_run = False
         self.refresh([t.grad for t in tensors])
@@ -126,9 +117,14 @@ class MuonPlan:
             with torch.cuda.device(self._device):
                 self.run(hyper, factor=factor, found_inf=found_inf)
             return
-        capturing = self._is_capturing()
-        self._write_hyper(hyper, capturing)
-        self._write_control(factor, found_inf)
+        capturing = is_capturing(self._device)
+        if self._inputs.update(hyper, factor, found_inf):
+            self._launches.take_inputs()
+            self._forget_recorded()
+        if capturing:
+            self._launches.keep_for_graph()
+            keep_for_graphs(*self._copies)
+            self._was_captured = True
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
         if capturing or self._device.type != "cuda" or not self._has_run:
@@ -151,24 +147,22 @@ class MuonPlan:
             used = [_as_stored(grad, param) for grad, param in zip(grads, self._params, strict=True)]
             self._copies = [mine for mine, given in zip(used, grads) if mine is not given]
         addresses = list(map(Tensor.data_ptr, used))
-        capturing = self._is_capturing()
-        if addresses == self._grad_addresses and not (capturing or self._was_captured):
+        if addresses == self._grad_addresses:
             return
         if any(grad.dtype != self._grad_dtype for grad in used):
             raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
         self._grad_addresses = addresses
-        column = [address_of(used[m.parameter], m.offset) for m in self._matrices]
+        self._inputs.set_addresses([address_of(used[m.parameter], m.offset) for m in self._matrices])
         aligned = all(is_aligned(m, used[m.parameter]) for m in self._matrices)
         if aligned != self._launches.gradients_are_aligned:
             self._launches.gradients_are_aligned = aligned
+            self._forget_recorded()
+
+    def _forget_recorded(self) -> None:
+        """Record anew at the next step."""
+        # no graph may be given up while another is captured; inputs that change there change again afterwards
+        if not is_capturing(self._device):
             self._graph = None
-        host = torch.tensor(column, dtype=torch.int64, device="cpu")
-        host = host.pin_memory() if self._device.type == "cuda" else host
-        if capturing:
-            # every replay reads it again
-            self._captured_addresses.append((host, used))
-            self._was_captured = True
-        self._tables.matrices[:, fields.G.value].copy_(host, non_blocking=True)
 
     @property
     def launches(self) -> int:
@@ -192,42 +186,6 @@ class MuonPlan:
     def address_key(self) -> tuple[tuple[Any, ...], ...]:
         """`MuonTensors.address_key` of every parameter, when the plan was built."""
         return self._address_key
-
-    def _write_hyper(self, hyper: Sequence[Sequence[float | Tensor]], capturing: bool) -> None:
-        """Bring the device's hyperparameters up to date: floats when they changed, device scalars always."""
-        values = [list(row) for row in hyper]
-        floats = [[0.0 if on_device(value) else float(value) for value in row] for row in values]
-        if capturing:
-            # constants of the captured graph; an upload would read host memory at every replay
-            for i, j in product(range(len(values)), range(NUM_HYPER)):
-                self._hyper[i, j].fill_(floats[i][j])
-            self._hyper_values = None
-        elif floats != self._hyper_values or self._was_captured:
-            host = torch.tensor(floats, dtype=torch.float32, device="cpu")
-            self._hyper.copy_(host.pin_memory() if self._device.type == "cuda" else host, non_blocking=True)
-            self._hyper_values = floats
-        for i, row in enumerate(values):
-            for j, value in enumerate(row):
-                if isinstance(value, Tensor) and on_device(value):
-                    self._hyper[i, j].copy_(value.reshape(()))
-                    self._hyper_values = None
-
-    def _write_control(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        if factor is None and found_inf is None:
-            if not self._control_is_default or self._was_captured:
-                self._control[0].fill_(1.0)
-                self._control[1].fill_(0.0)
-                self._control_is_default = True
-            return
-        self._control_is_default = False
-        for slot, value, default in ((self._control[0], factor, 1.0), (self._control[1], found_inf, 0.0)):
-            if value is None:
-                slot.fill_(default)
-            else:
-                slot.copy_(value.reshape(()))
-
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _as_stored(grad: Tensor, param: Tensor) -> Tensor:

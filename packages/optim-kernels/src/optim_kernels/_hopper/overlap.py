@@ -1,0 +1,22 @@
+"""How launches for Hopper in Gluon overlap with their neighbours (programmatic dependent launch)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def wait_for_previous(token):
+    """What the launch before has written is there."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_start(token):
+    """The next launch's programs may come to the device as soon as there is room."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,69 @@
+"""What a Muon step is told on the device: where gradients lie, hyperparameters, a factor and found_inf."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._kernels import muon_table as fields
+from optim_kernels.functional._muon_matrices import on_device
+from optim_kernels.multi_tensor import DeviceTable
+
+NUM_HYPER: int = fields.NUM_HYPER.value
+# What gradients are multiplied with, and found_inf, if the caller says nothing.
+FACTOR, FOUND_INF = 1.0, 0.0
+
+
+class StepInputs:
+    """One table, so that one upload brings all that has changed; scalars on the device are copied into it.
+
+        words   an address for each matrix (int64) | hyperparameters of each group (fp32) | factor, found_inf (fp32)
+
+    A captured step keeps its own table: what a graph reads is not what later steps write.
+
+    Attributes:
+        grads, hyper, control: the three parts.
+    """
+
+    def __init__(self, num_matrices: int, num_groups: int, device: torch.device) -> None:
+        self._table = DeviceTable(device)
+        # a multiple of 16 bytes, so that all parts are aligned alike
+        self._num_addresses = num_matrices + num_matrices % 2
+        self._shape = (num_groups, NUM_HYPER)
+        self._addresses = b""
+
+    def set_addresses(self, addresses: Sequence[int]) -> None:
+        """Where each matrix's gradient begins, from the next ``update`` on."""
+        padding = [0] * (self._num_addresses - len(addresses))
+        self._addresses = array("q", [*addresses, *padding]).tobytes()
+
+    def update(
+        self, hyper: Sequence[Sequence[float | Tensor]], factor: Tensor | None, found_inf: Tensor | None
+    ) -> bool:
+        """Bring the table up to date; whether its parts are new tensors, which a recorded launch does not know."""
+        control: list[Any] = [FACTOR if factor is None else factor, FOUND_INF if found_inf is None else found_inf]
+        values = [*chain.from_iterable(hyper), *control]
+        are_tensors = list(map(on_device, values))
+        numbers = array("f", [0.0 if is_tensor else float(x) for x, is_tensor in zip(values, are_tensors)])
+        # a number is not what a tensor has left in its place
+        kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
+        is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
+        if is_new:
+            rows, columns = self._shape
+            words, split = self._table.words, self._num_addresses
+            floats = words[split : split + len(numbers) // 2].view(torch.float32)
+            self.grads, self.hyper = words[:split], floats[:-2].view(rows, columns)
+            self.control, self._floats = floats[-2:], floats
+        for place, (value, is_tensor) in enumerate(zip(values, are_tensors)):
+            if is_tensor:
+                self._floats[place].copy_(value.reshape(()))
+        return is_new
+
+    def keep_for_graph(self) -> None:
+        """Take note that launches which read the table are being captured."""
+        self._table.keep_for_graph()

@@ -1,0 +1,188 @@
+"""Tables that a captured step reads: it uploads nothing that is there, and what it uploads nobody else relies on."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from random_tensors import DEVICE
+from torch import nn
+
+from optim_kernels import TritonAdamW, TritonMuon, functional, multi_tensor
+from optim_kernels.multi_tensor import DeviceTable
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MAKERS: dict[str, Make] = {
+    "AdamW": lambda params: TritonAdamW(params, lr=0.1, capturable=True),
+    "AdamW of one": lambda params: TritonAdamW(params[:1], lr=0.1, capturable=True),
+    "AdamW, max_norm": lambda params: TritonAdamW(params, lr=0.1, capturable=True, max_norm=1.0),
+    "Muon": lambda params: TritonMuon(params, lr=0.1, capturable=True),
+    "NorMuon": lambda params: TritonMuon([{"params": params, "variant": "nanochat-2026-07"}], lr=0.1, capturable=True),
+}
+
+
+def words(*values: int) -> bytes:
+    return array("q", values).tobytes()
+
+
+def test_a_table_filled_by_a_graph_is_for_that_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = DeviceTable(torch.device(DEVICE))
+    assert table.update(words(1, 2))
+    assert not table.update(words(1, 2))
+    eager = table.words
+    with monkeypatch.context() as patched:
+        patched.setattr(multi_tensor, "is_capturing", lambda _: True)
+        # what is there need not be uploaded
+        assert not table.update(words(1, 2))
+        assert table.update(words(3, 4))
+        table.keep_for_graph()
+        first = table.words
+        assert table.update(words(3, 4))
+        assert table.words is not first
+    # the graph has not been replayed
+    assert table.update(words(3, 4))
+    assert table.words is not first
+    assert eager.tolist() == [1, 2]
+    assert table.words.tolist() == [3, 4]
+    assert not table.update(words(3, 4))
+
+
+def make(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for i, shape in enumerate([(512, 300), (64, 64), (256, 1024), (33, 1000)]):
+        dtype = dtypes[i % len(dtypes)]
+        params.append(nn.Parameter(torch.randn(shape, generator=generator).to("cuda", dtype)))
+        params[-1].grad = torch.randn(shape, generator=generator).to("cuda", dtype)
+    return params
+
+
+def captured(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)], ids=["one dtype", "two"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_captures_that_are_not_replayed_leave_no_trace(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Two graphs with learning rates of their own, the second one replayed first, and eager steps between them."""
+    ours, other = make(dtypes), make(dtypes)
+    optimizer, eager = MAKERS[name](ours), MAKERS[name](other)
+    optimizer.step()
+    eager.step()
+    graphs: list[torch.cuda.CUDAGraph] = []
+    for lr in (0.2, 0.05):
+        set_lr(optimizer, lr)
+        graphs.append(captured(optimizer))
+        set_lr(eager, lr)
+        optimizer.step()
+        eager.step()
+    for number, lr in ((1, 0.05), (0, 0.2), (1, 0.05)):
+        graphs[number].replay()
+        set_lr(eager, lr)
+        eager.step()
+        set_lr(optimizer, 0.1)
+        optimizer.step()
+        set_lr(eager, 0.1)
+        eager.step()
+    for p, q in zip(ours, other, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+@pytest.mark.parametrize("name", MAKERS)
+def test_new_gradients_that_a_graph_makes(name: str) -> None:
+    """As when a whole training step is captured: gradients are the graph's own, and eager steps have others."""
+    ours, other = make(), make()
+    optimizer, eager = MAKERS[name](ours), MAKERS[name](other)
+    optimizer.step()
+    eager.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            for p in ours:
+                p.grad = p.detach() * 2
+            optimizer.step()
+    owned = [p.grad for p in ours]
+    for _ in range(2):
+        for p, q in zip(ours, other, strict=True):
+            p.grad = p.detach() * 3
+            q.grad = q.detach() * 3
+        optimizer.step()
+        eager.step()
+        graph.replay()
+        for _ in range(2):
+            for q in other:
+                q.grad = q.detach() * 2
+            eager.step()
+    # what the graph left in its gradients is what an eager step reads there
+    for p, grad, q in zip(ours, owned, other, strict=True):
+        p.grad = grad
+        assert grad is not None
+        assert q.grad is not None
+        assert torch.equal(grad, q.grad)
+    optimizer.step()
+    eager.step()
+    for p, q in zip(ours, other, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+def test_a_plan_made_while_a_graph_is_captured() -> None:
+    """Nothing of it is there before a replay: an eager step makes its own."""
+    ours, other = make(), make()
+    states = [
+        ([torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params], torch.zeros((), device="cuda"))
+        for params in (ours, other)
+    ]
+
+    def step(params: list[nn.Parameter], number: int, plan: functional.AdamWPlan) -> None:
+        m, v, steps = states[number]
+        grads = [p.grad for p in params if p.grad is not None]
+        with torch.no_grad():
+            hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+            functional.adamw_(params, grads, m, v, steps=steps, plan=plan, **hyper)
+
+    step(other, 1, functional.AdamWPlan())
+    step(other, 1, functional.AdamWPlan())
+    plan = functional.AdamWPlan()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(ours, 0, plan)
+    step(ours, 0, plan)
+    graph.replay()
+    for p, q in zip(ours, other, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+@pytest.mark.parametrize(("name", "nodes"), [("AdamW", 1), ("AdamW, max_norm", 2), ("Muon", None)])
+def test_a_replay_is_kernels_alone(name: str, nodes: int | None) -> None:
+    """What the warm-up has uploaded is not uploaded again."""
+    optimizer = MAKERS[name](make())
+    optimizer.step()
+    graph = captured(optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    assert isinstance(optimizer, TritonAdamW | TritonMuon)
+    if isinstance(optimizer, TritonMuon):
+        nodes = sum(plan.launches for plan in optimizer.plans())
+    assert len(events) == nodes, events
