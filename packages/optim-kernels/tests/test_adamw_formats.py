@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from optim_kernels import TritonAdamW
 from optim_kernels.functional import adamw_
@@ -81,6 +83,23 @@ def test_a_thousand_steps_against_float64(
 def test_bf16_second_moments_rounded_to_nearest_cannot_fall(exact: tuple[float, torch.Tensor]) -> None:
     """Why ``stochastic_rounding`` and ``state_dtype`` are there: the loss ends many times above float64's."""
     assert train(BF16, {}, "torch")[0] > 4 * exact[0]
+
+
+@pytest.mark.parametrize("optimizer_class", [TritonAdamW, torch.optim.AdamW])
+def test_fp16_second_moments_stay_zero_below_what_explain_says(optimizer_class: Any) -> None:
+    below = nn.Parameter(torch.zeros(4, dtype=torch.float16, device=DEVICE))
+    above = nn.Parameter(torch.zeros(4, dtype=torch.float16, device=DEVICE))
+    beta2 = 0.99
+    (limit,) = re.findall(r"stays zero where \|g\| < (\S+)", TritonAdamW([below], betas=(0.9, beta2)).explain())
+    optimizer = optimizer_class([below, above], betas=(0.9, beta2), eps=1e-4)
+    for _ in range(20):
+        below.grad, above.grad = (
+            torch.full_like(below, 0.97 * float(limit)),
+            torch.full_like(above, 1.04 * float(limit)),
+        )
+        optimizer.step()
+    assert not optimizer.state[below]["exp_avg_sq"].any()
+    assert optimizer.state[above]["exp_avg_sq"].all()
 
 
 def lists(numel: int, dtype: torch.dtype, seed: int = 0) -> dict[str, list[torch.Tensor]]:

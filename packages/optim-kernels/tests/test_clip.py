@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_kernels import (
+    TritonAdamW,
+    TritonMuon,
+    TritonMuonAdamW,
     clip_factor,
     clip_grad_norm_,
     clip_grads_with_norm_,
@@ -24,6 +27,30 @@ from optim_kernels._gradient_norm import GradientNorms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: TritonAdamW([p], impl="torch"),
+        lambda p: TritonMuon([p], impl="torch"),
+        lambda p: TritonMuonAdamW([{"kind": "adamw", "params": [p], "impl": "torch"}]),
+    ],
+    ids=["TritonAdamW", "TritonMuon", "TritonMuonAdamW"],
+)
+def test_a_step_takes_one_factor_on_the_device(build: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optimizer = build(p)
+    with pytest.raises(TypeError, match=r"^clip_factor must be a 0-d tensor, got 0\.5; give torch\.tensor\(0\.5\)"):
+        optimizer.step(clip_factor=0.5)
+    # plain torch would multiply each column by a factor of its own
+    with pytest.raises(ValueError, match=r"^clip_factor must be a 0-d tensor, .* got shape \(3,\)$"):
+        optimizer.step(clip_factor=torch.ones(3, device=DEVICE))
+    assert torch.equal(p, torch.ones_like(p))
+    assert not optimizer.state
+    optimizer.step(clip_factor=torch.tensor(0.5, device=DEVICE))
+    assert not torch.equal(p, torch.ones_like(p))
 
 
 def gradients(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

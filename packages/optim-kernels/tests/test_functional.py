@@ -229,6 +229,64 @@ def test_what_the_reference_cannot_update_is_refused() -> None:
         step(torch.ones(4), torch.ones(1))
 
 
+LIST_OF_TWO: dict[str, Any] = {
+    "exp_avgs": [torch.zeros(4)],
+    "exp_avg_sqs": [torch.zeros(4)] * 3,
+    "max_exp_avg_sqs": [torch.zeros(4)],
+    "masters": [None],
+    "steps": [torch.zeros(())],
+    "grads": [torch.ones(4)] * 3,
+    "present": [None],
+    "indices": [0],
+    "starts": [0, 0, 0],
+    "lr": [1e-3],
+    "betas": [(0.9, 0.99)],
+    "eps": [1e-8],
+    "weight_decay": [0.0] * 3,
+    "maximize": [True],
+}
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", LIST_OF_TWO)
+def test_a_list_of_another_length_is_refused_by_name(name: str, impl: Any) -> None:
+    def placed(value: Any) -> Any:
+        return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+    arguments: dict[str, Any] = {key: [torch.ones(4), torch.ones(4)] for key in ("params", "grads")}
+    arguments |= {key: [torch.zeros(4), torch.zeros(4)] for key in ("exp_avgs", "exp_avg_sqs")}
+    arguments |= {"steps": [torch.zeros(()), torch.zeros(())], **OPTIONS, name: LIST_OF_TWO[name]}
+    arguments = {
+        key: list(map(placed, value)) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    with pytest.raises(ValueError, match=f"^{name} must have one entry for each of the 2 params, got [13]$"):
+        adamw_(**arguments, impl=impl)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in arguments["params"])
+
+
+@pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"])
+def test_the_reference_broadcasts_no_state(name: str) -> None:
+    p = torch.ones(4, 3, device=DEVICE)
+    arguments: dict[str, Any] = {"exp_avgs": [torch.zeros_like(p)], "exp_avg_sqs": [torch.zeros_like(p)]}
+    arguments[name] = [torch.zeros(3, device=DEVICE)]
+    with pytest.raises(ValueError, match=rf"^{name}\[0\] must have the shape of params\[0\], \(4, 3\), got \(3,\)$"):
+        adamw_([p], [torch.ones_like(p)], steps=torch.zeros(()), impl="torch", **arguments, **OPTIONS)
+    assert torch.equal(p, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_an_empty_list_stands_for_none(impl: Any) -> None:
+    """As torch's own functions have it: a step without AMSGrad is given no maxima."""
+    results = []
+    for nothing in (None, []):
+        p, m, v = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE)
+        lists: dict[str, Any] = {"max_exp_avg_sqs": nothing, "masters": nothing, "starts": nothing, "present": nothing}
+        adamw_([p], [torch.ones_like(p)], [m], [v], steps=torch.zeros((), device=DEVICE), impl=impl, **lists, **OPTIONS)
+        results.append(p)
+    assert torch.equal(*results)
+    assert float(results[0][0]) < 1
+
+
 @pytest.mark.skipif(DEVICE != "cpu" or (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="MAP_32BIT")
 def test_one_tensor_at_an_address_below_4_gib():
     """Where Python is no position-independent program, as Debian's, memory of the C heap begins there."""

@@ -313,6 +313,44 @@ def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grads": []}, "grads must have one entry for each of the 1 params, got 0"),
+        ({"momentum_buffers": [torch.zeros(4, 6)] * 2}, "momentum_buffers must have one entry"),
+        ({"momentum_buffers": [torch.zeros(6)]}, r"momentum_buffers\[0\] must have the shape of params\[0\], \(4, 6\)"),
+        ({"grads": [torch.ones(1, 6)]}, r"grads\[0\] must have the shape of params\[0\], \(4, 6\), got \(1, 6\)"),
+        ({"second_moments": []}, "second_moments must have one entry"),
+        ({"views": [None, None]}, "views must have one entry"),
+        ({"masters": []}, "masters must have one entry"),
+        ({"steps": []}, "steps must have one entry"),
+        ({"indices": [1, 2]}, "indices must have one entry"),
+        ({"stochastic_rounding": True}, "stochastic_rounding=True needs steps"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, Any], message: str) -> None:
+    p, buffer = torch.ones(4, 6), torch.zeros(4, 6)
+    arguments: dict[str, Any] = {"grads": [torch.ones(4, 6)], "momentum_buffers": [buffer], **change}
+    with pytest.raises(ValueError, match=message):
+        muon_([p], **arguments, lr=0.1)
+    assert torch.equal(p, torch.ones(4, 6))
+    assert not buffer.any()
+
+
+def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
+    grads, buffers = [torch.ones(4, 6)] * 2, [torch.zeros(4, 6)]
+    with pytest.raises(ValueError, match="momentum_buffers must have one entry for each of the 2 grads, got 1"):
+        muon_update(grads, buffers)
+    assert not buffers[0].any()
+    params = [torch.ones(4, 6)]
+    with pytest.raises(ValueError, match="updates must have one entry for each of the 1 params, got 2"):
+        apply_muon_update_(params, grads, lr=0.1)
+    with pytest.raises(ValueError, match=r"updates\[0\] must have the shape of params\[0\]"):
+        apply_muon_update_(params, [torch.ones(6)], lr=0.1)
+    assert torch.equal(params[0], torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from optim_kernels._dtensors import whole
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
@@ -32,6 +31,7 @@ from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepar
 from optim_kernels._optimizers.adamw_torch import step_with_torch
 from optim_kernels._optimizers.base import (
     check_capture,
+    checked_factor,
     hooked_step,
     log_fallback,
     run_closure,
@@ -71,14 +71,19 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable: as in torch.
         fused: ``None`` takes the kernels where they run, ``True`` demands them, ``False`` asks for plain torch.
         state_dtype: dtype of the moments: ``None`` (the parameter's), one dtype, a pair (first, second), or ``"int8"``
-            for 8-bit codes (parameters under 4096 elements then have fp32 moments, in a launch of their own).
+            for 8-bit codes (parameters under 4096 elements, or not in row-major order, then have fp32 moments, in a
+            launch of their own).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits.
             A parameter that others write to between steps goes back to what its fp32 copy says.
         stochastic_rounding: round bf16 parameters and moments at random, so that small steps count on average.
         seed: key of the random bits; the parameter's place is the other half of the key.
-        max_norm: clip all gradients by their global norm within the step; ``grad_norm`` then holds the norm.
+        max_norm: clip all gradients by their global norm within the step; ``grad_norm`` then holds the norm before it.
         norm_type: the order of that norm.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises where the kernels cannot run.
+
+    Raises:
+        ValueError: an option out of its range, or a storage format that a parameter cannot have.
+        RuntimeError: ``fused=True`` or ``impl="triton"`` for a parameter that the kernels cannot update.
     """
 
     def __init__(
@@ -180,9 +185,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         """One step; the loss of ``closure``, if there is one.
 
         Args:
-            clip_factor: 0-d tensor that all gradients are multiplied with, as they are read.
+            clip_factor: 0-d tensor that all gradients are multiplied with, as they are read; not beside ``max_norm``.
         """
         check_capture(self)
+        clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
@@ -191,7 +197,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         prepared, seen = prepared_for(self.param_groups, params, grads, states, known=self._prepared, prepare=prepare)
         self._prepared = prepared
         grad_scale, found_inf = self._loss_scaling()
-        clip_factor = whole(clip_factor)
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:
             if clip_factor is not None:
@@ -297,7 +302,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             handle.remove()
 
     def explain(self) -> str:
-        """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches."""
+        """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches.
+
+        The bytes are those of the update; clipping by ``max_norm`` reads every gradient once more.
+        """
         names = self._parameter_names()
         rows = [explain_row(names[p], p, group, self._own_state.get(p) or {}) for group, p in self._parameters()]
         return text_table(EXPLAIN_HEADER, rows, footer=self._explain_launches())

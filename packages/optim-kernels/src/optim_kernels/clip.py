@@ -5,8 +5,9 @@
     g      <- factor · g
 
 The functions take torch's arguments and mean what torch's mean, with three differences: the norm of bf16 gradients is
-an fp32 number (torch returns bf16, three digits), gradients are not written when the factor is 1, and the factor stays
-on the device, where an optimizer's ``step(clip_factor=...)`` reads it instead of a pass over the gradients.
+an fp32 number (torch returns bf16, three digits), the kernels do not write gradients when the factor is 1 (plain torch,
+on a CPU, multiplies by 1), and the factor stays on the device, where an optimizer's ``step(clip_factor=...)`` reads it
+instead of a pass over the gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The total norm of the gradients, which are then scaled down in place to at most ``max_norm``."""
+    """The total norm of the gradients, which are then scaled down in place to at most ``max_norm``.
+
+    The arguments are torch's; norm and errors are those of `get_total_norm`.
+    """
     parameters = _as_list(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
@@ -68,7 +72,9 @@ def get_total_norm(
     """The norm of all tensors as if they were one vector: 0-d, fp32 (fp64 if a tensor is), on the first one's device.
 
     Args:
-        foreach: as in torch: ``True`` asks for its foreach functions, ``False`` for one call a tensor.
+        norm_type: the order p; ``inf`` for the largest magnitude.
+        foreach: as in torch: ``True`` asks for its foreach functions, whose norm is in the tensors' own dtype;
+            ``False`` for one call a tensor.
 
     Raises:
         RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._impl import Impl
-from optim_kernels._optimizers.base import StatefulOptimizer, check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.base import (
+    StatefulOptimizer,
+    check_capture,
+    checked_factor,
+    hooked_step,
+    run_closure,
+    text_table,
+)
 from optim_kernels._optimizers.muon_entries import entries_of, explained_entry, placed_state
 from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
@@ -153,13 +160,17 @@ class TritonMuon(MuonGroups):
             is ``"flatten"`` and flattens three dimensions too, or ``"convolution"`` and leaves three a batch; ``None``
             refuses them.
         split_rows: a block size (heads) or sizes (Q, K, V): each block of rows is a matrix of its own.
-        missing_grad: a parameter without gradient is skipped, treated as having ``"zero"`` gradient, or an error.
+        missing_grad: what to do about a parameter without gradient: ``"skip"`` it, take its gradient for ``"zero"``, or
+            ``"raise"``.
         beta2: NorMuon's variance normalisation; ``None`` leaves it out.
         row_equilibrate, renormalize, cautious: steps of nanochat's Muon, each on its own.
         momentum_dtype: of the momentum buffer; ``None`` is the gradient's.
         master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters.
         stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises, in the first step, where the kernels cannot run.
+
+    Raises:
+        ValueError: an option out of its range, or a parameter that cannot be read as matrices.
     """
 
     def __init__(
@@ -246,6 +257,7 @@ class TritonMuon(MuonGroups):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that gradients are multiplied with, see `clip.clip_factor`.
         """
+        clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
         check_capture(self)
         grad_scale, found_inf = self._loss_scaling()

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import local, whole
+from optim_kernels._dtensors import local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepared_for
-from optim_kernels._optimizers.base import check_capture, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.base import check_capture, checked_factor, hooked_step, run_closure, text_table
 from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
@@ -122,10 +122,11 @@ class TritonMuonAdamW(MuonGroups):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that gradients are multiplied with, instead of clipping by ``max_norm`` here.
         """
+        clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
         check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
-        clip_factor = self._clip(grad_scale) if clip_factor is None else whole(clip_factor)
+        clip_factor = self._clip(grad_scale) if clip_factor is None else clip_factor
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
         # what it refuses it refuses before Muon has moved anything

@@ -50,9 +50,9 @@ def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str
     dtypes = stored_dtypes(param, group, state)
     notes = [reason] if reason is not None else []
     if dtypes["exp_avg_sq"] == torch.float16:
-        notes.append("fp16 second moment: zero where |g| < 2e-4")
+        notes.append(f"fp16 second moment: stays zero where |g| < {_lost_below(group['betas'][1]):.1e}")
     if dtypes["exp_avg_sq"] == torch.bfloat16 and not group["stochastic_rounding"]:
-        notes.append("bf16 second moment rounded to nearest: cannot fall at beta2 > 0.996")
+        notes.append("bf16 second moment rounded to nearest: stops falling at beta2 > 0.996")
     return (
         name,
         tuple(param.shape),
@@ -61,6 +61,11 @@ def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str
         *(_short(dtypes[key]) for key in ("param", "grad", "exp_avg", "exp_avg_sq", "master")),
         f"{bytes_per_element(dtypes, amsgrad=group['amsgrad']):g}",
     )
+
+
+def _lost_below(beta2: float | Tensor) -> float:
+    """The gradient whose (1 - beta2) g² rounds to zero in fp16: half of 2**-24, the smallest number, and less."""
+    return (2.0**-25 / (1 - float(beta2))) ** 0.5
 
 
 def _short(dtype: torch.dtype | None) -> str:

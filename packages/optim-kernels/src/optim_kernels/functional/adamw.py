@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels.functional._lists import check_lengths, check_shapes
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
@@ -46,6 +48,10 @@ def adamw_(
     views. Hyperparameters are shared or one a tensor.
 
     Args:
+        params: of a real floating dtype; the kernels take fp32, fp16 and bf16.
+        exp_avgs, exp_avg_sqs: first and second moments, of their parameters' shapes and any floating dtype; for the
+            kernels also 8-bit codes (``optim_utils.CUBIC8`` and ``QUINTIC8_UNSIGNED``).
+        max_exp_avg_sqs: the running maxima of AMSGrad; ``None`` leaves AMSGrad out.
         grads: of any floating dtype; one with a dimension more than its parameter is a stack of slices (one a rank,
             say), summed in order in fp32 before anything else.
         steps: 0-d tensors that count the steps taken so far, one a tensor or shared; each is advanced once. The
@@ -60,16 +66,51 @@ def adamw_(
             wherever the same tensor objects come again; without one every call builds its tables anew.
         impl: ``"auto"`` takes the kernels for tensors on CUDA, ``"torch"`` the reference, ``"triton"`` the kernels or
             an error.
+
+    Raises:
+        ValueError: lists of other lengths, tensors of other shapes, or what the kernels cannot take; by name, before
+            anything is written.
+        RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     if not params:
         return
     check_impl(impl)
     # what a plan was made for, the kernels can update
     planned = plan is not None and impl != "torch" and plan.is_for(params)
+    # torch's own functions take an empty list for none
+    max_exp_avg_sqs, masters = max_exp_avg_sqs or None, masters or None
+    starts, present = starts or None, present or None
+    if not planned:
+        check_lengths(
+            len(params),
+            "params",
+            grads=grads,
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
+            steps=None if isinstance(steps, Tensor) else steps,
+            lr=_listed(lr),
+            betas=betas if isinstance(betas[0], Sequence) else None,
+            eps=_listed(eps),
+            weight_decay=_listed(weight_decay),
+            max_exp_avg_sqs=max_exp_avg_sqs,
+            masters=masters,
+            maximize=_listed(maximize),
+            indices=indices,
+            starts=starts,
+            present=present,
+        )
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
         _check(params, grads)
+        check_shapes(
+            params,
+            "params",
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
+            max_exp_avg_sqs=max_exp_avg_sqs,
+            masters=masters,
+        )
         reference.adamw_(
             params,
             grads,
@@ -113,6 +154,11 @@ def adamw_(
     plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     # for autograd, which then refuses to differentiate through values that are gone
     torch.autograd.graph.increment_version(params)
+
+
+def _listed(value: Any) -> Sequence[Any] | None:
+    """A hyperparameter that is given one a tensor; None for one that all share."""
+    return value if isinstance(value, Sequence) else None
 
 
 def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

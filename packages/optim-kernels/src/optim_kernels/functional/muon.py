@@ -1,7 +1,7 @@
-"""The Muon step over lists of tensors: on the GPU a few grouped launches, elsewhere plain torch.
+"""The Muon step over lists of tensors, one after another: plain torch around `newton_schulz`, which has the kernels.
 
-The formulas are those of `optim_kernels.reference.muon`; this module decides who computes them, and reads parameters as
-matrices through `MatrixView`s. Tensors may be views into flat buffers.
+The formulas are those of `optim_kernels.reference.muon`; parameters are read as matrices through `MatrixView`s.
+Tensors may be views into flat buffers. The whole step of many matrices in a few grouped launches is `muon_plan`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl
+from optim_kernels.functional._lists import check_lengths, check_shapes
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import (
@@ -64,14 +65,39 @@ def muon_(
     """One Muon step on every parameter, in place; gradients are only read.
 
     Args:
+        params, grads, momentum_buffers: matrices, or batches of them, ``[..., r, c]``, unless ``views`` say more; three
+            tensors of one shape each.
         lr, weight_decay, momentum, beta2: floats or 0-d tensors.
         ns: the orthogonalisation; ``None`` is ``NSConfig()``.
         scale: what lr is multiplied by (`reference.muon.MuonRule`).
         second_moments: NorMuon's V (`new_second_moment`), moved with ``beta2``; ``None`` leaves NorMuon out.
         views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
         masters: fp32 masters, or int16 low halves (split16), of 16-bit parameters.
-        steps, indices: with ``stochastic_rounding``, numbers of this step and of each parameter; they choose the bits.
+        clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the one and divided by the other.
+        found_inf: if nonzero, nothing is changed.
+        stochastic_rounding: round bf16 parameters at random; the bits follow from ``seed``, ``steps`` and ``indices``.
+        steps: for each parameter the number of this step, from 1; needed with ``stochastic_rounding``, because the same
+            bits in every step would lose the same small updates again and again.
+        indices: for each parameter its number in the model; by default its place in the list.
+        impl: who runs Newton–Schulz: ``"auto"``, ``"torch"`` or ``"triton"``.
+
+    Raises:
+        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
     """
+    if stochastic_rounding and steps is None:
+        raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
+    check_lengths(
+        len(params),
+        "params",
+        grads=grads,
+        momentum_buffers=momentum_buffers,
+        second_moments=second_moments,
+        views=views,
+        masters=masters,
+        steps=steps,
+        indices=indices,
+    )
+    check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
     if found_inf is not None and bool(found_inf.item()):
         return
     rule = MuonRule(
@@ -96,9 +122,8 @@ def muon_(
     )
     bits: list[Rounding] | None = None
     if stochastic_rounding:
-        counts = steps if steps is not None else [1] * len(params)
         places = indices if indices is not None else range(len(params))
-        bits = [Rounding(seed, place, 0, step) for place, step in zip(places, counts, strict=True)]
+        bits = [Rounding(seed, place, 0, step) for place, step in zip(places, steps or (), strict=True)]
     apply_muon_update_(
         params,
         updates,
@@ -128,8 +153,13 @@ def muon_update(
     """The update direction O of every gradient, each in its gradient's shape, fp32 (fp64 for fp64); buffers move.
 
     For an owner that sends updates; `apply_muon_update_` is the other half of the step.
+
+    Raises:
+        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
     """
     rule, ns = rule or MuonRule(), ns or NSConfig()
+    check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
+    check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
@@ -157,7 +187,13 @@ def apply_muon_update_(
     masters: Sequence[Tensor | None] | None = None,
     bits: Sequence[Rounding] | None = None,
 ) -> None:
-    """Decay every parameter and subtract ``lr · scale`` times its update, in place."""
+    """Decay every parameter and subtract ``lr · scale`` times its update, in place.
+
+    Raises:
+        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
+    """
+    check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
+    check_shapes(params, "params", updates=updates, masters=masters)
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
         master = None if masters is None else masters[i]
         old = read_param(p, master).to(wide_dtype(p, o))
