@@ -402,6 +402,22 @@ def reduce_dtype_and_reduced_dtype(rank, world_size):
         optimizer.step()
 
 
+@scenario(1, 2)
+def a_clip_factor_that_is_no_number_on_the_device_is_refused_before_the_step(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = TritonDistAdamW(net.parameters(), lr=0.1)
+    net(batch(rank, 0)).backward()
+    before = values(net)
+    with pytest.raises(TypeError, match=r"clip_factor must be a 0-d tensor, got 0\.5; give torch\.tensor\(0\.5\)"):
+        optimizer.step(clip_factor=0.5)
+    with pytest.raises(ValueError, match=r"clip_factor must be a 0-d tensor, .* got shape \(2,\)"):
+        optimizer.step(clip_factor=torch.ones(2))
+    assert_same(before, values(net))
+    # nothing has begun, so that the step can be taken
+    optimizer.step(clip_factor=torch.tensor(0.5, device=device_of(rank)))
+    assert not any(map(torch.equal, before, values(net)))
+
+
 @scenario.parametrize()
 def test_step(backend, world_size, name):
     scenario.check(backend, world_size, name)

@@ -189,6 +189,7 @@ class DistOptimizer(LiveOptimizer):
             closure: evaluates the loss again, with gradients enabled; its result is returned.
             clip_factor: a 0-dim tensor that gradients are multiplied by, beside the factor of ``clip_grad_norm_``.
         """
+        step_checks.check_factor(clip_factor)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -14,6 +14,18 @@ from optim_dist._optimizers.construction import Entry, check_options, describe_g
 from optim_dist._reduction.collectives import Communicator
 
 
+def check_factor(clip_factor: object) -> None:
+    """Refuse what gradients cannot be multiplied with, before any rank has begun the step."""
+    if clip_factor is None:
+        return
+    if not isinstance(clip_factor, Tensor):
+        raise TypeError(f"clip_factor must be a 0-d tensor, got {clip_factor!r}; give torch.tensor({clip_factor!r})")
+    if clip_factor.numel() != 1:
+        raise ValueError(
+            f"clip_factor must be a 0-d tensor, one number for all gradients, got shape {tuple(clip_factor.shape)}"
+        )
+
+
 def check_listed(groups: Sequence[dict[str, Any]], planned: Sequence[Sequence[Tensor]]) -> None:
     """Refuse groups that list other parameters than when the plan was made, which would stay as they are."""
     listed = [group["params"] for group in groups]
