@@ -134,7 +134,8 @@ def partition(
         improve: False stops after longest first (LPT), which the result is never worse than.
 
     Raises:
-        ValueError: if no partition within ``memory_cap`` was found; it names the smallest cap that was.
+        ValueError: for an argument out of its range or of another length than ``costs`` or the ranks; and if no
+            partition within ``memory_cap`` was found: it names the smallest cap that was.
     """
     if not isinstance(num_ranks, Integral) or num_ranks < 1:
         raise ValueError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")

@@ -11,7 +11,9 @@ Which format for what (bytes an element with the default block; the errors are i
     MOMENT8 1.016       second moments: their roots in DYNAMIC8_UNSIGNED; what is positive stays positive
     OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at less than half the instructions in a kernel
     CUBIC8, QUINTIC8_UNSIGNED 1.016  first and second moments with smaller errors yet, and few instructions in a kernel
-    FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)``
+    FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)`` times ``scale / 448``, or
+                                 ``codes.view(torch.float8_e5m2)`` times ``scale / 57344`` (the largest of the type)
+    DYNAMIC8_UNSIGNED, OCTAL8_UNSIGNED 1.016  what MOMENT8 and OCTAL_MOMENT8 store roots in
     INT4, NF4, LOG4_UNSIGNED 0.531  momentum; second moments (LOG4_UNSIGNED) at four bits
 
 The maps are defined in closed form in `optim_utils._low_bit.codes`, blocks and scales in `optim_utils._low_bit.blocks`,
@@ -94,6 +96,8 @@ def quantize(
     """x in a low-bit format; of a DTensor, codes and scales are DTensors with its placements.
 
     Args:
+        x: float32, bfloat16, float16 or float64, of any shape.
+        fmt: a preset of this module, such as ``INT8``.
         dtype: what the result passes for and decodes to, one of float32, bfloat16, float16 and float64; by default that
             of x (float32 for float64, which is converted to float32 first).
         stochastic: go to one of the two neighbouring codes at random, so that the mean of what is decoded is x (in
@@ -101,6 +105,10 @@ def quantize(
         seed: of the plain stream of :mod:`optim_utils.rounding`; without it ``generator`` or torch's default one.
         validate: refuse negative numbers in a one-sided format, instead of clamping them to zero. Reads the result
             back, so it waits for the device.
+
+    Raises:
+        TypeError: for what is not floating, is quantized already, or would have a dtype that is not among these.
+        ValueError: for a seed or generator without ``stochastic``, and by ``validate``.
     """
     fmt = fmt.specialized()
     _check_input(x, fmt, validate)
@@ -139,13 +147,21 @@ def _uniform(
 
 
 def quantize_into(codes: Tensor, scale: Tensor, x: Tensor, fmt: LowBitFormat, *, offset: Tensor | None = None) -> None:
-    """Fill ``codes`` and ``scale`` (affine formats: ``offset`` too) with those of x."""
+    """Fill ``codes`` and ``scale`` (affine formats: ``offset`` too) with those of x.
+
+    Raises:
+        ValueError: if they have other dtypes or shapes than those of a `LowBitTensor` of this format and of x's shape.
+    """
     target = LowBitTensor(codes, scale, offset, fmt, x.shape)
     target.copy_(x.detach())
 
 
 def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """The numbers of t in ``dtype`` (by default the one it passes for), or written into ``out``."""
+    """The numbers of t in ``dtype`` (by default the one it passes for), or written into ``out``, of any dtype.
+
+    Raises:
+        ValueError: if ``out`` has another shape, or another dtype than a given ``dtype``.
+    """
     if out is None:
         return t.dequantize(dtype)
     if out.shape != t.shape or (dtype is not None and out.dtype != dtype):

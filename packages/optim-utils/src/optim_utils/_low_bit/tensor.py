@@ -42,9 +42,10 @@ class LowBitTensor(Tensor):
     """A tensor stored as low-bit codes with a scale for each block; made by :func:`optim_utils.low_bit.quantize`.
 
     Attributes:
-        codes: uint8, shaped like the tensor; two 4-bit codes share a byte (see ``optim_utils.low_bit``).
-        scale: fp32, one a block.
-        offset: fp32, one a block, for affine formats; else None.
+        codes: uint8, shaped like the tensor. Two 4-bit codes share a byte, so that n of them are [ceil(n / 2)] in
+            layout "flat", and [..., ceil(k / 2)] for rows of k in layout "rows".
+        scale: fp32, one a block: [ceil(n / block_size)], or [..., ceil(k / block_size)] in layout "rows".
+        offset: fp32, shaped like ``scale``, for affine formats; else None.
         fmt: the format.
     """
 

@@ -51,7 +51,7 @@ def to_dotted(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple
     """The leaves of nested dicts by the dotted names of ``torch.distributed.checkpoint``, and the path of each name.
 
     Raises:
-        ValueError: if two paths have one name: the keys 0 and "0", or a key that contains a dot.
+        ValueError: if two paths have one name, as those of the keys 0 and "0", or of ``{"a.b": 1, "a": {"b": 2}}``.
     """
     dotted: dict[str, Any] = {}
     mapping: dict[str, tuple[Any, ...]] = {}
