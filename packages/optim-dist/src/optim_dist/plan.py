@@ -214,7 +214,15 @@ def make_plan(
     """The plan of a model that need not exist: shapes by name, in the order of ``named_parameters()``.
 
     Args:
-        groups: dicts with ``kind`` (``"adamw"`` or ``"muon"``) and ``params``, a list of names.
+        named_shapes: the (global) shape of each parameter.
+        groups: dicts with ``kind`` (``"adamw"`` or ``"muon"``) and ``params``, a list of names; parameters that no
+            group lists are left out, as frozen ones are.
+        world_size: the number of ranks.
+        dtype: of all parameters and gradients.
+        bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
+
+    Raises:
+        ValueError: for a kind, a name or a matrix that is none.
     """
     order = {name: position for position, name in enumerate(named_shapes)}
     specs = []

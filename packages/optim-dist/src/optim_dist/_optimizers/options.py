@@ -46,7 +46,8 @@ class Options:
         mesh: a ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. Of two dimensions
             (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
             DTensors have meshes of their own, which cover the same ranks.
-        reducer: see ``optim_dist.reducers``.
+        process_group: the ranks that share the work; the default group if neither this nor ``mesh`` is given.
+        reducer: ``"rs"`` or ``"exact"``, see ``optim_dist.reducers``.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
         average: divide the sum over ranks by their number.
@@ -55,8 +56,9 @@ class Options:
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
         max_norm: clip by the global norm inside ``step()``, beside what ``clip_grad_norm_`` did before.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
-        sync_params: what construction does with parameters: take the first rank's, or compare.
-        timeout: seconds that a collective may take.
+        sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
+            are equal.
+        timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters and clipping over ranks before every update, and parameters after it.
     """
 
