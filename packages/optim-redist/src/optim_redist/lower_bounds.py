@@ -68,7 +68,7 @@ class Bounds(NamedTuple):
         memory: elements that the fullest rank holds of source and target together.
         live: elements of the larger of source and target on the fullest rank.
         live_src: elements of the source on the fullest rank.
-        seconds: least time in bytes over bandwidth, 0 without a topology.
+        seconds: least time, the topology's latency and bytes over bandwidth; 0 without a topology.
     """
 
     recv: int

@@ -6,7 +6,8 @@ j mod P, row-major over the axes in mapping order. b = 1 is cyclic, b = ceil(N/P
 uses replicate. Ranks are row-major over the mesh.
 
 The names are those of the notebook from which this package descends. Every operation returns the distribution it
-leads to, the elements that the most loaded rank holds before it, and the number of processes of one group.
+leads to, the elements that the most loaded rank holds before it, and the number of processes of one group; a split,
+which sends nothing, gives 0 for both.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class MultiAxisDist:
             it is not split.
         block_sizes: one int for all split dimensions or one for each dimension; ``None`` or -1 = 1 where split.
             A dimension that is not split always stores -1.
+
+    Operations, and what is said of a rank, take shapes that are ``compatible``, and raise ``ValueError`` for others.
     """
 
     processorMesh: tuple[int, ...]
