@@ -9,7 +9,7 @@ import pytest
 import torch
 from redist_cases import part_of, random_case
 
-from optim_redist import Item, Layout, LayoutError, Mesh, many, redistribute_many
+from optim_redist import Item, Layout, LayoutError, Mesh, PlanMismatchError, many, redistribute_many
 from optim_utils.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
@@ -81,6 +81,24 @@ def _forgetful(rank: int, world: int) -> None:
 
 def test_ranks_that_forget_programs_do_not_wait_for_those_that_know_them() -> None:
     run_ranks(_forgetful, 4, timeout=60)
+
+
+def _other_names(rank: int, world: int) -> None:
+    src, dst = Layout(Mesh(2), [0, None]), Layout(Mesh(2), [None, 0])
+    full = torch.arange(64.0).reshape(8, 8)
+    item = Item(part_of(full, src, rank), (8, 8), src, dst)
+    names = ("weight", f"only on rank {rank}")
+    with pytest.raises(PlanMismatchError, match=r"name\.0: only on rank 0' against 'name\.0: only on rank 1'"):
+        redistribute_many(dict.fromkeys(names, item))
+    # the same tensors by agreed names, and by numbers
+    for items in ({"weight": item, "bias": item}, {("weight", 0): item}, [item, item]):
+        found = redistribute_many(items)
+        for part in found.values() if isinstance(found, dict) else found:
+            assert torch.equal(part, part_of(full, dst, rank))
+
+
+def test_tensors_of_other_names_are_not_exchanged() -> None:
+    run_ranks(_other_names, 2)
 
 
 def test_errors_name_the_tensor() -> None:

@@ -57,13 +57,15 @@ def redistribute_local(
         async_op: return a ``Handle`` whose ``wait()`` gives the result.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
-            It has to be all of its storage, which torch can free, and is empty afterwards unless it is the result.
+            It has to be all of its storage, which torch can free. Unless it is the result its storage is empty
+            afterwards, while its shape stays: whoever reads it ends the process.
         copy: without it, a part of the source that becomes the target may come back as a view.
 
     Raises:
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory or on
             another device.
-        PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options.
+        PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options, none of which has run
+            before: a rank whose plan has does not compare again, and the others wait for it or fail in the backend.
         UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost, or if
             ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps.
     """

@@ -88,10 +88,16 @@ def _lay_out(
 
 
 class ManyProgram:
-    """The compiled plans of many tensors on one rank."""
+    """The compiled plans of many tensors on one rank.
 
-    def __init__(self, plans: Sequence[Plan], bucket_bytes: int, group: ProcessGroup | None) -> None:
-        self.plans = list(plans)
+    Args:
+        names: of the tensors, which ranks have to agree on as on the plans; none of them if they have only numbers.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], bucket_bytes: int, group: ProcessGroup | None, names: Sequence[str] = ()
+    ) -> None:
+        self.plans, self._names = list(plans), tuple(names)
         self.rank = collectives.my_rank()
         self.team: Team | None = None
         members: tuple[int, ...] = ()
@@ -188,7 +194,8 @@ class ManyProgram:
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
             texts = [made.canonical_text() for made in self.plans]
-            self.team.compare("\n".join([f"bucket_bytes: {self._bucket_bytes}", *texts]))
+            names = [f"name.{number}: {name}" for number, name in enumerate(self._names)]
+            self.team.compare("\n".join([f"bucket_bytes: {self._bucket_bytes}", *names, *texts]))
             self._compared = True
 
 
@@ -232,6 +239,11 @@ def redistribute_many(
         group: who takes part; by default the ranks of all layouts.
         async_op: return a ``Handle``; only the first bucket's exchange overlaps with what the caller does next.
         cost_model: as for ``plan``.
+
+    Raises:
+        LayoutError: if a tensor's shape or dtype is not what its item says.
+        PlanMismatchError: in the first call with these tensors, if ranks bring others, other options, or other names
+            (those that are strings).
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -240,11 +252,13 @@ def redistribute_many(
     if not chosen:
         return {} if isinstance(items, Mapping) else []
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
-    key = (tuple(map(id, plans)), bucket_bytes, id(group), collectives.my_rank())
+    # other names need not have a text that is the same on every rank
+    agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()
+    key = (tuple(map(id, plans)), bucket_bytes, id(group), collectives.my_rank(), agreed)
     world = collectives.world()
     known = _programs.find(key)
     if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
-        known = (world, ManyProgram(plans, bucket_bytes, group))
+        known = (world, ManyProgram(plans, bucket_bytes, group, agreed))
         _programs.put(key, known)
     program = known[1]
     for name, item, stage in zip(names, chosen, program.stages):
