@@ -51,11 +51,15 @@ class TritonMuonAdamW(MuonGroups):
 
     Args:
         param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and any option of `TritonMuon`, or of AdamW
-            lr, betas, eps, weight_decay and maximize; unknown keys are kept and ignored.
+            lr (3e-4 by default), betas ((0.9, 0.95)), eps (1e-10), weight_decay (0) and maximize; unknown keys are kept
+            and ignored.
         max_norm: clip by the global norm of all gradients inside the step; ``grad_norm`` then holds the unclipped norm.
         seed: of stochastic rounding, for groups without their own.
         capturable: the step may be captured into a CUDA graph.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``, for groups without their own.
+
+    Raises:
+        ValueError: a group without a kind, an option out of its range, or a parameter that its kind cannot update.
     """
 
     grad_norm: Tensor | None = None

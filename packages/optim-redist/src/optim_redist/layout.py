@@ -68,7 +68,8 @@ class Layout:
 
     ``dims`` has one entry a tensor dimension: ``None`` (not split), an axis, a tuple of axes major to minor (both
     ``Block``), or ``(axes, kind)``. Axes are numbers or names. ``partial`` maps axes to the operation that combines
-    the contributions lying along them.
+    the contributions lying along them: "sum", "avg", "min", "max" or "product". An axis that the mesh does not have, or
+    that is named twice, is a ``LayoutError``.
 
     >>> mesh = Mesh((4, 2), names=("x", "y"))
     >>> str(Layout(mesh, [("x", "y"), None]))

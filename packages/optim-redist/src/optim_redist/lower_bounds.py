@@ -106,6 +106,9 @@ def bounds(
     """What no plan from ``src`` to ``dst`` can beat.
 
     ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
+
+    Raises:
+        LayoutError: if a layout does not fit the shape.
     """
     return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst), topology, itemsize=itemsize)
 

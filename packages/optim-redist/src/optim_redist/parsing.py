@@ -54,6 +54,9 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
         mesh: the mesh, or its text; the notebook's notation brings its own.
         num_dims: dimensions of the tensor, for the notations that may leave out trailing ones: partition_spec, and
             placements, which otherwise end at the last dimension that is split.
+
+    Raises:
+        LayoutError: for text in none of the notations, or that says what no layout can be.
     """
     written = text.strip()
     grid = parse_mesh(mesh) if isinstance(mesh, str) else mesh

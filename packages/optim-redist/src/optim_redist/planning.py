@@ -236,8 +236,11 @@ def plan(
         budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
     Raises:
+        LayoutError: if a layout does not fit the shape.
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
-        UnsupportedError: if the target has a reduction pending that elements of this dtype cannot start.
+        UnsupportedError: for an unknown dtype, and if the target has a reduction pending that elements of this dtype
+            cannot start.
+        RedistError: for unknown ``planners``, and where none of those that were named fits.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)

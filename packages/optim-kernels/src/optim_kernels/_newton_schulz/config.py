@@ -41,7 +41,9 @@ class NSConfig:
     """Everything that determines a Newton–Schulz run beside the matrix; validated once.
 
     Args:
-        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples (the last one is repeated).
+        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples, one a step: of a shorter list the last
+            one is repeated, of a longer one the first are taken. ``"cubic5"`` and ``"aol4"`` were tuned as a whole, and
+            are for 5 and 4 steps alone.
         steps: how many, under 100.
         method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless there are so many
             steps between restarts that their factor would leave fp16, else ``"standard"``.
