@@ -97,7 +97,8 @@ class CombinedLinear(nn.Module):
         checkpoint_format: what ``state_dict`` has: ``combined_weight``, or ``weight`` and ``bias`` as a Linear does.
             Both are loaded.
         align_rows: pad the memory of each row to 16 bytes. Rows of in + 1 elements are rarely aligned, which slows the
-            matrix products down several times; the shape does not change.
+            matrix products down several times; the shape does not change. The parameter is not dense then: fused
+            optimizers do not take it, and torch's fused AdamW on a CPU updates it wrongly without an error (2.13).
         column_major: keep the columns in memory one after another, the bias as the last of them. Then all products are
             aligned and the parameter stays dense: the fastest layout, whose strides are those of a transposed matrix.
     """
