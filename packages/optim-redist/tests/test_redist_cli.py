@@ -169,7 +169,9 @@ def test_verify_finds_what_is_wrong(capsys, tmp_path):
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(data))
     assert main(["verify", str(path)]) == 1
-    assert "C000: the bound is 128 elements here and 129 in the file" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "C000: the bound is 128 elements here and 129 in the file" in shown
+    assert "0 redistributions proven, 0 executed, 1 wrong" in shown
     made = plan((8, 8), "int32", parse_layout("[0,-]", "4"), parse_layout("[-,0]", "4"))
     path.write_text(json.dumps(made.to_json()))
     assert main(["verify", str(path), "--execute", "simulate"]) == 0

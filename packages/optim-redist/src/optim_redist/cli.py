@@ -260,7 +260,8 @@ def _verify(options: argparse.Namespace) -> int:
         for result in failed:
             print(f"{result['name']}: {result['problem']}")
         executed = sum(result["executed"] for result in results)
-        print(f"{len(results)} redistributions proven, {executed} executed, {len(failed)} wrong")
+        proven = len(results) - len(failed)
+        print(f"{proven} redistributions proven, {executed} executed, {len(failed)} wrong")
         if options.execute and executed < len(results):
             print(f"not executed: {len(results) - executed}, with pending reductions or on more ranks than there are")
     return 1 if failed else 0
