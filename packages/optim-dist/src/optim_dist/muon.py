@@ -54,6 +54,7 @@ class TritonDistMuon(DistOptimizer):
         params: matrices ``[..., m, n]``, ``(name, parameter)`` pairs or group dicts; a group may hold mixed shapes.
         variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` once
             ``beta2`` is given. A group may name another, and any single option.
+        lr, momentum, nesterov, ns_steps, beta2, weight_decay, maximize: as in ``optim_kernels.TritonMuon``.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 

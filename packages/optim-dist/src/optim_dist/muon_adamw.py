@@ -31,6 +31,7 @@ class TritonDistMuonAdamW(DistOptimizer):
         param_groups: dicts with ``kind`` and ``params``; what they leave out has the defaults of
             ``optim_kernels.TritonMuonAdamW``, what they add is kept.
         variant: of Muon groups that name none; a name of ``optim_kernels.VARIANTS``.
+        maximize: climb instead of descend, in groups that do not say.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 

@@ -167,6 +167,7 @@ class TritonMuon(MuonGroups):
         momentum_dtype: of the momentum buffer; ``None`` is the gradient's.
         master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters.
         stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
+        maximize, capturable: as in torch's optimizers: climb; the step may be captured into a CUDA graph.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises, in the first step, where the kernels cannot run.
 
     Raises:

@@ -94,8 +94,11 @@ def newton_schulz(
 ) -> Tensor | list[Tensor]:
     """``x [..., M, N]`` with its singular values moved to about 1, in ``x.dtype``.
 
-    The options are those of `NSConfig`. Differentiable; the gradient is that of the standard iteration in fp32 (fp64
-    for fp64 input), whatever the forward used. ``out`` (same shape, any dtype and strides) receives the result.
+    Five steps of ``"keller"`` bring those above a hundredth of the Frobenius norm to between 0.68 and 1.14; smaller
+    ones may end lower, and zero stays zero. The options are those of `NSConfig` (``compute_dtype`` is its ``dtype``).
+
+    Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
+    used. ``out`` (same shape, any dtype and strides) receives the result.
 
     A list gives a list. On CUDA its matrices of one shape are done together where that is faster, and their results
     are parts of one tensor.
@@ -103,6 +106,7 @@ def newton_schulz(
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
         TypeError: integer, complex or sparse input, or what is no tensor.
+        RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_impl(impl)
     values = (hashable(coefficients), steps, method, compute_dtype, hashable(restarts), norm_scale, eps, eps_mode)
