@@ -95,7 +95,8 @@ def newton_schulz(
     """``x [..., M, N]`` with its singular values moved to about 1, in ``x.dtype``.
 
     Five steps of ``"keller"`` bring those above a hundredth of the Frobenius norm to between 0.68 and 1.14; smaller
-    ones may end lower, and zero stays zero. The options are those of `NSConfig` (``compute_dtype`` is its ``dtype``).
+    ones end anywhere up to 1.21, and zero stays zero. The options are those of `NSConfig` (``compute_dtype`` is its
+    ``dtype``).
 
     Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
     used. ``out`` (same shape, any dtype and strides) receives the result.
