@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_kernels import TritonAdamW
 from optim_utils.testing import run_ranks
 
@@ -152,6 +152,21 @@ def on_shards(rank, world_size):
 
 def test_shards():
     run_ranks(on_shards, 3)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **options: TritonDistAdamW([nn.Parameter(torch.ones(3))], **options),
+        lambda **options: TritonDistMuon([nn.Parameter(torch.ones(3, 4))], **options),
+        lambda **options: TritonDistMuonAdamW([{"kind": "adamw", "params": [nn.Parameter(torch.ones(3))]}], **options),
+    ],
+    ids=["TritonDistAdamW", "TritonDistMuon", "TritonDistMuonAdamW"],
+)
+def test_an_unknown_option_is_refused_in_the_name_of_the_optimizer(build, request):
+    name = request.node.callspec.id
+    with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument 'fused'; .* takes model, mesh, "):
+        build(fused=True)
 
 
 def test_what_cannot_be_stored_is_refused():

@@ -131,7 +131,7 @@ class TritonDistAdamW(DistOptimizer):
         if stochastic_rounding:
             storage |= {"stochastic_rounding": True, "seed": seed}
         defaults |= {key: value for key, value in storage.items() if value is not None}
-        super().__init__(params, defaults, Options(**options))
+        super().__init__(params, defaults, Options.of(self, options))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw(group)

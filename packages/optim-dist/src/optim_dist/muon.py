@@ -80,7 +80,7 @@ class TritonDistMuon(DistOptimizer):
         defaults |= {"weight_decay": weight_decay, "maximize": maximize}
         if beta2 is not None:
             defaults["beta2"] = beta2
-        super().__init__(params, defaults, Options(**options))
+        super().__init__(params, defaults, Options.of(self, options))
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**muon_options(group["variant"]), **group} if "variant" in group else group

@@ -46,7 +46,7 @@ class TritonDistMuonAdamW(DistOptimizer):
         **options: Unpack[CommonOptions],
     ) -> None:
         self._variant = variant or HEAD
-        super().__init__(param_groups, {"maximize": maximize}, Options(**options))
+        super().__init__(param_groups, {"maximize": maximize}, Options.of(self, options))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_variant": self._variant}

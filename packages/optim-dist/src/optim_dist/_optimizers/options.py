@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,18 @@ class Options:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+
+    @classmethod
+    def of(cls, optimizer: object, given: Mapping[str, Any]) -> Options:
+        """The options given to an optimizer, which is named where it has none of that name."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(
+                    f"{type(optimizer).__name__} got an unexpected keyword argument {name!r}; beside its own arguments "
+                    f"it takes {', '.join(known)}"
+                )
+        return cls(**given)
 
     def communicator(
         self, device: torch.device, traffic: Traffic | None = None, is_apart: bool = False
