@@ -44,7 +44,12 @@ def run_ranks(
     Every rank has one thread, an initialised process group (and, for ``backend="nccl"``, its own CUDA device) and
     ``timeout`` seconds. Results travel through ``torch.save``, so tensors come back as copies.
 
+    Args:
+        environment: variables that are set in every rank before ``function`` runs.
+        init_process_group: False leaves it to ``function`` to make a process group.
+
     Raises:
+        ValueError: for fewer than one rank.
         RankFailure: if any rank raised, was killed, or was still running after ``timeout`` seconds. The other ranks
             are killed then: they may be waiting in a collective for the one that is gone.
     """
