@@ -93,6 +93,17 @@ def joint_clipping_of_two_optimizers(rank, world_size):
 
 
 @scenario(2)
+def variants_of_groups_leave_the_constructors_arguments_alone(rank, world_size):
+    net = Net(device_of(rank))
+    first, second, *_ = [p for p in net.parameters() if p.ndim == 2]
+    groups = [{"params": [first], "variant": "keller"}, {"params": [second], "variant": "nanochat-2026-07", "lr": 0.3}]
+    optimizer = TritonDistMuon(groups, lr=0.05, maximize=True, ns_steps=4)
+    found = [tuple(group[key] for key in ("lr", "maximize", "ns_steps")) for group in optimizer.param_groups]
+    assert found == [(0.05, True, 4), (0.3, True, 4)]
+    assert [group["beta2"] for group in optimizer.param_groups] == [None, 0.9]
+
+
+@scenario(2)
 def norms_of_every_order(rank, world_size):
     for order in (2.0, 1.0, float("inf"), 3.0):
         net, optimizer = build(rank)

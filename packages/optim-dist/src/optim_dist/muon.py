@@ -17,6 +17,7 @@ from optim_kernels.muon_groups import (
     MuonPlanner,
     check_group,
     check_param,
+    given_options,
     init_state,
     variant_options,
     view_of,
@@ -47,13 +48,25 @@ class MuonRoute:
         )
 
 
+# The constructor's arguments that are options of a group, with their defaults.
+ARGUMENTS: Mapping[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "weight_decay": 0.0,
+    "maximize": False,
+}
+
+
 class TritonDistMuon(DistOptimizer):
     """Muon for matrices: gradients reduced to their owners, orthogonalized there, and gathered from there.
 
     Args:
         params: matrices ``[..., m, n]``, ``(name, parameter)`` pairs or group dicts; a group may hold mixed shapes.
         variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` once
-            ``beta2`` is given. A group may name another, and any single option.
+            ``beta2`` is given. A group may name another, and any single option; what it leaves out is its variant's,
+            unless the constructor was told otherwise: an ``lr`` that is not the default, say.
         lr, momentum, nesterov, ns_steps, beta2, weight_decay, maximize: as in ``optim_kernels.TritonMuon``.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
@@ -83,7 +96,9 @@ class TritonDistMuon(DistOptimizer):
         super().__init__(params, defaults, Options.of(self, options))
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**muon_options(group["variant"]), **group} if "variant" in group else group
+        if "variant" not in group:
+            return group
+        return {**muon_options(group["variant"]), **given_options(self.defaults, ARGUMENTS), **group}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_muon_group(group)

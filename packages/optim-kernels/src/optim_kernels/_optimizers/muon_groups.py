@@ -108,12 +108,12 @@ def variant_options(name: str) -> dict[str, Any]:
     return dict(VARIANTS[name])
 
 
-def given_options(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a constructor's options those that are not what it takes by itself."""
+def given_options(defaults: Mapping[str, Any], own: Mapping[str, Any] = DEFAULTS) -> dict[str, Any]:
+    """Of what a constructor was told those arguments that differ from its ``own`` defaults."""
     return {
-        key: value
-        for key, value in defaults.items()
-        if key in DEFAULTS and (isinstance(value, Tensor) or value != DEFAULTS[key])
+        key: defaults[key]
+        for key, value in own.items()
+        if key in defaults and (isinstance(defaults[key], Tensor) or defaults[key] != value)
     }
 
 
