@@ -27,7 +27,7 @@ from optim_dist._optimizers.states import (
     has_other_views,
     in_memory_order,
     make_views_plain,
-    on_first_rank,
+    on_one_rank,
     stamped,
 )
 from optim_dist.plan import ParameterSpec, Piece, contiguous_stride
@@ -209,7 +209,7 @@ def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str
 def whole_rest(rest: Mapping[str, Any], optimizer: DistOptimizer) -> dict[str, Any]:
     """``rest`` with DTensors whole on the first rank's CPU, one after another; None elsewhere. Collective."""
     return {
-        name: on_first_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
+        name: on_one_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
         for name, value in rest.items()
     }
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist import clip
 from optim_dist._optimizers import construction, interchange, states, step_checks
+from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.norm import norm_over_ranks
@@ -59,6 +60,7 @@ class DistOptimizer(LiveOptimizer):
 
     grad_norm: Tensor | None
     _was_loaded = False  # states may lack what the options of this optimizer want
+    _consolidated: Consolidated | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         self._options = options
@@ -87,6 +89,7 @@ class DistOptimizer(LiveOptimizer):
         found = self._find_entries()
         device = found[0].parameter.device if found else torch.device("cpu")
         self._communicator = self._options.communicator(device)
+        self._consolidated = None
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
         self._caches: dict[object, dict[Any, Any]] = {}
@@ -120,6 +123,7 @@ class DistOptimizer(LiveOptimizer):
                     other.hand_over()
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
+        self._outdate("add_param_group()")
         self.plan, self._entries = plan, entries
         self._listed = [list(group["params"]) for group in self.param_groups]
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
@@ -204,6 +208,7 @@ class DistOptimizer(LiveOptimizer):
             if self._options.debug:
                 step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
             with self.begun_together("step()"):
+                self._outdate("step()")
                 self._update(self._context(clip_factor))
                 self._was_loaded = False
                 self._restart()
@@ -387,23 +392,31 @@ class DistOptimizer(LiveOptimizer):
         """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
 
         Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
-        or as parts that can be saved, loaded and copied but not computed with.
+        or as parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``.
         """
         self.check_open()
+        whole = None if self._consolidated is None else self._consolidated.current()
         self.wait()
         state_dict = super().state_dict()
-        if self._communicator.world_size > 1:
+        if whole is not None:
+            state_dict |= {"state": whole, IS_WHOLE: True}
+        elif self._communicator.world_size > 1:
             state_dict["state"] = interchange.complete_state(self)
         routes = map(self._route_name, self.param_groups)
         state_dict["param_groups"] = [
             interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
         ]
         states.make_views_plain(state_dict)
-        return states.stamped(state_dict, self.plan, self._communicator.rank)
+        return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded."""
+        """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded.
+
+        Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
+        """
         self.check_open()
+        if IS_WHOLE in state_dict:
+            state_dict = states.cut_full_state_dict(self, state_dict, self.shards())
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
         states.check_sharded(self, state_dict)
         if self._communicator.world_size > 1:
@@ -411,7 +424,23 @@ class DistOptimizer(LiveOptimizer):
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
         self._was_loaded = True
+        self._outdate("load_state_dict()")
         self._show_state()
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Let ``state_dict()`` on rank ``to`` be the whole state, until it changes; as torch's of the name. Collective.
+
+        It is in torch's one-process form, on the CPU. ``state_dict()`` on the other ranks still has their parts. After
+        the next ``step()`` it is an error on every rank: call this again, or with None to have everyone's part again.
+
+        Args:
+            to: a rank of the optimizer's process group.
+        """
+        self._consolidated = consolidate(self, self.shards(), self._communicator, to)
+
+    def _outdate(self, how: str) -> None:
+        if self._consolidated is not None:
+            self._consolidated.outdate(how)
 
     def _show_state(self) -> None:
         # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
@@ -425,7 +454,7 @@ class DistOptimizer(LiveOptimizer):
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
-        states.load_full_state_dict(self, state_dict, self.shards())
+        self.load_state_dict(states.cut_full_state_dict(self, state_dict, self.shards()))
 
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""

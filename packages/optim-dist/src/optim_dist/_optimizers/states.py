@@ -1,7 +1,8 @@
 """State in and out: per rank at an equal plan, and whole in torch's one-process form.
 
 A rank's ``state_dict()`` has torch's form; over several ranks its tensors are the parts that the rank owns, and a
-``plan`` entry says which plan they fit. ``full_state_dict`` puts the parts of all ranks together, piece by piece.
+``plan`` entry says which plan they fit. ``full_state_dict`` puts the parts of all ranks together, piece by piece, and
+``cut_full_state_dict`` makes parts of them again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
         raise ValueError(
             f"this state is of rank {stamp['rank']} of {stamp['world_size']}, plan {stamp['hash'][:12]}; "
             f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
-            "optim_dist.checkpoint loads at any number of ranks"
+            "optim_dist.checkpoint loads at any number of ranks, and so does the state_dict() of one rank if all have "
+            "called consolidate_state_dict() before it"
         )
 
 
@@ -128,8 +130,10 @@ def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator) -> dict[str, Any]:
-    """One-process state on the first rank's CPU, each piece sent once by its owner; ``{}`` on the others."""
+def full_state_dict(
+    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
+) -> dict[str, Any]:
+    """One-process state on the CPU of chunk ``to``'s owner, each piece sent once by its own; ``{}`` elsewhere."""
     plan, states = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
     described = communicator.gather_json(
         {
@@ -142,22 +146,24 @@ def full_state_dict(optimizer: LiveOptimizer, shards: Sequence[Shard], communica
     listed = listed_parameters(optimizer)
     # copies of tensors in groups too: schedulers change an lr in place
     full: dict[str, Any] = {"state": {}, "param_groups": copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])}
+    make_views_plain(full)
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         state: dict[str, Tensor] = {}
         if spec.sharding:
             for key, value in states[index].items():
-                gathered = on_first_rank(value, optimizer.layouts[index], communicator)
+                gathered = on_one_rank(value, optimizer.layouts[index], communicator, to)
                 if gathered is not None:
                     state[key] = gathered
         else:
             for key, (dtype_name, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
                 dtype = getattr(torch, dtype_name)
-                value = _broadcast(states.get(index, {}).get(key), plan, index, shape, dtype, communicator)
-                if communicator.rank == 0:
-                    state[key] = value
+                part = states.get(index, {}).get(key)
+                gathered = _broadcast(part, plan, index, shape, dtype, communicator, to)
+                if gathered is not None:
+                    state[key] = gathered
         if state:
             full["state"][listed[id(entry.parameter)]] = state
-    return full if communicator.rank == 0 else {}
+    return full if communicator.rank == to else {}
 
 
 def _broadcast(
@@ -167,8 +173,9 @@ def _broadcast(
     shape: Sequence[int],
     dtype: torch.dtype,
     communicator: Communicator,
-) -> Tensor:
-    """A whole state tensor on the CPU of every rank, each piece from its owner; ``mine`` is this rank's."""
+    to: int,
+) -> Tensor | None:
+    """A whole state tensor on the CPU of one rank, each piece from its owner; ``mine`` is this rank's."""
     spec, pieces = plan.parameters[index], plan.ranges(index)
     in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
     parts = []
@@ -179,28 +186,33 @@ def _broadcast(
             assert mine is not None, "owners have what they described"
             part.copy_(in_memory_order(local(mine)))
         communicator.broadcast_(part, piece.rank)
-        parts.append(part.cpu())
+        if communicator.rank == to:
+            parts.append(part.cpu())
+    if communicator.rank != to:
+        return None
     value = torch.cat(parts)
     return value.as_strided(spec.shape, spec.stride) if in_pieces or tuple(shape) == spec.shape else value.view(shape)
 
 
-def on_first_rank(value: Tensor, layout: Layout, communicator: Communicator) -> Tensor | None:
-    """A DTensor whole on the first rank's CPU, None elsewhere; what every rank holds whole needs no exchange.
+def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
+    """A DTensor whole on the CPU of chunk ``to``'s owner, None elsewhere; what every rank has whole needs no exchange.
 
     Of a DTensor on some of the ranks, whose replicas others hold, those who hold it have to call.
     """
-    first, ranks = communicator.ranks[0], layout.mesh.ranks
+    target, ranks = communicator.ranks[to], layout.mesh.ranks
     if isinstance(value, DTensor):
         is_everywhere = len(ranks) == communicator.world_size
-        there = Layout(Mesh(1, ranks=[first if first in ranks else ranks[0]]), [None] * value.ndim)
+        there = Layout(Mesh(1, ranks=[target if target in ranks else ranks[0]]), [None] * value.ndim)
         group = communicator.group if is_everywhere else None
         value = redistribute_local(local(value), value.shape, layout, there, group=group)
     # a copy also where it is on the CPU already: the next step changes it
-    return value.to("cpu", copy=True) if communicator.rank == 0 else None
+    return value.to("cpu", copy=True) if communicator.rank == to else None
 
 
-def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]) -> None:
-    """Every rank cuts its parts out of a one-process state; shapes are compared before anything is written."""
+def cut_full_state_dict(
+    optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
+) -> dict[str, Any]:
+    """A one-process state as this rank's ``state_dict()`` would have it; every rank cuts its parts out of the same."""
     if not state_dict:
         raise ValueError(
             "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
@@ -223,7 +235,7 @@ def load_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any], s
         for key, value in state_dict["state"].get(place, {}).items():
             parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in WHOLE_KEYS else value
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
-    optimizer.load_state_dict({"state": parts, "param_groups": state_dict["param_groups"], **stamp})
+    return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
 
 
 def cut(value: Tensor, spec: ParameterSpec, shard: Shard) -> Tensor:

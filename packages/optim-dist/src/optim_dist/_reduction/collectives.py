@@ -109,6 +109,10 @@ class Communicator:
             "torch.distributed.init_process_group()"
         )
 
+    def chunk_of(self, member: int) -> int:
+        """Which chunk a member of the process group owns, by its number there."""
+        return member
+
     @property
     def bytes_sent(self) -> int:
         """By this rank, since construction."""

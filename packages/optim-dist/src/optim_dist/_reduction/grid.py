@@ -46,6 +46,9 @@ class GridCommunicator(Communicator):
     def is_usable(self) -> bool:
         return super().is_usable and all(each.is_usable for each in (self._line, self._replicate, self._shard))
 
+    def chunk_of(self, member: int) -> int:
+        return self._chunks[member]
+
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         return self._in_turn(
             lambda: self._shard.reduce_scatter_(flat), lambda: self._replicate.reduce_scatter_(self._super_chunk(flat))

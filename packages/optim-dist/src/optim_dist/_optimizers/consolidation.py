@@ -1,0 +1,61 @@
+"""The whole state on one rank, for loops and frameworks that save ``state_dict()`` there alone.
+
+As with torch's ``ZeroRedundancyOptimizer`` all ranks call ``consolidate_state_dict``, after which ``state_dict()`` of
+one of them is whole without asking the others. Unlike torch's it is never that of an earlier step, and it says that it
+is whole, so that ``load_state_dict`` takes it over at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from optim_dist._optimizers import states
+from optim_dist._optimizers.construction import check_options
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard
+from optim_dist._reduction.collectives import Communicator
+
+IS_WHOLE = "is_whole"  # an entry of state dicts, which torch's optimizers ignore
+
+
+@dataclass
+class Consolidated:
+    """What ``consolidate_state_dict`` has gathered: ``state`` on the rank ``to``, None on the others."""
+
+    to: int
+    state: dict[int, dict[str, Tensor]] | None
+    outdated_by: str = ""
+
+    def outdate(self, how: str) -> None:
+        """Let go of a state that has changed since."""
+        self.state, self.outdated_by = None, self.outdated_by or how
+
+    def current(self) -> dict[int, dict[str, Tensor]] | None:
+        """The whole state on the rank that has it.
+
+        Raises:
+            RuntimeError: on every rank, so that none saves its part for the whole.
+        """
+        if self.outdated_by:
+            raise RuntimeError(
+                f"{self.outdated_by} came after consolidate_state_dict(to={self.to}), whose state is an earlier one; "
+                "call it again on all ranks before state_dict(), or with to=None to have each rank's own part again"
+            )
+        return None if self.state is None else {number: dict(state) for number, state in sorted(self.state.items())}
+
+
+def consolidate(
+    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int | None
+) -> Consolidated | None:
+    """Gather the state of all ranks on the rank ``to`` of the process group; collective. None: leave it where it is."""
+    communicator.check_ranks()
+    check_options(communicator.gather_json({"to of consolidate_state_dict": str(to)}))
+    if to is None:
+        return None
+    if not 0 <= to < communicator.world_size:
+        raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to}")
+    full = states.full_state_dict(optimizer, shards, communicator, communicator.chunk_of(to))
+    return Consolidated(to, full.get("state"))
