@@ -157,6 +157,16 @@ def test_a_group_that_one_rank_refuses_is_added_by_none():
     assert "not added, for it was refused by rank 1: ValueError: some parameters appear" in added
 
 
+def build_with_a_timeout_on_one(rank, world_size):
+    refused = r"rank 1 does not make a process group .* give every rank the same timeout=" if rank == 0 else ""
+    with pytest.raises((RuntimeError, ValueError), match=refused):
+        TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=30 if rank == 0 else None)
+
+
+def test_a_timeout_of_one_rank_is_an_error():
+    run_ranks(build_with_a_timeout_on_one, 2, timeout=20)
+
+
 def change_a_group(rank, world_size):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)], debug=True)

@@ -8,6 +8,7 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_cases import Scenarios, device_of
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
@@ -143,6 +144,30 @@ def a_group_comes_while_another_is_frozen(rank, world_size):
                 opt.step()
             model.zero_grad()
     assert_same(values(net), values(twin))
+
+
+@scenario(3)
+def groups_that_only_some_ranks_are_in(rank, world_size):
+    """torch names what ranks make without the others by how many groups each is in."""
+    dist.new_group([1])
+    few = dist.new_group([0, 1])
+    if rank < 2:
+        of_few = TritonDistAdamW(
+            [("w", nn.Parameter(torch.ones(7, device=device_of(rank))))], process_group=few, timeout=60
+        )
+    net, optimizer = build(rank, timeout=60)
+    twin, twin_optimizer = build(rank)
+    dist.new_group([2])
+    for step in range(2):
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            with opt.no_sync():
+                model(batch(rank, step, 1)).backward()
+            model(batch(rank, step)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert_same(values(net), values(twin))
+    if rank < 2:
+        of_few.close()
 
 
 @scenario(2)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NUM_GROUPS = "process groups of this rank"
+
 # torch 2.13 renamed the flat collectives and warns about the old names
 _reduce_scatter_flat = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -239,6 +241,29 @@ def _refuse_lone_ranks() -> None:
         )
 
 
+def agree_on_a_name(met: Sequence[Communicator]) -> None:
+    """Let the next group that ranks make without the others have one name on all of them; ``met`` connect them.
+
+    torch names it by how many groups a rank is in, and ranks with different names wait for each other. Those that are
+    in fewer make groups of themselves, which wait for nobody, until they are in as many.
+    """
+    for communicator in met:
+        counted = communicator.gather_json({NUM_GROUPS: _num_groups()})
+        for rank, found in zip(communicator.ranks, counted):
+            if not isinstance(found, dict) or NUM_GROUPS not in found:
+                raise RuntimeError(
+                    f"rank {rank} does not make a process group for its optimizer as this one does; give every rank "
+                    "the same timeout= and accumulation_steps=, and the first no_sync() in the same step"
+                )
+        for _ in range(max(found[NUM_GROUPS] for found in counted) - _num_groups()):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def _num_groups() -> int:
+    """As torch counts them for names; 0 where it no longer does."""
+    return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
+
+
 def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:
     """A new group of the same ranks and backend."""
     group = given or dist.group.WORLD
@@ -247,6 +272,7 @@ def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float 
     if ranks != sorted(ranks):
         raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
     limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
+    agree_on_a_name([Communicator(given, device)])
     try:
         return dist.new_group(ranks, limit, backend=backend, use_local_synchronization=True)
     except RuntimeError as error:

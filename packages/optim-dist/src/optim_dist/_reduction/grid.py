@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._reduction.collectives import Communicator, Traffic, Waitable
+from optim_dist._reduction.collectives import Communicator, Traffic, Waitable, agree_on_a_name
 
 
 class GridCommunicator(Communicator):
@@ -32,7 +32,7 @@ class GridCommunicator(Communicator):
         is_apart: bool = False,
     ) -> None:
         traffic = traffic or Traffic()
-        self._line = Communicator(_group_of(mesh), device, timeout, traffic, is_apart)
+        self._line = Communicator(_group_of(mesh, device), device, timeout, traffic, is_apart)
         super().__init__(self._line.group, device, traffic=traffic)
         self._replicate = Communicator(mesh.get_group(0), device, timeout, traffic, is_apart)
         self._shard = Communicator(mesh.get_group(1), device, timeout, traffic, is_apart)
@@ -104,8 +104,9 @@ class _Recorded:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
     """A group of all ranks of the mesh; None, the default one, where these are all."""
     if mesh.size() == dist.get_world_size():
         return None
+    agree_on_a_name([Communicator(mesh.get_group(dim), device) for dim in range(mesh.ndim)])
     return dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
