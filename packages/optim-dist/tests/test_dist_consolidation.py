@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
 from optim_kernels import TritonMuonAdamW
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
@@ -121,6 +121,43 @@ def full_states_load_with_weights_only(rank, world_size):
     again = make("muon_adamw", Net(device_of(rank)))
     again.load_full_state_dict(saved_and_loaded(sent[0]))
     assert again.param_groups[0]["views"] == optimizer.param_groups[0]["views"]
+
+
+@scenario(1, 2)
+def state_that_lies_otherwise_than_its_parameter_is_whole(rank, world_size):
+    """Second moments of columns have the parameter's shape but not its strides; what is loaded may have any."""
+    device = device_of(rank)
+    values = [normal((3, 5, 1), 3, 0).permute(1, 0, 2).contiguous().permute(1, 0, 2), normal((4, 6), 3, 1).t()]
+    columns, matrix = (nn.Parameter(value.to(device)) for value in values)
+    groups = [{"params": [("columns", columns)], "nd": "batch"}, {"params": [("matrix", matrix)]}]
+    muon = TritonDistMuon(groups, beta2=0.95, process_group=None if world_size > 1 else alone(rank))
+    scale = nn.Parameter(normal((2, 3, 4, 5), 3, 2).to(device, memory_format=torch.channels_last))
+    adamw = TritonDistAdamW([("scale", scale)], process_group=None if world_size > 1 else alone(rank))
+    for p, optimizer in ((columns, muon), (matrix, muon), (scale, adamw)):
+        p.grad = torch.empty_like(p).copy_(normal(tuple(p.shape), 5, p.ndim))
+    for optimizer in (muon, adamw):
+        optimizer.step()
+        sent = [optimizer.full_state_dict()]
+        dist.broadcast_object_list(sent, src=0)
+        for state in sent[0]["state"].values():
+            for key, value in state.items():
+                state[key] = value.contiguous()
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if key == "second_momentum_buffer":
+                    owned = [saved[key] for saved in sent[0]["state"].values() if saved[key].shape == value.shape]
+                    assert torch.equal(value.cpu(), owned[0])
+        strides = {(p, key): value.stride() for p, state in optimizer.state.items() for key, value in state.items()}
+        for _ in range(2):
+            optimizer.load_full_state_dict(sent[0])
+            for p, state in optimizer.state.items():
+                for key, value in state.items():
+                    assert value.stride() == strides[p, key], (tuple(p.shape), key)
+            again = [optimizer.full_state_dict()]
+            dist.broadcast_object_list(again, src=0)
+            for number, state in sent[0]["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(again[0]["state"][number][key], value), (number, key)
 
 
 @scenario(1, 2, 3)

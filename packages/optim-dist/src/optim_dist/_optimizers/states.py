@@ -104,7 +104,7 @@ def _view(saved: Any) -> MatrixView | None:
 
 @contextmanager
 def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
-    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706)."""
+    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706), as they lie."""
     loaded: dict[str, Any] = {}
 
     # user hooks may replace the dict and run before this one
@@ -117,7 +117,7 @@ def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
         for parameter, saved_id in zip(parameters, saved_ids, strict=True):
             if saved_id in loaded["state"]:
                 saved = loaded["state"][saved_id]
-                optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in saved.items()}
+                optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in saved.items()}
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -158,7 +158,7 @@ def full_state_dict(
             for key, (dtype_name, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
                 dtype = getattr(torch, dtype_name)
                 part = states.get(index, {}).get(key)
-                gathered = _broadcast(part, plan, index, shape, dtype, communicator, to)
+                gathered = _broadcast(part, plan, index, shape, dtype, communicator, to, key in WHOLE_KEYS)
                 if gathered is not None:
                     state[key] = gathered
         if state:
@@ -174,8 +174,12 @@ def _broadcast(
     dtype: torch.dtype,
     communicator: Communicator,
     to: int,
+    lies_alike: bool,
 ) -> Tensor | None:
-    """A whole state tensor on the CPU of one rank, each piece from its owner; ``mine`` is this rank's."""
+    """A whole state tensor on the CPU of one rank, each piece from its owner; ``mine`` is this rank's.
+
+    ``lies_alike``: whether it has the parameter's strides.
+    """
     spec, pieces = plan.parameters[index], plan.ranges(index)
     in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
     parts = []
@@ -184,14 +188,18 @@ def _broadcast(
         part = torch.empty(numel, dtype=dtype, device=communicator.device)
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
-            part.copy_(in_memory_order(local(mine)))
+            # parts lie as their parameter does, whole tensors however they were made or loaded
+            part.copy_(in_memory_order(local(mine)) if in_pieces else local(mine).reshape(-1))
         communicator.broadcast_(part, piece.rank)
         if communicator.rank == to:
             parts.append(part.cpu())
     if communicator.rank != to:
         return None
     value = torch.cat(parts)
-    return value.as_strided(spec.shape, spec.stride) if in_pieces or tuple(shape) == spec.shape else value.view(shape)
+    if in_pieces:
+        return value.as_strided(spec.shape, spec.stride)
+    value = value.view(shape)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype).copy_(value) if lies_alike else value
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
@@ -275,5 +283,15 @@ def listed_parameters(optimizer: Optimizer) -> dict[int, int]:
     return {id(parameter): place for place, parameter in enumerate(parameters)}
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:
-    return value.detach().to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+    """A copy on the parameter's device, laid out as new state is: the kernels read memory, whatever was loaded."""
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().to(parameter.device, copy=True)
+    if isinstance(value, DTensor) or isinstance(parameter, DTensor):
+        return copied
+    if key not in WHOLE_KEYS:
+        return copied.contiguous()
+    if copied.shape != parameter.shape or copied.stride() == torch.empty_like(parameter, device="meta").stride():
+        return copied
+    return torch.empty_like(parameter, dtype=copied.dtype).copy_(copied)
