@@ -133,7 +133,7 @@ def state_that_lies_otherwise_than_its_parameter_is_whole(rank, world_size):
     muon = TritonDistMuon(groups, beta2=0.95, process_group=None if world_size > 1 else alone(rank))
     scale = nn.Parameter(normal((2, 3, 4, 5), 3, 2).to(device, memory_format=torch.channels_last))
     adamw = TritonDistAdamW([("scale", scale)], process_group=None if world_size > 1 else alone(rank))
-    for p, optimizer in ((columns, muon), (matrix, muon), (scale, adamw)):
+    for p in (columns, matrix, scale):
         p.grad = torch.empty_like(p).copy_(normal(tuple(p.shape), 5, p.ndim))
     for optimizer in (muon, adamw):
         optimizer.step()
