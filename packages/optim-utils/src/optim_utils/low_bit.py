@@ -118,8 +118,10 @@ def quantize(
     if is_dtensor(x):
         from optim_utils._low_bit.sharded import encode_sharded
 
-        return encode_sharded(x, fmt, dtype=dtype, uniform=_uniform(x.to_local(), stochastic, seed, generator))
-    return LowBitTensor(*encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator)), fmt, x.shape, dtype)
+        blocks = encode_sharded(x, fmt, uniform=_uniform(x.to_local(), stochastic, seed, generator))
+    else:
+        blocks = encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator))
+    return LowBitTensor(*blocks, fmt, x.shape, dtype)
 
 
 def _check_input(x: Tensor, fmt: LowBitFormat, validate: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,39 +17,33 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
 from optim_utils._low_bit.formats import LowBitFormat
 
-if TYPE_CHECKING:
-    from optim_utils._low_bit.tensor import LowBitTensor
-
 __all__ = ["decode_sharded", "encode_sharded", "local_shape"]
 
 
-def encode_sharded(x: Tensor, fmt: LowBitFormat, *, dtype: torch.dtype, uniform: Tensor | None = None) -> LowBitTensor:
-    """The DTensor x in the given format; ``uniform`` is this rank's part, see ``encode_blocks``."""
-    from optim_utils._low_bit.tensor import LowBitTensor
-
+def encode_sharded(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+    """The blocks of the DTensor x, DTensors too; ``uniform`` is this rank's part, see ``encode_blocks``."""
     if not isinstance(x, DTensor):
         raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(x).__name__}")
     _check_shards(x, fmt)
     blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
     shapes = (codes_shape(x.shape, fmt), scale_shape(x.shape, fmt), scale_shape(x.shape, fmt))
-    parts = Blocks(*(None if part is None else _as_dtensor(part, x, shape) for part, shape in zip(blocks, shapes)))  # type: ignore[arg-type]
-    return LowBitTensor(*parts, fmt, x.shape, dtype)
+    return Blocks(*(None if part is None else _as_dtensor(part, x, shape) for part, shape in zip(blocks, shapes)))  # type: ignore[arg-type]
 
 
-def decode_sharded(x: LowBitTensor) -> Tensor:
-    """The DTensor of fp32 numbers that x stands for."""
-    codes, scale, offset = x.codes, x.scale, x.offset
+def decode_sharded(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Tensor:
+    """The DTensor of fp32 numbers, of the given shape, that blocks of DTensors stand for."""
+    codes, scale, offset = blocks
     assert isinstance(codes, DTensor)
     assert isinstance(scale, DTensor)
     local_offset = offset.to_local() if isinstance(offset, DTensor) else None
-    numbers = decode_blocks(codes.to_local(), scale.to_local(), local_offset, x.fmt, local_shape(x))
-    return _as_dtensor(numbers, codes, x.shape)
+    numbers = decode_blocks(codes.to_local(), scale.to_local(), local_offset, fmt, local_shape(codes, shape))
+    return _as_dtensor(numbers, codes, shape)
 
 
-def local_shape(x: LowBitTensor) -> tuple[int, ...]:
-    """The shape of this rank's part of x."""
-    assert isinstance(x.codes, DTensor)
-    return tuple(compute_local_shape_and_global_offset(x.shape, x.codes.device_mesh, x.codes.placements)[0])
+def local_shape(codes: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of this rank's part of a tensor of the given shape, whose codes are the DTensor ``codes``."""
+    assert isinstance(codes, DTensor)
+    return tuple(compute_local_shape_and_global_offset(tuple(shape), codes.device_mesh, codes.placements)[0])
 
 
 def _as_dtensor(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:

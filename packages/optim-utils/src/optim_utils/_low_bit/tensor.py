@@ -88,7 +88,7 @@ class LowBitTensor(Tensor):
             return decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape).to(dtype)
         from optim_utils._low_bit.sharded import decode_sharded
 
-        return decode_sharded(self).to(dtype)
+        return decode_sharded(self.parts, self.fmt, self.shape).to(dtype)
 
     def to_local(self) -> LowBitTensor:
         """The part of this rank, sharing memory: itself unless the codes are a DTensor."""
@@ -96,7 +96,7 @@ class LowBitTensor(Tensor):
             return self
         from optim_utils._low_bit.sharded import local_shape
 
-        return self.with_parts(lambda part: part.to_local(), local_shape(self))  # type: ignore[attr-defined]
+        return self.with_parts(lambda part: part.to_local(), local_shape(self.codes, self.shape))  # type: ignore[attr-defined]
 
     @property
     def parts(self) -> Blocks:
@@ -314,8 +314,10 @@ def encode_like(target: LowBitTensor, source: Tensor) -> LowBitTensor:
     if is_dtensor(source) or is_dtensor(target.codes):
         from optim_utils._low_bit.sharded import encode_sharded
 
-        return encode_sharded(source, target.fmt, dtype=target.dtype)
-    return LowBitTensor(*encode_blocks(source, target.fmt), target.fmt, source.shape, target.dtype)
+        blocks = encode_sharded(source, target.fmt)
+    else:
+        blocks = encode_blocks(source, target.fmt)
+    return LowBitTensor(*blocks, target.fmt, source.shape, target.dtype)
 
 
 def _slice(
