@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from optim_utils._low_bit.codes import code_of
 from optim_utils._low_bit.formats import LowBitFormat
 from optim_utils._low_bit.fp32 import fp32
 
-__all__ = ["Blocks", "codes_shape", "decode_blocks", "encode_blocks", "scale_shape"]
+__all__ = ["Blocks", "check_blocks", "codes_shape", "decode_blocks", "encode_blocks", "scale_shape"]
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP32_TINY = 2.0**-149
@@ -46,6 +46,10 @@ class Blocks(NamedTuple):
     codes: Tensor
     scale: Tensor
     offset: Tensor | None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        """``change`` of each of them."""
+        return Blocks(change(self.codes), change(self.scale), None if self.offset is None else change(self.offset))
 
 
 def scale_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
@@ -64,6 +68,31 @@ def codes_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
         return (-(-math.prod(shape) // 2),)
     *lead, last = shape or (1,)
     return (*lead, -(-last // 2))
+
+
+def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> None:
+    """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
+    if (blocks.offset is not None) != fmt.has_offset:
+        raise ValueError(f"{fmt.code} codes {'need an' if fmt.has_offset else 'have no'} offset, got {blocks.offset!r}")
+    shape_of_scale = scale_shape(shape, fmt)
+    expected = {
+        "codes": (blocks.codes, torch.uint8, codes_shape(shape, fmt)),
+        "scale": (blocks.scale, fmt.scale_dtype, shape_of_scale),
+        "offset": (blocks.offset, fmt.scale_dtype, shape_of_scale),
+    }
+    for name, (tensor, dtype, size) in expected.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} of a {fmt.code} format must be {dtype}, found {tensor.dtype}: something cast them, as "
+                "torch.optim.Optimizer.load_state_dict does; see attach_state_dict_hooks"
+            )
+        if tuple(tensor.shape) != size:
+            raise ValueError(
+                f"{name} of a tensor of shape {tuple(shape)} in blocks of {fmt.block_size} ({fmt.layout}, "
+                f"{fmt.bits} bits) must have shape {size}, found {tuple(tensor.shape)}"
+            )
 
 
 def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:

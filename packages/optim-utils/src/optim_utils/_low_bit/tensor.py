@@ -8,7 +8,6 @@ decodes anything: codes and scales are moved as they are. Arithmetic is refused;
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from optim_utils._dtensors import is_dtensor
-from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
+from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
+from optim_utils._low_bit.cuts import cut_blocks
 from optim_utils._low_bit.formats import LowBitFormat
 
 __all__ = ["LowBitTensor"]
@@ -78,7 +78,7 @@ class LowBitTensor(Tensor):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         check_dtype(dtype)
-        check_parts(codes, scale, offset, fmt, shape)
+        check_blocks(Blocks(codes, scale, offset), fmt, shape)
         self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -107,9 +107,8 @@ class LowBitTensor(Tensor):
         self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> LowBitTensor:
         """A tensor of the same format whose parts are ``change`` of this one's."""
-        offset = None if self.offset is None else change(self.offset)
         shape = self.shape if shape is None else shape
-        return LowBitTensor(change(self.codes), change(self.scale), offset, self.fmt, shape, dtype or self.dtype)
+        return LowBitTensor(*self.parts.mapped(change), self.fmt, shape, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
@@ -208,29 +207,6 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"the dtype of a LowBitTensor has to be one of {DTYPES}, got {dtype}; give another dtype=")
 
 
-def check_parts(codes: Tensor, scale: Tensor, offset: Tensor | None, fmt: LowBitFormat, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
-    expected = {
-        "codes": (codes, torch.uint8, codes_shape(shape, fmt)),
-        "scale": (scale, fmt.scale_dtype, scale_shape(shape, fmt)),
-    }
-    if (offset is not None) != fmt.has_offset:
-        raise ValueError(f"{fmt.code} codes {'need an' if fmt.has_offset else 'have no'} offset, got {offset!r}")
-    if offset is not None:
-        expected["offset"] = (offset, fmt.scale_dtype, scale_shape(shape, fmt))
-    for name, (tensor, dtype, size) in expected.items():
-        if tensor.dtype != dtype:
-            raise ValueError(
-                f"{name} of a {fmt.code} format must be {dtype}, found {tensor.dtype}: something cast them, as "
-                "torch.optim.Optimizer.load_state_dict does; see attach_state_dict_hooks"
-            )
-        if tuple(tensor.shape) != tuple(size):
-            raise ValueError(
-                f"{name} of a tensor of shape {tuple(shape)} in blocks of {fmt.block_size} ({fmt.layout}, "
-                f"{fmt.bits} bits) must have shape {tuple(size)}, found {tuple(tensor.shape)}"
-            )
-
-
 def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
     tensors = itertools.chain.from_iterable(arg if isinstance(arg, list | tuple) else (arg,) for arg in args)
     found = next((arg for arg in tensors if isinstance(arg, LowBitTensor)), None)
@@ -327,7 +303,7 @@ def _slice(
     begin, stop, stride = slice(start, end, step).indices(size)
     if stride != 1:
         raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} is cut with step 1 only, got {step}")
-    return cut(x, dim % x.dim(), begin, max(begin, stop))
+    return _cut(x, dim % x.dim(), begin, max(begin, stop))
 
 
 def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
@@ -335,59 +311,21 @@ def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
     if total and not size:
         raise ValueError(f"split takes a size of at least 1 for the {total} elements of dimension {dim}, got 0")
     starts = range(0, max(total, 1), max(size, 1))
-    return [cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
+    return [_cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
 
 
 def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> list[LowBitTensor]:
     if sum(sizes) != x.shape[dim]:
         raise ValueError(f"sizes {list(sizes)} must add up to {x.shape[dim]}, the size of dimension {dim}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [cut(x, dim % x.dim(), start, start + size) for start, size in zip(starts, sizes)]
+    return [_cut(x, dim % x.dim(), start, start + size) for start, size in zip(starts, sizes)]
 
 
-def cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
-    """Elements start to stop along ``dim``, sharing memory; between blocks only.
-
-    Raises:
-        ValueError: if a block would be cut in two, or its elements aren't neighbours along ``dim``.
-    """
-    fmt, shape, last = x.fmt, tuple(x.shape), x.dim() - 1
-    new_shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
-    if (start, stop) == (0, shape[dim]):
-        return x.with_parts(lambda part: part.narrow(0, 0, part.shape[0]))
-    if fmt.layout == "rows" and dim < last:
-        return x.with_parts(lambda part: part.narrow(dim, start, stop - start), new_shape)
-    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it; no flat ones if x is empty.
-    unit = math.prod(shape[dim + 1 :]) if fmt.layout == "rows" or x.numel() else 0
-    if unit and fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
-        raise ValueError(
-            f"flat blocks of a tensor of shape {shape} run across dimension {dim}: cut it along dimension 0, or use "
-            'layout="rows"'
-        )
-    for index in (start, stop):
-        if index < shape[dim] and index * unit % fmt.block_size:
-            raise ValueError(_not_aligned(shape, dim, index, unit, fmt.block_size))
-
-    def change(part: Tensor) -> Tensor:
-        if part is x.codes and fmt.bits == 8:
-            return part.narrow(dim, start, stop - start)
-        shared_by = 2 if part is x.codes else fmt.block_size
-        first, end = -(-start * unit // shared_by), -(-stop * unit // shared_by)
-        return part.narrow(-1, first, end - first)
-
-    return x.with_parts(change, new_shape)
-
-
-def _not_aligned(shape: tuple[int, ...], dim: int, index: int, unit: int, block_size: int) -> str:
-    offset = index * unit
-    next_offset = -(-offset // block_size) * block_size
-    step = block_size // math.gcd(unit, block_size)
-    next_index = min(-(-index // step) * step, shape[dim])
-    return (
-        f"cutting a tensor of shape {shape} at index {index} of dimension {dim} divides a block: element {offset} is "
-        f"no multiple of the block size {block_size}; the next aligned offset is {next_offset}, the next aligned "
-        f"index {next_index}"
-    )
+def _cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
+    """Elements start to stop along ``dim``, sharing memory; between blocks only."""
+    shape = tuple(x.shape)
+    blocks = cut_blocks(x.parts, x.fmt, shape, dim, start, stop)
+    return LowBitTensor(*blocks, x.fmt, (*shape[:dim], stop - start, *shape[dim + 1 :]), x.dtype)
 
 
 def _is_pinned(x: LowBitTensor, device: object = None) -> bool:
