@@ -14,21 +14,20 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
-from typing import ClassVar, Literal, get_type_hints
+from operator import is_, methodcaller
+from types import TracebackType
+from typing import Any, ClassVar, Literal, get_type_hints, overload
 
 import torch
 from torch import Tensor
 
-from optim_utils._dequantize_context import DequantizeQuantizedTensorListContext
-from optim_utils._dtensors import is_dtensor
 from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
+from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, is_supported, not_supported, stored_as
 from optim_utils._state.tensor_fill import lasting_sources
-from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
-from optim_utils.shampoo_utils import compress_list
+from optim_utils.shampoo_utils import ParameterizeEnterExitContext, compress_list
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -39,110 +38,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: the dtypes that are stored and computed in by plain casts
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FLOAT_DTYPES = FLOAT_DTYPES
+_FLOAT_DTYPES = FLOAT_DTYPES  # the original's name
 
 Rounding = Literal["nearest", "stochastic"]
-
-
-def _not_supported(dtype: object) -> NotImplementedError:
-    error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
-    error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
-    return error
-
-
-def _stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
-    """The quantized dtype that ``values`` is an example of."""
-    return values.fmt if isinstance(values, LowBitTensor) else values.dtype
-
-
-def _is_supported(dtype: torch.dtype | LowBitFormat) -> bool:
-    return isinstance(dtype, LowBitFormat) or dtype in FLOAT_DTYPES
-
-
-class QuantizedTensor(OptimizerModule):
-    """One tensor in storage, and the block it belongs to.
-
-    Attributes:
-        quantized_values: the stored tensor.
-        block_info: how its block allocates tensors; not part of the state.
-        min_value, max_value: the range of integer storage, which can be built but not yet used; else None.
-    """
-
-    non_state_attributes: ClassVar[tuple[str, ...]] = ("block_info",)
-
-    # None is no state: float storage has the one entry `quantized_values`
-    min_value: Tensor | None = None
-    max_value: Tensor | None = None
-
-    def __init__(
-        self,
-        quantized_values: Tensor,
-        block_info: BlockInfo | None = None,
-        min_value: Tensor | None = None,
-        max_value: Tensor | None = None,
-    ) -> None:
-        self.quantized_values = quantized_values
-        self.block_info = block_info
-        if (min_value is None) != (max_value is None):
-            raise AssertionError("min_value and max_value must both be given, or neither")
-        if _is_supported(_stored_as(quantized_values)):
-            if min_value is not None:
-                raise AssertionError(f"min_value and max_value must be None for {_stored_as(quantized_values)} values")
-            return
-        if min_value is None:
-            if quantized_values.count_nonzero() != 0:
-                raise AssertionError(
-                    f"{quantized_values.dtype} values without min_value and max_value must all be zero"
-                )
-            min_value, max_value = (torch.zeros(1, device=quantized_values.device) for _ in range(2))
-        self.min_value, self.max_value = min_value, max_value
-
-    @classmethod
-    def init_from_dequantized_tensor(
-        cls,
-        dequantized_values: Tensor,
-        quantized_dtype: torch.dtype | LowBitFormat,
-        block_info: BlockInfo | None = None,
-    ) -> QuantizedTensor:
-        """``dequantized_values`` in storage of its own, allocated by the block if there is one."""
-        values = dequantized_values.detach()
-        if isinstance(quantized_dtype, LowBitFormat):
-            return cls(quantize(values, quantized_dtype), block_info)
-        if quantized_dtype not in FLOAT_DTYPES:
-            raise _not_supported(quantized_dtype)
-        allocate = torch.zeros if block_info is None else block_info.allocate_zeros_tensor
-        stored = allocate(size=values.shape, dtype=quantized_dtype, device=values.device)
-        quantized = cls(stored, block_info)
-        quantized.quantize(values)
-        return quantized
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one."""
-        if not _is_supported(_stored_as(self.quantized_values)):
-            raise _not_supported(self.quantized_values.dtype)
-        if isinstance(self.quantized_values, LowBitTensor):
-            return self.quantized_values.dequantize(dtype)
-        return self.quantized_values.to(dtype)
-
-    @torch.no_grad()
-    def quantize(self, tensor: Tensor) -> None:
-        """Write ``tensor`` into the storage."""
-        if not _is_supported(_stored_as(self.quantized_values)):
-            raise _not_supported(self.quantized_values.dtype)
-        if tensor.shape != self.quantized_values.shape:
-            raise ValueError(
-                f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "
-                f"{tuple(tensor.shape)}"
-            )
-        if is_dtensor(self.quantized_values) and not is_dtensor(tensor):
-            # The whole tensor is here: each rank keeps its part, and no source rank has to send it.
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = self.quantized_values.device_mesh, self.quantized_values.placements
-            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-        self.quantized_values.copy_(tensor)
 
 
 class QuantizedTensorList(OptimizerModule):
@@ -254,7 +152,7 @@ class QuantizedTensorList(OptimizerModule):
                     "Writing quantized values with input tensor_list without using these stored dequantized values..."
                 )
         targets, numbers = self.quantized_value_list, tuple(tensor_list)
-        if any(map(operator.is_, targets, numbers)):
+        if any(map(is_, targets, numbers)):
             # with equal dtypes the values are the storage: nothing to write
             changed = [(mine, given) for mine, given in zip(targets, numbers) if mine is not given]
             targets, numbers = zip(*changed) if changed else ((), ())
@@ -311,8 +209,67 @@ class QuantizedTensorList(OptimizerModule):
                 )
 
     def _check_supported(self) -> None:
-        if not _is_supported(self.quantized_dtype):
-            raise _not_supported(self.quantized_dtype)
+        if not is_supported(self.quantized_dtype):
+            raise not_supported(self.quantized_dtype)
+
+
+class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[QuantizedTensorList], Sequence[Tensor]):
+    """Dequantized on entry, written back on exit; ``as tensors`` gives the context, a sequence of the values.
+
+    Contexts of one list nest: they share the values, and only the outermost makes them and writes them back. Values
+    that were stored by hand before entering count as an outer level.
+
+    Args:
+        write_back: False to only read. What an outer context writes back is its own affair.
+        on_exception: whether the half-done values are dropped or written back when an exception passes. If stored and
+            computation dtype are equal, the values are the storage, and nothing can be undone.
+    """
+
+    def __init__(
+        self,
+        quantized_tensor_list: QuantizedTensorList,
+        *,
+        write_back: bool = True,
+        on_exception: Literal["discard", "keep"] = "discard",
+    ) -> None:
+        if on_exception not in ("discard", "keep"):
+            raise ValueError(f'on_exception must be "discard" or "keep", got {on_exception!r}')
+        super().__init__(quantized_tensor_list, methodcaller("dequantize_"), methodcaller("quantize_"))
+        self._list = quantized_tensor_list
+        self._write_back = write_back
+        self._on_exception = on_exception
+        # One entry for each time this context is entered: whether it made the values.
+        self._made_values: list[bool] = []
+
+    def __enter__(self) -> DequantizeQuantizedTensorListContext:
+        makes_values = not self._list.is_dequantized_stored()
+        if makes_values:
+            super().__enter__()
+        self._made_values.append(makes_values)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._made_values.pop():
+            return
+        if self._write_back and (exc_type is None or self._on_exception == "keep"):
+            super().__exit__(exc_type, exc_value, traceback)
+        else:
+            self._list.discard_()
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._list.dequantized_value[index]
 
 
 def _values_and_ranges(quantized_data: object) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -346,11 +303,11 @@ def _low_bit(value: Tensor) -> LowBitTensor:
 
 def _to_storage(value: Tensor, quantized_dtype: torch.dtype | LowBitFormat) -> Tensor:
     """``value`` itself if it is of ``quantized_dtype``, else converted, where floats can be."""
-    if _stored_as(value) == quantized_dtype:
+    if stored_as(value) == quantized_dtype:
         return value
     converts = value.dtype in FLOAT_DTYPES and not isinstance(value, LowBitTensor)
     if converts and isinstance(quantized_dtype, LowBitFormat):
         return quantize(value, quantized_dtype)
     if converts and quantized_dtype in FLOAT_DTYPES:
         return value.detach().to(quantized_dtype)
-    raise TypeError(f"values of {_stored_as(value)} can't be stored as {quantized_dtype}; convert them first")
+    raise TypeError(f"values of {stored_as(value)} can't be stored as {quantized_dtype}; convert them first")

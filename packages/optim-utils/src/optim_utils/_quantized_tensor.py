@@ -1,0 +1,123 @@
+"""`QuantizedTensor`: one tensor in a smaller dtype than it is computed in, and which dtypes those are."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from optim_utils._dtensors import is_dtensor
+from optim_utils.block_info import BlockInfo
+from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
+from optim_utils.optimizer_modules import OptimizerModule
+
+__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "not_supported", "stored_as"]
+
+#: the dtypes that are stored and computed in by plain casts
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def not_supported(dtype: object) -> NotImplementedError:
+    """The error for a dtype that tensors are not stored in."""
+    error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
+    error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
+    return error
+
+
+def stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
+    """The quantized dtype that ``values`` is an example of."""
+    return values.fmt if isinstance(values, LowBitTensor) else values.dtype
+
+
+def is_supported(dtype: torch.dtype | LowBitFormat) -> bool:
+    """Whether tensors can be stored in ``dtype``."""
+    return isinstance(dtype, LowBitFormat) or dtype in FLOAT_DTYPES
+
+
+class QuantizedTensor(OptimizerModule):
+    """One tensor in storage, and the block it belongs to.
+
+    Attributes:
+        quantized_values: the stored tensor.
+        block_info: how its block allocates tensors; not part of the state.
+        min_value, max_value: the range of integer storage, which can be built but not yet used; else None.
+    """
+
+    non_state_attributes: ClassVar[tuple[str, ...]] = ("block_info",)
+
+    # None is no state: float storage has the one entry `quantized_values`
+    min_value: Tensor | None = None
+    max_value: Tensor | None = None
+
+    def __init__(
+        self,
+        quantized_values: Tensor,
+        block_info: BlockInfo | None = None,
+        min_value: Tensor | None = None,
+        max_value: Tensor | None = None,
+    ) -> None:
+        self.quantized_values = quantized_values
+        self.block_info = block_info
+        if (min_value is None) != (max_value is None):
+            raise AssertionError("min_value and max_value must both be given, or neither")
+        if is_supported(stored_as(quantized_values)):
+            if min_value is not None:
+                raise AssertionError(f"min_value and max_value must be None for {stored_as(quantized_values)} values")
+            return
+        if min_value is None:
+            if quantized_values.count_nonzero() != 0:
+                raise AssertionError(
+                    f"{quantized_values.dtype} values without min_value and max_value must all be zero"
+                )
+            min_value, max_value = (torch.zeros(1, device=quantized_values.device) for _ in range(2))
+        self.min_value, self.max_value = min_value, max_value
+
+    @classmethod
+    def init_from_dequantized_tensor(
+        cls,
+        dequantized_values: Tensor,
+        quantized_dtype: torch.dtype | LowBitFormat,
+        block_info: BlockInfo | None = None,
+    ) -> QuantizedTensor:
+        """``dequantized_values`` in storage of its own, allocated by the block if there is one."""
+        values = dequantized_values.detach()
+        if isinstance(quantized_dtype, LowBitFormat):
+            return cls(quantize(values, quantized_dtype), block_info)
+        if quantized_dtype not in FLOAT_DTYPES:
+            raise not_supported(quantized_dtype)
+        allocate = torch.zeros if block_info is None else block_info.allocate_zeros_tensor
+        stored = allocate(size=values.shape, dtype=quantized_dtype, device=values.device)
+        quantized = cls(stored, block_info)
+        quantized.quantize(values)
+        return quantized
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one."""
+        if not is_supported(stored_as(self.quantized_values)):
+            raise not_supported(self.quantized_values.dtype)
+        if isinstance(self.quantized_values, LowBitTensor):
+            return self.quantized_values.dequantize(dtype)
+        return self.quantized_values.to(dtype)
+
+    @torch.no_grad()
+    def quantize(self, tensor: Tensor) -> None:
+        """Write ``tensor`` into the storage."""
+        if not is_supported(stored_as(self.quantized_values)):
+            raise not_supported(self.quantized_values.dtype)
+        if tensor.shape != self.quantized_values.shape:
+            raise ValueError(
+                f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if is_dtensor(self.quantized_values) and not is_dtensor(tensor):
+            # The whole tensor is here: each rank keeps its part, and no source rank has to send it.
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = self.quantized_values.device_mesh, self.quantized_values.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        self.quantized_values.copy_(tensor)
+
+
+# pickles and errors name the public module
+QuantizedTensor.__module__ = "optim_utils.shampoo_quantization"
