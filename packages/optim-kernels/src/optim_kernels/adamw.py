@@ -27,7 +27,7 @@ from optim_kernels._optimizers.adamw_state import (
     plain_state,
     torch_state,
 )
-from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepared_for
+from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import step_with_torch
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -217,11 +217,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         names = self._parameter_names()
         for group in self.param_groups:
             self._check_paths(group, names)
-        members = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         places: list[int] = []
-        with_torch: dict[int, TorchPart] = {}
         reasons: list[str] = []
-        for place, (param, grad) in enumerate(zip(params, grads)):
+        for place, ((group, param), grad) in enumerate(zip(self._parameters(), grads)):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -229,23 +227,16 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                     f"TritonAdamW takes dense gradients, but that of {names[param]} is {grad.layout}; make it dense "
                     "(sparse=False in nn.Embedding) or give the parameter to torch.optim.SparseAdam"
                 )
-            group = self.param_groups[members[place]]
             reason = why_not_kernels(param, group)
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 places.append(place)
             else:
                 reasons.append(reason)
-                _, own_places, own = with_torch.setdefault(members[place], (group, [], []))
-                own_places.append(place)
-                own.append(param)
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        torch_parts = list(with_torch.values())
-        return PreparedStep.of(
-            self.param_groups, params, grads, self._own_state, places, members, torch_parts, options=_planned_options
-        )
+        return PreparedStep(self.param_groups, params, grads, self._own_state, places, options=_planned_options)
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
         """Make the state of a parameter that gets its first gradient; put what there is where it is advanced.

@@ -18,7 +18,7 @@ from optim_kernels._dtensors import local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
-from optim_kernels._optimizers.adamw_step import PreparedStep, TorchPart, prepared_for
+from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import check_capture, checked_factor, hooked_step, run_closure, text_table
 from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
@@ -187,15 +187,13 @@ class TritonMuonAdamW(MuonGroups):
         for group in groups:
             _check_choices(group)
         names = self._parameter_names()
-        members = [number for number, group in enumerate(groups) for _ in group["params"]]
+        group_of = [group for group in groups for _ in group["params"]]
         places: list[int] = []
-        with_torch: dict[int, TorchPart] = {}
-        for place, (p, grad) in enumerate(zip(params, grads)):
+        for place, (p, grad, group) in enumerate(zip(params, grads, group_of)):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
-            group = groups[members[place]]
             check_state_in_capture(p, self.state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
@@ -203,12 +201,7 @@ class TritonMuonAdamW(MuonGroups):
                 places.append(place)
             elif group["impl"] == "triton":
                 raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
-            else:
-                _, own_places, own = with_torch.setdefault(members[place], (group, [], []))
-                own_places.append(place)
-                own.append(p)
-        torch_parts = list(with_torch.values())
-        return PreparedStep.of(groups, params, grads, self.state, places, members, torch_parts, options=_options)
+        return PreparedStep(groups, params, grads, self.state, places, options=_options)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self.state[p]

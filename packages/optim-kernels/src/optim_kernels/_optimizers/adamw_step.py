@@ -143,6 +143,8 @@ class PreparedStep:
     """What a step needs that depends on which parameters have gradients, and on where they and their states are.
 
     Args:
+        params, grads: of all groups, one after another.
+        places: the numbers of those parameters that the kernels update; plain torch updates the others with gradients.
         options: the options of a group that it depends on too.
     """
 
@@ -153,36 +155,14 @@ class PreparedStep:
         grads: list[Tensor | None],
         states: Mapping[Tensor, State],
         places: list[int],
-        kernels: AdamWStep | None,
-        with_torch: list[TorchPart],
-        options: Callable[[Group], Any],
-    ) -> None:
-        self.kernels = kernels
-        self.with_torch = with_torch
-        self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
-        self._of_group, self._options = options, list(map(options, groups))
-        self._params, self._keys, self._states = params, list(states), list(states.values())
-        self._types = list(map(type, grads))
-        self._places = None if len(places) == len(grads) else places
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[Group],
-        params: list[Tensor],
-        grads: list[Tensor | None],
-        states: Mapping[Tensor, State],
-        places: list[int],
-        members: Sequence[int],
-        with_torch: list[TorchPart],
         *,
         options: Callable[[Group], Any],
-    ) -> PreparedStep:
-        """Plan the kernels' part: ``places`` says which parameters that is, ``members`` the group of every one."""
-        kernels = None
+    ) -> None:
+        members = [number for number, group in enumerate(groups) for _ in group["params"]]
+        self.kernels: AdamWStep | None = None
         if places:
             chosen = [params[place] for place in places]
-            kernels = AdamWStep(
+            self.kernels = AdamWStep(
                 groups,
                 chosen,
                 [states[param] for param in chosen],
@@ -190,7 +170,19 @@ class PreparedStep:
                 members=[members[place] for place in places],
                 places=places,
             )
-        return cls(groups, params, grads, states, places, kernels, with_torch, options)
+        with_kernels = set(places)
+        by_group: dict[int, TorchPart] = {}
+        for place, grad in enumerate(grads):
+            if grad is not None and place not in with_kernels:
+                _, own_places, own = by_group.setdefault(members[place], (groups[members[place]], [], []))
+                own_places.append(place)
+                own.append(params[place])
+        self.with_torch = list(by_group.values())
+        self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
+        self._of_group, self._options = options, list(map(options, groups))
+        self._params, self._keys, self._states = params, list(states), list(states.values())
+        self._types = list(map(type, grads))
+        self._places = None if len(places) == len(grads) else places
 
     def is_for(
         self,
