@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.product_launches import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
-from optim_kernels.functional._muon_tables import Batch, Family
+from optim_kernels.functional._muon_tables import Batch, ChainedBatches, Family
 
 
-def tiles_of(family: Family, batch: Batch, ns: NSConfig) -> str:
+def tile_words(families: Sequence[Family], chains: Sequence[ChainedBatches], ns: NSConfig) -> list[str]:
+    """For each matrix of a plan, in order, how its products are cut into tiles."""
+    words = [(batch, _tiles_of(family, batch, ns)) for family in families for batch in family]
+    words += [(batch, f"{_words(PING_PONG)}, all in one launch") for chain in chains for batch in chain.batches]
+    words.sort(key=lambda entry: entry[0].first)
+    return [its for batch, its in words for _ in range(batch.shape[0])]
+
+
+def _tiles_of(family: Family, batch: Batch, ns: NSConfig) -> str:
     """The tiles of X Xᵀ, of m×m products and of those with X, for the matrices of a batch."""
     count, m, n = batch.shape
     # m×m products take all matrices of a family at once
@@ -20,11 +30,6 @@ def tiles_of(family: Family, batch: Batch, ns: NSConfig) -> str:
         choose_tile(*of, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
     )
     return " / ".join(map(_words, tiles))
-
-
-def tiles_in_chain() -> str:
-    """Those of matrices that are orthogonalised in one launch."""
-    return f"{_words(PING_PONG)}, all in one launch"
 
 
 def _words(tile: Tile) -> str:

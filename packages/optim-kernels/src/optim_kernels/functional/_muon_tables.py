@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,17 +95,25 @@ def families_of(
             moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in shapes]
             chains.append(_chained(shapes, moves, first, m, dtype, device))
         else:
-            number = first
-            for family in of_families:
-                families.append([])
-                for n, count in family:
-                    padded = cdiv(n, ROW_STEP) * ROW_STEP
-                    # zeros, for tiles are read with what lies beyond a matrix's columns
-                    x, other = (torch.zeros(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
-                    families[-1].append(Batch(number, (count, m, n), x, other, _last_tile(x)))
-                    number += count
+            families += _unchained(of_families, first, m, dtype, device)
         first += sum(count for _, count in shapes)
     return families, chains
+
+
+def _unchained(
+    of_families: Sequence[Sequence[tuple[int, int]]], first: int, m: int, dtype: torch.dtype, device: torch.device
+) -> list[Family]:
+    """Families of batches (n, count) of short side m, numbered from ``first`` on, in buffers of their own."""
+    families: list[Family] = []
+    for shapes in of_families:
+        families.append([])
+        for n, count in shapes:
+            padded = cdiv(n, ROW_STEP) * ROW_STEP
+            # zeros, for tiles are read with what lies beyond a matrix's columns
+            x, other = (torch.zeros(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+            families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x)))
+            first += count
+    return families
 
 
 def _chained(
@@ -166,6 +174,20 @@ def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
     return m, ns.method_for(m, n) == "gram", n
 
 
+class XPlace(NamedTuple):
+    """Where the iteration has a matrix: its first and last X, ``[m, n]`` or ``[panels, m, PANEL]``."""
+
+    x: Tensor
+    o: Tensor
+    last_tile: Tile  # of the product that makes the last one
+
+    def num_columns(self, n: int) -> int:
+        """How many columns may be written, zeros beyond the matrix's n."""
+        # sums of a product over X's columns reach to the end of a step
+        step = TILE if self.x.ndim == 3 else ROW_STEP
+        return cdiv(n, step) * step
+
+
 class MuonTables:
     """Device tensors of a plan over ordered ``matrices``; see `_kernels.muon_table` for the columns."""
 
@@ -183,48 +205,17 @@ class MuonTables:
         num_lines, num_parts = 0, 0
         batches = [batch for its in (*families, *(chain.batches for chain in chains)) for batch in its]
         batches.sort(key=lambda batch: batch.first)
-        xs = [place for batch in batches for place in _places(batch, ns)]
-        for number, (matrix, (x, o, tile)) in enumerate(zip(matrices, xs, strict=True)):
-            t = tensors[matrix.parameter]
-            outer_tiles, inner_tiles = matrix.tiles
-            m, n = matrix.shape
-            # sums of a product over X's columns reach to the end of a step
-            step = TILE if x.ndim == 3 else ROW_STEP
-            parts = cdiv(m, tile.rows) if matrix.lines_are_columns else cdiv(n, tile.columns)
-            row = [0] * fields.NUM_FIELDS.value
-            for column, value in (
-                (fields.P, address_of(t.param, matrix.offset)),
-                (fields.B, address_of(t.momentum_buffer, matrix.offset)),
-                (fields.V, address_of(t.second_moment, matrix.moment_offset)),
-                (fields.MASTER, address_of(t.master, matrix.offset)),
-                (fields.X, x.data_ptr()),
-                (fields.O, o.data_ptr()),
-                (fields.STEP, address_of(t.step, 0)),
-                (fields.STRIDE, matrix.stride),
-                (fields.X_STRIDE, x.stride(-2)),
-                (fields.X_PANEL, x.stride(0) if x.ndim == 3 else PANEL),
-                (fields.X_COLUMNS, cdiv(n, step) * step),
-                (fields.OUTER, matrix.outer),
-                (fields.INNER, matrix.inner),
-                (fields.FIRST_TILE, len(tile_map)),
-                (fields.OUTER_TILES, outer_tiles),
-                (fields.INNER_TILES, inner_tiles),
-                (fields.FIRST_LINE, num_lines),
-                (fields.FIRST_PART, num_parts),
-                (fields.NUM_PARTS, parts),
-                (fields.ROWS_ARE_INNER, int(matrix.rows_are_inner)),
-                (fields.GROUP, t.group),
-                (fields.PLACE, t.place),
-                (fields.START, matrix.offset),
-                (fields.SEED, t.seed),
-            ):
-                row[column] = value
+        places = [place for batch in batches for place in _places(batch, ns)]
+        for number, (matrix, place) in enumerate(zip(matrices, places, strict=True)):
+            parts, n = _parts_of_a_line(matrix, place), matrix.shape[1]
+            row = _row(tensors[matrix.parameter], matrix, place)
+            row[fields.FIRST_TILE] = len(tile_map)
+            row[fields.FIRST_LINE] = num_lines
+            row[fields.FIRST_PART] = num_parts
+            row[fields.NUM_PARTS] = parts
             rows.append(row)
-            tile_map += [(number, i * TILE, j * TILE) for i, j in product(range(outer_tiles), range(inner_tiles))]
-            num_rows, num_columns = matrix.rows_and_columns
-            # X's columns reach as far where they are the rows
-            last_row = cdiv(num_rows, step) * step if num_rows == n else num_rows
-            strips += [(-num_columns, number, row_number) for row_number in range(0, last_row, STRIP)]
+            tile_map += [(number, i * TILE, j * TILE) for i, j in product(*map(range, matrix.tiles))]
+            strips += _strips(number, matrix, place)
             num_lines += n
             num_parts += n * parts
         device = tensors[0].param.device
@@ -253,9 +244,55 @@ class MuonTables:
         self.factors = room(num_lines, dtype=torch.float32)
 
 
-def _places(batch: Batch, ns: NSConfig) -> list[tuple[Tensor, Tensor, Tile]]:
-    """Each matrix's first and last X, ``[m, n]`` or ``[panels, m, PANEL]``, and the tile of the last product."""
+def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
+    """A matrix's row of the table, but for where its own begin among the tiles, lines and parts of all."""
+    x, n = place.x, matrix.shape[1]
+    outer_tiles, inner_tiles = matrix.tiles
+    row = [0] * fields.NUM_FIELDS.value
+    for column, value in (
+        (fields.P, address_of(t.param, matrix.offset)),
+        (fields.B, address_of(t.momentum_buffer, matrix.offset)),
+        (fields.V, address_of(t.second_moment, matrix.moment_offset)),
+        (fields.MASTER, address_of(t.master, matrix.offset)),
+        (fields.X, x.data_ptr()),
+        (fields.O, place.o.data_ptr()),
+        (fields.STEP, address_of(t.step, 0)),
+        (fields.STRIDE, matrix.stride),
+        (fields.X_STRIDE, x.stride(-2)),
+        (fields.X_PANEL, x.stride(0) if x.ndim == 3 else PANEL),
+        (fields.X_COLUMNS, place.num_columns(n)),
+        (fields.OUTER, matrix.outer),
+        (fields.INNER, matrix.inner),
+        (fields.OUTER_TILES, outer_tiles),
+        (fields.INNER_TILES, inner_tiles),
+        (fields.ROWS_ARE_INNER, int(matrix.rows_are_inner)),
+        (fields.GROUP, t.group),
+        (fields.PLACE, t.place),
+        (fields.START, matrix.offset),
+        (fields.SEED, t.seed),
+    ):
+        row[column] = value
+    return row
+
+
+def _parts_of_a_line(matrix: Matrix, place: XPlace) -> int:
+    """Into how many tiles of the last product a line falls, each of which leaves a sum."""
+    m, n = matrix.shape
+    return cdiv(m, place.last_tile.rows) if matrix.lines_are_columns else cdiv(n, place.last_tile.columns)
+
+
+def _strips(number: int, matrix: Matrix, place: XPlace) -> list[tuple[int, int, int]]:
+    """(−length of the rows, number of the matrix, first row) of each strip of rows."""
+    num_rows, num_columns = matrix.rows_and_columns
+    n = matrix.shape[1]
+    # X's columns reach as far where they are the rows
+    last_row = place.num_columns(n) if num_rows == n else num_rows
+    return [(-num_columns, number, row) for row in range(0, last_row, STRIP)]
+
+
+def _places(batch: Batch, ns: NSConfig) -> list[XPlace]:
+    """Where each matrix of a batch is."""
     last = batch.other if num_rectangular(batch.shape, ns, in_chain=batch.in_panels) % 2 else batch.x
     count = batch.shape[0]
     pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)
-    return [(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]
+    return [XPlace(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels.functional._muon_explain import tiles_in_chain, tiles_of
+from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
+    Matrix,
     MuonTensors,
     address_of,
     check_moments,
@@ -81,19 +82,12 @@ class MuonPlan:
             rule=rule,
             variance=variance,
             stochastic_rounding=stochastic_rounding,
-            state_is_aligned=all(
-                is_aligned(matrix, t.param, t.momentum_buffer, t.master)
-                for matrix in self._matrices
-                for t in (tensors[matrix.parameter],)
-            ),
+            state_is_aligned=_state_is_aligned(tensors, self._matrices),
         )
         families, chains = families_of(
             self._matrices, ns, options.x_dtype, self._device, stores_last=not options.updates_in_last_product
         )
-        self._tile_words = [""] * len(self._matrices)
-        words = [(batch, tiles_of(family, batch, ns)) for family in families for batch in family]
-        for batch, its in words + [(batch, tiles_in_chain()) for chain in chains for batch in chain.batches]:
-            self._tile_words[batch.numbers] = [its] * batch.shape[0]
+        self._tile_words = tile_words(families, chains, ns)
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
         self._launches = Launches(self._tables, families, chains, self._inputs, options)
@@ -186,6 +180,12 @@ class MuonPlan:
     def address_key(self) -> tuple[tuple[Any, ...], ...]:
         """`MuonTensors.address_key` of every parameter, when the plan was built."""
         return self._address_key
+
+
+def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> bool:
+    """Whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`)."""
+    owners = ((matrix, tensors[matrix.parameter]) for matrix in matrices)
+    return all(is_aligned(matrix, t.param, t.momentum_buffer, t.master) for matrix, t in owners)
 
 
 def _as_stored(grad: Tensor, param: Tensor) -> Tensor:
