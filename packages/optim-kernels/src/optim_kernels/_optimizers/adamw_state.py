@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
-from optim_kernels.functional._adamw_tensor import same_layout
+from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
@@ -74,14 +74,10 @@ def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
     return {
         "param": param.dtype,
         "grad": param.dtype if param.grad is None else param.grad.dtype,
-        "exp_avg": _stored(state["exp_avg"]) if state else first,
-        "exp_avg_sq": _stored(state["exp_avg_sq"]) if state else second,
+        "exp_avg": stored_dtype(state["exp_avg"]) if state else first,
+        "exp_avg_sq": stored_dtype(state["exp_avg_sq"]) if state else second,
         "master": master,
     }
-
-
-def _stored(moment: Tensor) -> torch.dtype:
-    return torch.uint8 if isinstance(moment, LowBitTensor) else moment.dtype
 
 
 def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -> float:
@@ -174,6 +170,12 @@ def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> T
     if isinstance(moment, LowBitTensor) and moment.fmt == _FORMATS[key]:
         return moment
     return quantize(as_float(moment).float(), _FORMATS[key])
+
+
+def master_of(state: Mapping[str, Any]) -> Tensor | None:
+    """What a state holds beside the parameter of either kind of master weights, if anything."""
+    master: Tensor | None = state.get("master", state.get("master_low"))
+    return master
 
 
 def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Tensor]:

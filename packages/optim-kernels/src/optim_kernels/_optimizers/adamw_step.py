@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local
+from optim_kernels._optimizers.adamw_state import master_of
+from optim_kernels.functional._adamw_tensor import with_memory
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
-from optim_utils.low_bit import LowBitTensor
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -48,7 +49,7 @@ class AdamWStep:
         # kept, for what is freed might come again at its address
         self._held = list(chain.from_iterable(self._contents))
         self._is_plain = all(type(value) is Tensor for value in self._held)
-        self._stored = list(chain.from_iterable(map(_with_memory, self._held)))
+        self._stored = list(chain.from_iterable(map(with_memory, self._held)))
         self._stored_addresses = list(map(Tensor.data_ptr, self._stored))
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
@@ -66,7 +67,7 @@ class AdamWStep:
                 local(state["max_exp_avg_sq"]) if group.get("amsgrad") else None
                 for group, state in zip(own_groups, states)
             ],
-            masters=[local(state.get("master", state.get("master_low"))) for state in states],
+            masters=[local(master_of(state)) for state in states],
             groups=members,
             stochastic_rounding=[bool(group.get("stochastic_rounding")) for group in own_groups],
             seed=[group.get("seed", 0) for group in own_groups],
@@ -130,13 +131,6 @@ class AdamWStep:
         self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
-
-
-def _with_memory(value: Any) -> list[Tensor]:
-    """The tensors that hold a value of a state; a user may keep there what is none."""
-    if isinstance(value, LowBitTensor):
-        return [value.codes, value.scale]
-    return [value] if isinstance(value, Tensor) else []
 
 
 class PreparedStep:

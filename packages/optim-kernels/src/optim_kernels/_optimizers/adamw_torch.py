@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
 from optim_kernels._dtensors import local
-from optim_kernels._optimizers.adamw_state import MOMENTS
+from optim_kernels._optimizers.adamw_state import MOMENTS, master_of
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -113,7 +113,7 @@ def _reference_step(
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         max_exp_avg_sqs=[local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
-        masters=[local(state.get("master", state.get("master_low"))) for state in states],
+        masters=[local(master_of(state)) for state in states],
         maximize=group["maximize"],
         grad_scale=grad_scale,
         found_inf=found_inf,

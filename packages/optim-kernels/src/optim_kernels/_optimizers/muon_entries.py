@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import missing_master, placed_master
+from optim_kernels._optimizers.adamw_state import master_of, missing_master, placed_master
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
@@ -178,7 +178,7 @@ def step_entries(
         cautious=rule.cautious,
         maximize=rule.maximize,
         views=[entry.view for entry in entries],
-        masters=[state.get("master", state.get("master_low")) for state in states],
+        masters=[master_of(state) for state in states],
         clip_factor=clip_factor,
         grad_scale=grad_scale,
         stochastic_rounding=random,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from optim_kernels._impl import has_triton
+from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
 from optim_kernels._optimizers.muon_steady import Groups, State, SteadyStep
@@ -173,7 +174,7 @@ def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> Muon
         grad=entry.grad,
         momentum_buffer=state["momentum_buffer"],
         second_moment=state.get("second_momentum_buffer"),
-        master=state.get("master", state.get("master_low")),
+        master=master_of(state),
         step=state.get("step") if group["stochastic_rounding"] else None,
         view=entry.view,
         group=number,

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
-from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, on_device, readable, write_betas
+from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, readable, write_betas
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, PlannedTensor, Signature, addresses, description
+from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,

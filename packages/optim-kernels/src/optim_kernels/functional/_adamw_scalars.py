@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars, Scalar
 
 _NUMBERS = {float, int, bool}
@@ -38,7 +39,7 @@ def _row(scalars: AdamWScalars) -> list[float]:
     # a place for what no number is equal to
     beta1, beta2 = (math.nan if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
     address = 0
-    if isinstance(lr, Tensor) and on_device(lr):
+    if on_device(lr):
         address, lr = lr.data_ptr(), 0.0
     return [
         float(lr),
@@ -57,7 +58,7 @@ def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
     """Fill in the betas that are on a device: ``β1, β2, log2 β1, log2 β2`` from the third column on, in fp64."""
     for row, each in zip(table, scalars, strict=True):
         for column, beta in enumerate((each.beta1, each.beta2), start=2):
-            if isinstance(beta, Tensor) and on_device(beta):
+            if on_device(beta):
                 value = beta.detach().reshape(()).double()
                 row[column].copy_(value)
                 torch.log2(value, out=row[column + 2])
@@ -65,11 +66,6 @@ def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
 
 def readable(lr: Scalar, device: torch.device) -> Scalar:
     """A learning rate that a kernel on ``device`` can read: fp32 there, or a number."""
-    if isinstance(lr, Tensor) and on_device(lr):
+    if on_device(lr):
         return lr.detach().to(device=device, dtype=torch.float32)
     return lr
-
-
-def on_device(value: Scalar) -> bool:
-    """Whether a hyperparameter is a tensor that the host cannot read without waiting."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"

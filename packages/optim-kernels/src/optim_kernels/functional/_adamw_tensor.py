@@ -164,8 +164,8 @@ class PlannedTensor:
             self.param.device,
             self.param.dtype,
             grad.dtype,
-            _stored_dtype(self.exp_avg),
-            _stored_dtype(self.exp_avg_sq),
+            stored_dtype(self.exp_avg),
+            stored_dtype(self.exp_avg_sq),
             self.max_exp_avg_sq is not None,
             None if self.master is None else self.master.dtype,
             len(grad) if grad.dim() > self.param.dim() else 1,
@@ -181,7 +181,15 @@ def addresses(moment: Tensor) -> tuple[int, int]:
     return moment.data_ptr(), 0
 
 
-def _stored_dtype(moment: Tensor) -> torch.dtype:
+def with_memory(value: object) -> list[Tensor]:
+    """The tensors that hold a value of a state, which may be no tensor: of codes those and their scales."""
+    if isinstance(value, LowBitTensor):
+        return [value.codes, value.scale]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def stored_dtype(moment: Tensor) -> torch.dtype:
+    """The dtype that a moment is stored in; ``torch.uint8`` stands for 8-bit codes."""
     return torch.uint8 if isinstance(moment, LowBitTensor) else moment.dtype
 
 

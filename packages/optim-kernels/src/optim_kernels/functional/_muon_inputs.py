@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._kernels import muon_table as fields
-from optim_kernels.functional._muon_matrices import on_device
+from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.multi_tensor import DeviceTable
 
 NUM_HYPER: int = fields.NUM_HYPER.value

@@ -16,6 +16,7 @@ from optim_kernels._kernels import muon_update as back
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.iterations import iterate
+from optim_kernels._newton_schulz.product_launches import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
@@ -26,7 +27,6 @@ from optim_kernels.functional._muon_tables import (
     ChainedBatches,
     Family,
     MuonTables,
-    num_multiprocessors,
     takes_ping_pong,
 )
 from optim_kernels.reference.muon import MuonRule
@@ -295,7 +295,7 @@ class Launches:
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
         total = count * rows * columns
         c = last.x if last.c is None else last.c
-        update_product_kernel[(min(total, num_multiprocessors(last.x.device)),)](
+        update_product_kernel[(min(total, num_multiprocessors(last.x.device.index)),)](
             descriptor(last.s, tile.rows, tile.depth),
             descriptor(last.x, tile.depth, tile.columns),
             descriptor(c, tile.rows, tile.columns),

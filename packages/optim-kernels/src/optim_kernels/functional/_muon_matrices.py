@@ -177,8 +177,3 @@ def check_moments(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) ->
                 f"makes it) for a parameter of shape {tuple(t.param.shape)} with {prod(t.param.shape)} elements; "
                 f"got {found}"
             )
-
-
-def on_device(value: float | Tensor) -> bool:
-    """Whether a hyperparameter is read on the device."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"

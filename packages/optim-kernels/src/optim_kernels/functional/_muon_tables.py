@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.chain import takes_step_chain
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import has_gluon
+from optim_kernels._newton_schulz.product_launches import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 
@@ -151,7 +150,7 @@ def _last_tile(x: Tensor) -> Tile:
         return FULL_PRECISION
     count, m, n = x.shape
     tiles = count * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
-    return LAST_TILE if tiles > 2 * num_multiprocessors(x.device) else SMALL_LAST_TILE
+    return LAST_TILE if tiles > 2 * num_multiprocessors(x.device.index) else SMALL_LAST_TILE
 
 
 def takes_ping_pong(x: Tensor) -> bool:
@@ -159,13 +158,8 @@ def takes_ping_pong(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
         return False
     count, m, n = x.shape
-    tile = general_tile(m, n, m, count, num_multiprocessors(x.device), True)
+    tile = general_tile(m, n, m, count, num_multiprocessors(x.device.index), True)
     return tile.ping_pong or tile.cooperative
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:

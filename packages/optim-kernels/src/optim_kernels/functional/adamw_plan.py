@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
-from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps
+from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
 from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
-from optim_utils.low_bit import LowBitTensor
 
 
 class AdamWPlan:
@@ -109,7 +108,7 @@ class AdamWPlan:
         # copies, for the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
-        self._stored = [part for each in tensors for tensor in each for part in _stored(tensor)]
+        self._stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
         self._places = list(map(Tensor.data_ptr, self._stored))
         self._param_kinds = self._kinds.of(params)
         self.num_tensors = count
@@ -180,12 +179,6 @@ def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list
         AdamWLaunch(members, grads, order=devices[:i].count(device), total=devices.count(device))
         for i, (members, device) in enumerate(zip(lists, devices))
     ]
-
-
-def _stored(tensor: Tensor | LowBitTensor | None) -> list[Tensor]:
-    if isinstance(tensor, LowBitTensor):
-        return [tensor.codes, tensor.scale]
-    return [] if tensor is None else [tensor]
 
 
 def _are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
