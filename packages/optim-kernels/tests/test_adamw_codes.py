@@ -14,8 +14,8 @@ from optim_kernels._kernels.approximations import power_approx
 from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._triton import tl, triton
 from optim_kernels.functional import adamw_
-from optim_kernels.functional._adamw_launch import MOST_BLOCKS, code_chunks
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
+from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, code_chunks
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,

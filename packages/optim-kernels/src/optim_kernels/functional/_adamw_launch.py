@@ -11,14 +11,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, readable, write_betas
-from optim_kernels.functional._adamw_tensor import CODE_BLOCK, PlannedTensor, Signature, addresses, description
+from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, description
+from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
@@ -33,68 +33,11 @@ from optim_kernels.multi_tensor import (
 from optim_kernels.reference.adamw import AdamWScalars
 
 if TYPE_CHECKING:
+    from optim_kernels._triton import Launch
     from optim_kernels.adamw_kernels import Record
 
 # fp64 numbers that the kernels keep for a step count (``adamw_kernels.MEMOS_SIZE``)
 MEMOS_SIZE = 16
-# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_kernels.moment_codes.MOST_BLOCKS``)
-MOST_BLOCKS = 32
-
-
-class Tuning(NamedTuple):
-    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program.
-
-    A chunk of 0 elements stands for chunks of several sizes.
-    """
-
-    chunk: int
-    tile: int
-    tail_tile: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
-    """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
-
-    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a tile is a block, so that
-    its scale is one number, and a warp has it alone.
-    """
-    if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        if is_interpreted():
-            return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
-        is_small = len(numels) == 1 and numels[0] <= num_multiprocessors * 64 * ONE_CHUNK
-        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 72)
-    if is_interpreted():
-        return Tuning(4096, 4096, 4096, 1)
-    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
-    registers = 64 if read <= 8 else 72 if read <= 10 else None
-    if kind.stochastic_rounding:
-        return Tuning(4096, 1024, 128, 4, registers)
-    if len(numels) == 1:
-        return Tuning(1024, 1024, 128, 4)
-    if registers is not None:
-        # with four tiles a program, where there are so many that it does not matter how the last ones end
-        is_long = sum(numels) > num_multiprocessors << 21
-        return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, registers)
-    return Tuning(1024, 1024, 128, 2)
-
-
-# elements of a chunk of a lone small tensor in codes
-ONE_CHUNK = 3 * CODE_BLOCK
-
-
-def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
-    """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
-
-    To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
-    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
-    of a warp that a multiprocessor's registers hold.
-    """
-    programs = 28 * num_multiprocessors
-    sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
-    return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
 
 
 class AdamWLaunch:
@@ -181,15 +124,11 @@ class AdamWLaunch:
 
     def _cut(self, aligned: list[bool]) -> None:
         """Cut the tensors into chunks, write their records and bind the kernel to the number of chunks."""
-        from optim_kernels import adamw_kernels as kernels
-        from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
-
         self._aligned = []
-        members, kind = self._members, self._signature
-        numels = [member.param.numel() for member in members]
+        numels = [member.param.numel() for member in self._members]
         on_gpu = self._device.type == "cuda"
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        tuned = tuning(kind, numels, num_multiprocessors)
+        tuned = tuning(self._signature, numels, num_multiprocessors)
         sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
         self._chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
         count = len(self._slots)
@@ -198,14 +137,22 @@ class AdamWLaunch:
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
-        for member, count in zip(members, self._chunks.counts):
+        for member, count in zip(self._members, self._chunks.counts):
             slot_chunks[member.step.data_ptr()] += count
-        self._rows = [self._record(member, slot_chunks) for member in members]
+        self._rows = [self._record(member, slot_chunks) for member in self._members]
         # chunks of one size need no map
-        self._is_alone = len(members) == 1 and tuned.chunk > 0
+        self._is_alone = len(self._members) == 1 and tuned.chunk > 0
         if not self._is_alone:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
+        self._launch = self._bound_kernel(tuned)
+        self._aligned, self.is_promised = aligned, is_capturing(self._device)
 
+    def _bound_kernel(self, tuned: Tuning) -> Launch:
+        """The kernel for tensors of this signature, with its grid."""
+        from optim_kernels import adamw_kernels as kernels
+        from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
+
+        kind = self._signature
         masters = {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}
         stored = kernels.Format(
             param=TRITON_DTYPES[kind.param],
@@ -220,7 +167,7 @@ class AdamWLaunch:
         overlap = NO_OVERLAP
         if can_overlap(self._device):
             overlap = ALONE if self._total == 1 else LATER if self._order else FIRST
-        self._launch = Launch(
+        return Launch(
             kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
             self._chunks.num_chunks,
             (tuned.chunk, tuned.tile, tuned.tail_tile, stored, overlap),
@@ -228,7 +175,6 @@ class AdamWLaunch:
             maxnreg=tuned.max_registers,
             **({"launch_pdl": True} if overlap else {}),
         )
-        self._aligned, self.is_promised = aligned, is_capturing(self._device)
 
     def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
         from optim_kernels.adamw_kernels import Record

@@ -1,0 +1,69 @@
+"""How AdamW's kernels cut their tensors: sizes of chunks and tiles, warps and registers, as measured on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from optim_kernels._impl import is_interpreted
+from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
+from optim_kernels.multi_tensor import ChunkSize
+
+# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_kernels.moment_codes.MOST_BLOCKS``)
+MOST_BLOCKS = 32
+# elements of a chunk of a lone small tensor in codes
+ONE_CHUNK = 3 * CODE_BLOCK
+
+
+class Tuning(NamedTuple):
+    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program.
+
+    A chunk of 0 elements stands for chunks of several sizes.
+    """
+
+    chunk: int
+    tile: int
+    tail_tile: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
+    """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
+
+    Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
+    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a tile is a block, so that
+    its scale is one number, and a warp has it alone.
+    """
+    if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
+        if is_interpreted():
+            return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
+        is_small = len(numels) == 1 and numels[0] <= num_multiprocessors * 64 * ONE_CHUNK
+        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 72)
+    if is_interpreted():
+        return Tuning(4096, 4096, 4096, 1)
+    read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
+    registers = 64 if read <= 8 else 72 if read <= 10 else None
+    if kind.stochastic_rounding:
+        return Tuning(4096, 1024, 128, 4, registers)
+    if len(numels) == 1:
+        return Tuning(1024, 1024, 128, 4)
+    if registers is not None:
+        # with four tiles a program, where there are so many that it does not matter how the last ones end
+        is_long = sum(numels) > num_multiprocessors << 21
+        return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, registers)
+    return Tuning(1024, 1024, 128, 2)
+
+
+def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
+    """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
+
+    To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
+    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
+    of a warp that a multiprocessor's registers hold.
+    """
+    programs = 28 * num_multiprocessors
+    sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
+    return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
