@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
-from optim_kernels._newton_schulz.config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, hashable
+from optim_kernels._newton_schulz.config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, config_of, hashable
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
@@ -157,29 +157,6 @@ def _values(config: NSConfig) -> Values:
     )
 
 
-@lru_cache(maxsize=256)
-def _config(
-    coefficients: Any,
-    steps: int,
-    method: Any,
-    dtype: torch.dtype | None,
-    restarts: Any,
-    norm_scale: float,
-    eps: float,
-    eps_mode: Any,
-) -> NSConfig:
-    return NSConfig(
-        coefficients=coefficients,
-        steps=steps,
-        method=method,
-        dtype=dtype,
-        restarts=restarts,
-        norm_scale=norm_scale,
-        eps=eps,
-        eps_mode=eps_mode,
-    )
-
-
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
     if x.layout is torch.strided and is_plain(x):
         return _forward(x, values, impl)
@@ -217,11 +194,11 @@ def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
 
 
 def _gains_by_batches(x: Tensor, values: Values, impl: Impl) -> bool:
-    if torch.compiler.is_compiling() or x.ndim < 2 or not _takes_triton(x, _config(*values), impl):
+    if torch.compiler.is_compiling() or x.ndim < 2 or not _takes_triton(x, config_of(*values), impl):
         return False
     from optim_kernels._newton_schulz import plan
 
-    return plan.is_small(x.shape, _config(*values))
+    return plan.is_small(x.shape, config_of(*values))
 
 
 # What computes matrices of a kind (shape, strides, dtype, device, alignment, options), the latest last.
@@ -237,7 +214,7 @@ def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
     plan = _plans.get(kind)
     if plan is None:
         _check(x)
-        plan = _plans[kind] = _plan_for(x, _config(*values), impl)
+        plan = _plans[kind] = _plan_for(x, config_of(*values), impl)
         if len(_plans) > NUM_PLANS:
             _plans.popitem(last=False)
     else:
@@ -291,7 +268,7 @@ def _put_together(
     name: str, numbers: Sequence[float], steps: int, method: str, dtype: Any, restarts: Any, *norm: Any
 ) -> NSConfig:
     triples = tuple(tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3))
-    return _config(name or triples, steps, method, dtype, tuple(restarts), *norm)
+    return config_of(name or triples, steps, method, dtype, tuple(restarts), *norm)
 
 
 @torch.library.custom_op(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal, get_args
@@ -147,6 +147,13 @@ class NSConfig:
 def _slope(triples: Sequence[Triple]) -> float:
     """At 0, of the polynomial of these steps: how much it enlarges the smallest singular values."""
     return prod(abs(a) for a, _, _ in triples)
+
+
+@lru_cache(maxsize=256)
+def config_of(*values: Any) -> NSConfig:
+    """The config whose fields have these `hashable` values, in their order: one object for values that come again."""
+    names = (field.name for field in fields(NSConfig))
+    return NSConfig(**dict(zip(names, values, strict=True)))
 
 
 def hashable(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
-from optim_kernels._newton_schulz.config import NSConfig, hashable
+from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
@@ -124,10 +124,11 @@ def rule_of(group: Mapping[str, Any]) -> MuonRule:
 
 def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     """The group's orthogonalisation."""
-    return _ns_config(*(hashable(group[key]) for key in _NS_KEYS))
+    return config_of(*(hashable(group[key]) for key in _NS_KEYS))
 
 
 _RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
+# in the order of the fields of `NSConfig`
 _NS_KEYS = ("ns_coefficients", "ns_steps", "ns_method", "ns_dtype", "ns_restarts", "norm_scale", "eps", "eps_mode")
 
 
@@ -143,12 +144,6 @@ def _rule(
         cautious=cautious,
         maximize=maximize,
     )
-
-
-@lru_cache(maxsize=256)
-def _ns_config(*values: Any) -> NSConfig:
-    names = ("coefficients", "steps", "method", "dtype", "restarts", "norm_scale", "eps", "eps_mode")
-    return NSConfig(**dict(zip(names, values, strict=True)))
 
 
 def check_group(group: Mapping[str, Any]) -> None:
