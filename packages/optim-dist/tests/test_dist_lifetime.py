@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
-from optim_dist._optimizers.construction import check_replicas
+from optim_dist._optimizers.agreement import check_replicas
 
 scenario = Scenarios()
 

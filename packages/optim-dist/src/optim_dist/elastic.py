@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from optim_dist import checkpoint
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._fresh_store import fresh_store
+from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist._optimizers.construction import check_options
 
 __all__ = ["Run", "run"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist import clip
-from optim_dist._optimizers import construction, interchange, states, step_checks
+from optim_dist._optimizers import agreement, construction, interchange, states, step_checks
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
@@ -115,8 +115,8 @@ class DistOptimizer(LiveOptimizer):
         plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
         entries = [*self._entries, *found]
         if communicator.world_size > 1:
-            hyperparameters = construction.describe_groups(self.param_groups, found)
-            construction.check_plan(plan, self._options.described(), hyperparameters, communicator)
+            hyperparameters = agreement.describe_groups(self.param_groups, found)
+            agreement.check_plan(plan, self._options.described(), hyperparameters, communicator)
             taken = {id(entry.parameter) for entry in found}
             for other in live_optimizers():
                 if other is not self and taken & other.trained_ids():

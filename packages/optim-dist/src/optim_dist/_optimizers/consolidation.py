@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from optim_dist._optimizers import states
-from optim_dist._optimizers.construction import check_options
+from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator

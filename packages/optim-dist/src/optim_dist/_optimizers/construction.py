@@ -1,8 +1,7 @@
-"""From what the user passes to what the plan needs: names, order, checks, and agreement over ranks."""
+"""From what the user passes to what the plan needs: names, order, layouts, and what cannot be distributed."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.buckets import Bucket, is_dense
-from optim_dist.plan import ParameterSpec, Plan, RouteName
+from optim_dist.buckets import is_dense
+from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout, Mesh
 from optim_redist.errors import RedistError
 from optim_utils.param_groups import MatrixView
@@ -72,6 +71,12 @@ def names_of(groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[
         for place, parameter in enumerate(group["params"]):
             found.setdefault(id(parameter), names[place] if names else f"{index}.{place}")
     return found
+
+
+def name_in_group(group: Mapping[str, Any], place: int) -> str:
+    """The name of a parameter of one group, for errors: the one that it was given with, or its place there."""
+    name: str = group["param_names"][place] if "param_names" in group else f"params[{place}]"
+    return name
 
 
 def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
@@ -213,90 +218,6 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
     return findings
 
 
-def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:
-    """The hyperparameters of the groups in which ``found`` are, as text; what is no plain value is left out."""
-    return {
-        f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
-        for index in sorted({entry.group for entry in found})
-        for key, value in groups[index].items()
-        if key not in ("params", "param_names") and value is not None and _is_plain(value)
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether the text of a hyperparameter says what it is, on every rank alike."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, Tensor | int | float | str | torch.dtype)
-
-
-def check_plan(
-    plan: Plan, options: Mapping[str, str], hyperparameters: Mapping[str, str], communicator: Communicator
-) -> None:
-    """Fail on every rank if ranks do not have the same options, plan and groups, naming the first that differ."""
-    hashes, *described = zip(*communicator.gather_json([plan.hash, dict(options), dict(hyperparameters)]))
-    check_options(described[0])
-    if len(set(hashes)) == 1:
-        check_options(described[1])
-        return
-    described = communicator.gather_json(plan.describe()["parameters"])
-    first = described[0]
-    for rank, other in enumerate(described):
-        for place in range(max(len(first), len(other))):
-            mine = first[place] if place < len(first) else None
-            theirs = other[place] if place < len(other) else None
-            if mine != theirs:
-                raise RuntimeError(
-                    f"ranks were given different parameters; the first that differs is number {place}: "
-                    f"rank 0 has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
-                )
-    raise RuntimeError(
-        "ranks have the same parameters and options but different plans; install the same optim_dist on all"
-    )
-
-
-def check_options(described: Sequence[Mapping[str, str]]) -> None:
-    """Refuse options that are not the same on all ranks, of which these are the texts, naming the first."""
-    first = described[0]
-    for rank, theirs in enumerate(described):
-        for name in {**first, **theirs}:
-            here, there = first.get(name, "not given"), theirs.get(name, "not given")
-            if here != there:
-                raise RuntimeError(
-                    f"ranks were given different options: {name} is {here} on rank 0, {there} on rank {rank}; "
-                    "pass the same on every rank"
-                )
-
-
-def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str) -> None:
-    """Make parameters equal on all ranks (``broadcast``), or refuse if they are not (``check``)."""
-    if how == "broadcast":
-        for bucket in buckets:
-            communicator.broadcast_(bucket.values)
-    else:
-        check_replicas(buckets, communicator, "sync_params='check': ")
-
-
-def check_replicas(buckets: Sequence[Bucket], communicator: Communicator, context: str = "") -> None:
-    """Refuse parameters whose bits differ between ranks, naming them."""
-    digests = [[member.name, digest(member.value)] for bucket in buckets for member in bucket.members]
-    gathered = communicator.gather_json(digests)
-    different = [
-        f"{name} (rank {rank})"
-        for rank, other in enumerate(gathered)
-        for (name, mine), (_, theirs) in zip(gathered[0], other)
-        if mine != theirs
-    ]
-    if different:
-        raise RuntimeError(f"{context}parameters differ from rank 0's: {', '.join(different[:8])}")
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of the elements' bits, in memory order."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach().reshape(-1)
-    return hashlib.sha256(flat.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def _distinct(params: Any) -> Any:
     if isinstance(params, Tensor):
         return params
@@ -308,10 +229,3 @@ def _distinct(params: Any) -> Any:
             seen.add(id(parameter))
             kept.append(item)
     return kept
-
-
-def _brief(described: list[Any] | None) -> str:
-    if described is None:
-        return "no such parameter"
-    name, shape, _, dtype, route, group, *_ = described
-    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({route}, group {group})"

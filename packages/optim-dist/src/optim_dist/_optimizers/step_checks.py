@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import Entry, check_options, describe_groups
+from optim_dist._optimizers.agreement import check_options, describe_groups
+from optim_dist._optimizers.construction import Entry
 from optim_dist._reduction.collectives import Communicator
 
 
