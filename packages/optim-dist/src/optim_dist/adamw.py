@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
@@ -61,7 +62,7 @@ class AdamWRoute:
     def _update(
         self, items: Sequence[Item], context: StepContext, amsgrad: bool, at_random: bool, seed: int, plan: AdamWPlan
     ) -> None:
-        masters = [item.state.get("master", item.state.get("master_low")) for item in items]
+        masters = [item.master for item in items]
         adamw_(
             [item.shard.value for item in items],
             [item.shard.grad for item in items],
@@ -161,8 +162,7 @@ def check_adamw(group: dict[str, Any]) -> None:
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {masters!r}")
     for place, parameter in enumerate(group["params"]):
         if masters is not None and parameter.dtype not in _MASTERS[masters]:
-            name = group["param_names"][place] if "param_names" in group else f"params[{place}]"
             raise ValueError(
-                f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but {name} "
-                f"is {parameter.dtype}; put it in a group with master_weights=None"
+                f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but "
+                f"{name_in_group(group, place)} is {parameter.dtype}; put it in a group with master_weights=None"
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
 
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
@@ -36,8 +36,7 @@ class MuonRoute:
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
-                gradient = torch.zeros_like(shard.value) if shard.gradient is None else shard.gradient
-                entry = MuonEntry(shard.value, gradient, item.state, _view(shard), shard.place)
+                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.place)
                 by_group.setdefault(shard.group, (item.group, []))[1].append(entry)
         planner: MuonPlanner = cache.setdefault("planner", MuonPlanner())
         planner.step(
@@ -122,12 +121,14 @@ def check_muon_group(group: dict[str, Any]) -> None:
     """Refuse options and parameters that Muon cannot take."""
     check_group(group)
     for place, parameter in enumerate(group["params"]):
-        check_param(parameter, group, _name(group, place))
+        check_param(parameter, group, name_in_group(group, place))
 
 
 def muon_views(group: dict[str, Any]) -> list[MatrixView]:
     """How each parameter of a group is read as matrices."""
-    return [view_of(parameter, group, place, _name(group, place)) for place, parameter in enumerate(group["params"])]
+    return [
+        view_of(parameter, group, place, name_in_group(group, place)) for place, parameter in enumerate(group["params"])
+    ]
 
 
 def is_missing(item: Item, context: StepContext) -> bool:
@@ -143,10 +144,6 @@ def is_missing(item: Item, context: StepContext) -> bool:
     if item.group["missing_grad"] == "raise":
         raise RuntimeError(f"{item.shard.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
     return True
-
-
-def _name(group: dict[str, Any], place: int) -> str:
-    return group["param_names"][place] if "param_names" in group else f"params[{place}]"
 
 
 def _view(shard: Shard) -> MatrixView:

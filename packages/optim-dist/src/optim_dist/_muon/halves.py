@@ -33,7 +33,7 @@ def momenta(items: Sequence[Item], context: StepContext) -> list[Tensor]:
     for some in alike([item for item in items if takes_part(item)], _kind_of_momentum, _numel):
         group, buffers = some[0].group, Joined([item.state["momentum_buffer"] for item in some])
         u = momentum_(
-            Joined([_gradient(item) for item in some]).flat,
+            Joined([item.shard.gradient_or_zeros for item in some]).flat,
             buffers.flat,
             momentum=group["momentum"],
             rule=rule_of(group),
@@ -71,7 +71,7 @@ def scales(item: Item, view: MatrixView) -> list[float]:
 def _apply(items: Sequence[Item], view: MatrixView, updates: Sequence[Tensor], bits: Rounding | None) -> None:
     """Shards of one kind, by one learning rate."""
     group, values = items[0].group, Joined([item.shard.value for item in items])
-    found = [master for item in items if (master := _master(item)) is not None]
+    found = [master for item in items if (master := item.master) is not None]
     masters = Joined(found) if found else None
     o, master = Joined(updates).flat, None if masters is None else masters.flat
     new = updated(
@@ -96,20 +96,10 @@ def _kind_of_momentum(item: Item) -> tuple[object, ...]:
 
 def _kind_of_update(given: tuple[Item, MatrixView, Tensor]) -> tuple[object, ...]:
     item, view, o = given
-    master = _master(item)
+    master = item.master
     master_dtype = None if master is None else master.dtype
     return id(item.group), scales(item, view)[0], item.shard.value.dtype, o.dtype, master_dtype
 
 
 def _numel(item: Item) -> int:
     return item.shard.value.numel()
-
-
-def _gradient(item: Item) -> Tensor:
-    gradient = item.shard.gradient
-    return torch.zeros_like(item.shard.value) if gradient is None else gradient
-
-
-def _master(item: Item) -> Tensor | None:
-    master: Tensor | None = item.state.get("master", item.state.get("master_low"))
-    return master

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +47,11 @@ class Shard:
         assert self.gradient is not None, "only shards with a gradient are updated"
         return self.gradient
 
+    @property
+    def gradient_or_zeros(self) -> Tensor:
+        """For groups that take a missing gradient for zeros."""
+        return torch.zeros_like(self.value) if self.gradient is None else self.gradient
+
 
 class Item(NamedTuple):
     """A shard with its group's hyperparameters and its state."""
@@ -53,6 +59,12 @@ class Item(NamedTuple):
     shard: Shard
     group: dict[str, Any]
     state: dict[str, Any]
+
+    @property
+    def master(self) -> Tensor | None:
+        """What the state holds beside the parameter of either kind of master weights, if anything."""
+        master: Tensor | None = self.state.get("master", self.state.get("master_low"))
+        return master
 
 
 @dataclass(frozen=True)
