@@ -134,36 +134,31 @@ def full_state_dict(
     optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
 ) -> dict[str, Any]:
     """One-process state on the CPU of chunk ``to``'s owner, each piece sent once by its own; ``{}`` elsewhere."""
-    plan, states = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
-    described = communicator.gather_json(
-        {
-            str(index): {
-                key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in state.items()
-            }
-            for index, state in states.items()
-        }
-    )
+    plan, mine = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
+    described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
     listed = listed_parameters(optimizer)
     # copies of tensors in groups too: schedulers change an lr in place
-    full: dict[str, Any] = {"state": {}, "param_groups": copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])}
-    make_views_plain(full)
+    groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
+    states: dict[int, dict[str, Tensor | None]] = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
-        state: dict[str, Tensor] = {}
         if spec.sharding:
-            for key, value in states[index].items():
-                gathered = on_one_rank(value, optimizer.layouts[index], communicator, to)
-                if gathered is not None:
-                    state[key] = gathered
+            layout = optimizer.layouts[index]
+            whole = {key: on_one_rank(value, layout, communicator, to) for key, value in mine[index].items()}
         else:
-            for key, (dtype_name, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
-                dtype = getattr(torch, dtype_name)
-                part = states.get(index, {}).get(key)
-                gathered = _broadcast(part, plan, index, shape, dtype, communicator, to, key in WHOLE_KEYS)
-                if gathered is not None:
-                    state[key] = gathered
-        if state:
-            full["state"][listed[id(entry.parameter)]] = state
+            whole = {}
+            for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
+                part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
+                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to, key in WHOLE_KEYS)
+        if whole and communicator.rank == to:
+            states[listed[id(entry.parameter)]] = whole
+    full = {"state": states, "param_groups": groups}
+    make_views_plain(full)
     return full if communicator.rank == to else {}
+
+
+def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """The dtype and shape of each tensor, as JSON may hold them."""
+    return {key: (str(value.dtype).removeprefix("torch."), list(value.shape)) for key, value in state.items()}
 
 
 def _broadcast(

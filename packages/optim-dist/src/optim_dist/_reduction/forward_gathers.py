@@ -13,7 +13,7 @@ read too early: an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class ForwardGathers:
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self.in_flight = False
-        homes = {id(member.parameter): (bucket, member) for bucket in buckets for member in bucket.members}
+        homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
         # by number of the module; hooks refer to it only through self, so that their copies have nothing to wait for
         self._held: dict[int, list[tuple[Bucket, Member]]] = {}
@@ -55,18 +55,20 @@ class ForwardGathers:
         Raises:
             RuntimeError: if one of them was in flight when it was used.
         """
-        for bucket in self._buckets:
-            for member in bucket.members:
-                if member.arrived and not member.entered:
-                    if bucket.deferred:
-                        self.wait()
-                        raise RuntimeError(
-                            f"{member.name} was used without the forward of its module, perhaps before its gather was "
-                            "finished; call wait() before such a forward, or build the optimizer with overlap=False"
-                        )
-                    bucket.waits_at_step = True
-                member.entered = False
+        for bucket, member in self._members():
+            if member.arrived and not member.entered:
+                if bucket.deferred:
+                    self.wait()
+                    raise RuntimeError(
+                        f"{member.name} was used without the forward of its module, perhaps before its gather was "
+                        "finished; call wait() before such a forward, or build the optimizer with overlap=False"
+                    )
+                bucket.waits_at_step = True
+            member.entered = False
         self.wait()
+
+    def _members(self) -> Iterator[tuple[Bucket, Member]]:
+        return ((bucket, member) for bucket in self._buckets for member in bucket.members)
 
     def defer(self) -> None:
         """After a step: leave gathers in flight, except those that no hook would wait for."""
@@ -95,10 +97,9 @@ class ForwardGathers:
         if self.in_flight:
             self.wait()
             with torch.no_grad():
-                for bucket in self._buckets:
-                    for member in bucket.members:
-                        if id(member.parameter) in memo:
-                            memo[id(member.parameter)].copy_(member.value)
+                for _, member in self._members():
+                    if id(member.parameter) in memo:
+                        memo[id(member.parameter)].copy_(member.value)
         return ForwardGathers(nn.Module(), ())
 
     def __reduce__(self) -> tuple[Any, ...]:
