@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 from muon_model import Group, Known, value_of
 from random_tensors import laid_out, random
 from torch import Tensor, nn
@@ -27,6 +28,12 @@ class BesideAnOptimizer(RuleBasedStateMachine):
     optimizer: TritonMuon | TritonMuonAdamW
     groups: list[Group]
     max_norm: float | None = None
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+        for _, _, p in self.pairs():
+            assert p.grad is None or not (set_to_none or p.grad.any())
 
     def know(self, group: dict[str, Any]) -> None:
         """Take note of a group that was added."""

@@ -1,11 +1,11 @@
-"""Random tensors for tests, and other ways to lay them out in memory."""
+"""Random tensors and parameters for tests, where the tests run, and other ways to lay tensors out in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,6 +13,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(DEVICE, dtype)
+
+
+def random_parameters(
+    *shapes: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0
+) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter((scale * torch.randn(s, generator=generator)).to(DEVICE, dtype)) for s in map(tuple, shapes)]
+
+
+def give_gradients(*params: Tensor, seed: int = 0, scale: float = 1.0) -> None:
+    """New gradients, in the parameters' dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p)
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    return float((x.double() - expected).norm() / expected.norm())
 
 
 def laid_out(tensor: Tensor, how: str) -> Tensor:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE, random_parameters
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
 from optim_kernels.functional import adamw_
 from optim_utils.rounding import join_master
 from optim_utils.testing.contract import OptimizerCase, contract, run_check
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kernels(params: Any, lr: float | Tensor = 1e-3, **options: Any) -> TritonAdamW:
@@ -52,9 +51,7 @@ def train(
 
 
 def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(7, 5), (11,), (), (2, 3, 4), (300, 17)]
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in shapes]
+    return random_parameters((7, 5), (11,), (), (2, 3, 4), (300, 17), dtype=dtype, seed=seed)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "triton"])

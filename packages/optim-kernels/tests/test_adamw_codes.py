@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
@@ -28,7 +29,6 @@ from optim_utils.low_bit import (
     to_plain,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 

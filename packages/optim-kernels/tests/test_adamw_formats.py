@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import nn
 
 from optim_kernels import TritonAdamW
 from optim_kernels.functional import adamw_
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 1000
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

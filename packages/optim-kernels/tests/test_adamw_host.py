@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 from optim_kernels import TritonAdamW, multi_tensor, reference
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_params(shapes: Any = ((40, 30), (7,), (64,))) -> list[torch.nn.Parameter]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import (
@@ -25,7 +26,6 @@ from optim_kernels import (
 )
 from optim_kernels._gradient_norm import GradientNorms
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

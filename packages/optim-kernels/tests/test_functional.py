@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels.functional import AdamWPlan, adamw_
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = ((100, 70), (3,), (), (0,), (4096,), (4097,))
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
@@ -19,9 +20,6 @@ from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.product_launches import empty_matrices, has_gluon
 from optim_kernels._triton import triton
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 # In a process of its own, for the interpreter of the other tests replaces what would be compiled; one process for all
 # variants, for importing takes as long as compiling one.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import random_parameters
 from torch import Tensor
 
 from optim_kernels import TritonAdamW, TritonMuonAdamW, clip_factor, get_total_norm
@@ -14,8 +15,6 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import is_interpreted
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch": {},
@@ -28,8 +27,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def make(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in ((80, 70), (9,))]
+    return random_parameters((80, 70), (9,), dtype=dtype)
 
 
 def steps(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], count: int, seed: int = 1) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import VARIANTS, NSConfig, TritonMuon, reference
@@ -23,12 +24,6 @@ def polar(x: Tensor) -> Tensor:
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def give_gradients(*params: nn.Parameter, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 3) -> None:

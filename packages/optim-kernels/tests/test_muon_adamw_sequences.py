@@ -410,12 +410,6 @@ class Training(BesideAnOptimizer):
             for value in self.optimizer.state.get(p, {}).values() if whose == "states" else ():
                 value.data = value.data.cpu().clone().to(DEVICE)
 
-    @rule(set_to_none=st.booleans())
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.optimizer.zero_grad(set_to_none)
-        for _, _, p in self.pairs():
-            assert p.grad is None or not (set_to_none or p.grad.any())
-
     @rule(weights_only=st.booleans(), same_optimizer=st.booleans(), layout=st.sampled_from(["separate", "nanochat"]))
     def resume(self, weights_only: bool, same_optimizer: bool, layout: Any) -> None:
         """From a file."""

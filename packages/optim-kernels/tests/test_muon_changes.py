@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import nn
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
@@ -15,7 +16,6 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 

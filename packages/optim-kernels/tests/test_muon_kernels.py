@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import Tensor, nn
 
 from optim_kernels import NSConfig, TritonMuon
@@ -33,7 +34,6 @@ from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import tl, triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 

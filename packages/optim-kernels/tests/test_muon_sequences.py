@@ -396,12 +396,6 @@ class Sequences(BesideAnOptimizer):
         _, known, p = self.one(number)
         self.overwrite(known, p, seed)
 
-    @rule(set_to_none=st.booleans())
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.optimizer.zero_grad(set_to_none)
-        for _, _, p in self.pairs():
-            assert p.grad is None or not (set_to_none or p.grad.any())
-
     @rule(impl=impls, same_optimizer=st.booleans(), dtype=st.sampled_from([None, None, torch.float32]))
     def resume(self, impl: str, same_optimizer: bool, dtype: torch.dtype | None) -> None:
         """From a file; a new optimizer may compute by other means, and keep its momentum otherwise."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE, give_gradients, random_parameters
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
@@ -16,25 +18,16 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Exact products, so that what is left to compare is the step around them.
 EXACT: dict[str, Any] = {"ns_dtype": torch.float32, "impl": "triton"}
 
 
-def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)) for shape in shapes]
-
-
-def give_gradients(params: list[nn.Parameter], *, seed: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(DEVICE, p.dtype)
+parameters = partial(random_parameters, scale=0.1)
 
 
 def steps(optimizer: TritonMuon, params: list[nn.Parameter], seeds: range, scale: float = 1.0) -> None:
     for seed in seeds:
-        give_gradients(params, seed=seed, scale=scale)
+        give_gradients(*params, seed=seed, scale=scale)
         optimizer.step()
 
 
@@ -130,7 +123,7 @@ def launched(options: dict[str, Any], shape: tuple[int, int]) -> list[str]:
 
     names: list[str] = []
     params = parameters(shape)
-    give_gradients(params, seed=9)
+    give_gradients(*params, seed=9)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("update_kernel", "last_product_kernel"):
             patch.setattr(kernels, name, _Recorder(name, getattr(kernels, name), names))
@@ -180,7 +173,7 @@ def test_found_inf_stops_the_count_too() -> None:
 def test_nan_and_zero_stay_in_their_matrix() -> None:
     """Matrices of one batch: each equals, to the last bit, what it is without the others."""
     params = parameters(*[(16, 24)] * 4)
-    give_gradients(params, seed=0)
+    give_gradients(*params, seed=0)
     params[0].grad.zero_()
     params[1].grad[3, 4] = float("nan")
     params[2].grad[0, 0] = float("inf")
@@ -239,7 +232,7 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
 
     def same_step(seed: int, *, without: int | None = None) -> bool:
         for params in (ours, twins):
-            give_gradients(params, seed=seed)
+            give_gradients(*params, seed=seed)
             if without is not None:
                 params[without].grad = None
         optimizer.step()
@@ -310,7 +303,7 @@ def test_a_large_step_against_fp64(dtype: torch.dtype, options: dict[str, Any], 
     cautious = options.get("cautious", False)
     other = TritonMuon(exact, lr=0.1, impl="torch", ns_dtype=torch.float64, cautious=cautious)
     for seed in range(2):
-        give_gradients(ours, seed=seed)
+        give_gradients(*ours, seed=seed)
         for p, q in zip(ours, exact, strict=True):
             q.grad = p.grad.double()
         optimizer.step()
@@ -342,7 +335,7 @@ def test_launches_are_as_many_as_the_plan_says() -> None:
 def test_a_step_needs_little_memory(shape: tuple[int, int], num_xs: int, num_squares: int) -> None:
     """Beside the state: X, once more where it moves, and the m×m factors; first launched, then replayed."""
     params = parameters(*[shape] * 24, dtype=torch.bfloat16)
-    give_gradients(params, seed=0)
+    give_gradients(*params, seed=0)
     optimizer = TritonMuon(params)
     state = 2 * sum(p.numel() for p in params)
     torch.cuda.synchronize()
@@ -360,7 +353,7 @@ def test_explain_says_tiles_and_launches() -> None:
     params = parameters((16, 40), (24, 24), (8, 8))
     optimizer = TritonMuon(params, **EXACT)
     assert "launches" not in optimizer.explain()
-    give_gradients(params[:2], seed=0)
+    give_gradients(*params[:2], seed=0)
     optimizer.step()
     *rows, last = optimizer.explain().splitlines()
     (plan,) = optimizer.plans()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_tensors import DEVICE
+from random_tensors import DEVICE, relative_error
 from torch import Tensor
 
 from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
@@ -37,10 +37,6 @@ def matrix(spectrum: Tensor, columns: int, seed: int = 0) -> Tensor:
     u = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=generator))[0]
     v = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64, generator=generator))[0]
     return u * spectrum @ v.mT
-
-
-def relative_error(x: Tensor, expected: Tensor) -> float:
-    return float((x.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("name", [name for name in COEFFICIENTS if name != "aol4"])

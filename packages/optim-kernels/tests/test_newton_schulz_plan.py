@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from random_tensors import DEVICE, relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -18,7 +19,6 @@ from optim_kernels._newton_schulz.chain_jobs import jobs_of
 from optim_kernels._newton_schulz.iterations import apply_row_factors
 from optim_kernels.orthogonalization import _operator, _taken_apart, _values
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.gpu
 
 
@@ -27,10 +27,6 @@ def expected_of(x: Tensor, **options: object) -> Tensor:
     return reference.newton_schulz(
         x.double(), config.triples, norm_scale=config.norm_scale, eps=config.eps, eps_mode=config.eps_mode
     )
-
-
-def relative_error(x: Tensor, expected: Tensor) -> float:
-    return float((x.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("shape", [(20, 40), (40, 20), (2, 24, 24), (2, 2, 9, 33), (1, 7), (7, 1)], ids=str)

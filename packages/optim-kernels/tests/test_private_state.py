@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
@@ -17,7 +18,6 @@ from optim_kernels._optimizers.adamw_step import AdamWStep
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 State = dict[Any, dict[str, Tensor]]
 
 
