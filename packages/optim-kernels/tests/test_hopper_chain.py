@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from optim_kernels._kernels.normalize import Start
 from optim_kernels._newton_schulz import chain
 from optim_kernels._newton_schulz.chain_jobs import Ending
-from optim_kernels._newton_schulz.product_launches import empty_matrices, has_gluon
+from optim_kernels._newton_schulz.copy_engine import empty_matrices
+from optim_kernels._newton_schulz.tile_choice import has_gluon
 from optim_kernels._triton import triton
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
 

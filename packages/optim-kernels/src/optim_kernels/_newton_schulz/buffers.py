@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.chain_jobs import Job, Kind, num_squares
-from optim_kernels._newton_schulz.product_launches import ALIGNMENT
+from optim_kernels._newton_schulz.copy_engine import ALIGNMENT
 from optim_kernels._newton_schulz.tiles import cdiv
 
 Xs = tuple[Tensor, Tensor, Tensor]

@@ -30,7 +30,8 @@ from optim_kernels._newton_schulz.chain_jobs import (
     tile_list,
 )
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import empty_matrices, has_gluon, is_readable, num_multiprocessors
+from optim_kernels._newton_schulz.copy_engine import empty_matrices, is_readable
+from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:

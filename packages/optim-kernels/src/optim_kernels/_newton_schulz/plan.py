@@ -33,7 +33,8 @@ from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import ALIGNMENT, general_product, is_readable, symmetric_product
+from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
+from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 
 # Flops under which the products' launches take longer than the products.
 MOST_REPLAYED_FLOPS = 6e11

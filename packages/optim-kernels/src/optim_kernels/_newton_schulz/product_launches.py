@@ -1,30 +1,28 @@
-"""The two products of Newton–Schulz on the GPU: their tiles, their checks and their launches.
+"""The two products of Newton–Schulz on the GPU: their checks and their launches.
 
     symmetric_product    s (α a bᵀ + β c)      one triangle computed and mirrored
     general_product      s (α a b + β c)
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
 operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). `tiles` says which
-kernel takes a product. Launches are kept for matrices of the same shapes and strides.
+kernel takes a product, `multiply` either of them for matrices of any shape and strides. Launches are kept for matrices
+of the same shapes and strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from math import prod
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import product, symmetric
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, as_batch, empty_matrices
+from optim_kernels._newton_schulz.tile_choice import choose_tile, num_multiprocessors, portable_tile
 from optim_kernels._newton_schulz.tiles import (
-    FULL_PRECISION,
-    INTERPRETED,
     Tile,
     cdiv,
     general_tile,
@@ -36,8 +34,6 @@ from optim_kernels._triton import can_overlap
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
-# The bulk copy engine wants addresses and row strides in multiples of 16 bytes.
-ALIGNMENT = 16
 # Kept launches of each product.
 NUM_LAUNCHES = 1024
 
@@ -299,67 +295,6 @@ def _ping_pong(
     )
 
 
-def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
-    """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
-    step = ALIGNMENT // like.element_size()
-    return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
-
-
-def is_readable(x: Tensor) -> bool:
-    """Whether the copy engine can read ``x [batch, M, N]`` where it is."""
-    step = ALIGNMENT // x.element_size()
-    batch_stride, row_stride, column_stride = x.stride()
-    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
-    return (
-        column_stride == 1
-        and row_stride > 0
-        and batch_stride > 0
-        and row_stride % step == 0
-        and batch_stride % step == 0
-        and x.data_ptr() % ALIGNMENT == 0
-        and not x.is_neg()
-    )
-
-
-def as_batch(x: Tensor) -> Tensor:
-    """``x [..., M, N]`` as ``[batch, M, N]`` that the copy engine can read: a view where strides allow, else a copy."""
-    if x.ndim == 2:
-        flat = x[None]
-    else:
-        flat = x if x.ndim == 3 else x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
-    if is_readable(flat):
-        return flat
-    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
-
-
-def choose_tile(dtype: torch.dtype, device: torch.device, choose: Callable[[int, bool], Tile]) -> Tile:
-    """The tile that ``choose`` takes, by the device's multiprocessors and whether it runs the kernels of `_hopper`."""
-    if is_interpreted():
-        return INTERPRETED
-    if dtype == torch.float32:
-        return FULL_PRECISION
-    return choose(num_multiprocessors(device.index), has_gluon(device.index))
-
-
-def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
-    """A tile of `_kernels.product` for ``a bᵀ``, symmetric, or ``a b``: only there α and β may be tensors."""
-    batch, m, k = a.shape
-
-    def choose(num_sms: int, _: bool) -> Tile:
-        if symmetric:
-            return symmetric_tile(m, k, batch, num_sms, a is b)
-        return general_tile(m, b.shape[-1], k, batch, num_sms)
-
-    return choose_tile(a.dtype, a.device, choose)
-
-
-@cache
-def has_gluon(device: int | None) -> bool:
-    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 @cache
 def _ping_pong_kernel() -> Any:
     """The kernel, and what describes its matrices; their modules need Gluon."""
@@ -369,10 +304,29 @@ def _ping_pong_kernel() -> Any:
     return product_kernel, descriptor
 
 
-@cache
-def num_multiprocessors(device: int | None) -> int:
-    """Of the device with this number."""
-    return torch.cuda.get_device_properties(device or 0).multi_processor_count
+def multiply(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float | Tensor, beta: float | Tensor, *, symmetric: bool
+) -> Tensor:
+    """``alpha a b + beta c`` of matrices ``[..., M, K]`` with any strides; ``symmetric``: ``alpha a bᵀ + beta c``."""
+    left = as_batch(a)
+    right = left if symmetric and _is_same(a, b) else as_batch(b)
+    columns = b.shape[-2] if symmetric else b.shape[-1]
+    added = None if c is None else as_batch(c.expand(*a.shape[:-1], columns))
+    product = symmetric_product if symmetric else general_product
+    tile = None
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        tile = portable_tile(left, right, symmetric=symmetric)
+    result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
+    if a.ndim == 2:
+        return result[0]
+    return result if a.ndim == 3 else result.reshape(*a.shape[:-1], columns)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    places = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return next(places) == next(places)
 
 
 class TritonProducts:

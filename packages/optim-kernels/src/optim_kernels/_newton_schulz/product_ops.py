@@ -11,6 +11,7 @@ elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -29,30 +30,11 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Numbe
         multiply = products.symmetric_matmul if symmetric else products.matmul_add
         with without_autocast(a):
             return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
-    launches = _product_launches()
-    left = launches.as_batch(a)
-    right = left if symmetric and _is_same(a, b) else launches.as_batch(b)
-    columns = b.shape[-2] if symmetric else b.shape[-1]
-    added = None if c is None else launches.as_batch(c.expand(*a.shape[:-1], columns))
-    product = launches.symmetric_product if symmetric else launches.general_product
-    tile = None
-    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
-        tile = launches.portable_tile(left, right, symmetric=symmetric)
-    result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
-    if a.ndim == 2:
-        return result[0]
-    return result if a.ndim == 3 else result.reshape(*a.shape[:-1], columns)
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    places = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
-    return next(places) == next(places)
+    return _product_launches().multiply(a, b, c, alpha, beta, symmetric=symmetric)
 
 
 @cache
-def _product_launches() -> Any:
+def _product_launches() -> ModuleType:
     """The kernels' module, which needs Triton."""
     from optim_kernels._newton_schulz import product_launches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import choose_tile
+from optim_kernels._newton_schulz.tile_choice import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
 from optim_kernels.functional._muon_tables import Batch, ChainedBatches, Family
 

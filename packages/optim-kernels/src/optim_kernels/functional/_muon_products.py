@@ -12,12 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import (
-    TritonProducts,
-    empty_matrices,
-    general_product,
-    symmetric_product,
-)
+from optim_kernels._newton_schulz.copy_engine import empty_matrices
+from optim_kernels._newton_schulz.product_launches import TritonProducts, general_product, symmetric_product
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
 
 

@@ -19,7 +19,7 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.chain import takes_step_chain
 from optim_kernels._newton_schulz.config import NSConfig
-from optim_kernels._newton_schulz.product_launches import has_gluon, num_multiprocessors
+from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 

@@ -1,0 +1,45 @@
+"""Which matrices the bulk copy engine can read, and how they are made so."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from optim_kernels._newton_schulz.tiles import cdiv
+
+# It wants addresses and row strides in multiples of so many bytes.
+ALIGNMENT = 16
+
+
+def empty_matrices(batch: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
+    """Uninitialised ``[batch, rows, columns]`` whose rows start at multiples of 16 bytes."""
+    step = ALIGNMENT // like.element_size()
+    return like.new_empty(batch, rows, cdiv(columns, step) * step)[..., :columns]
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the copy engine can read ``x [batch, M, N]`` where it is."""
+    step = ALIGNMENT // x.element_size()
+    batch_stride, row_stride, column_stride = x.stride()
+    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
+    return (
+        column_stride == 1
+        and row_stride > 0
+        and batch_stride > 0
+        and row_stride % step == 0
+        and batch_stride % step == 0
+        and x.data_ptr() % ALIGNMENT == 0
+        and not x.is_neg()
+    )
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """``x [..., M, N]`` as ``[batch, M, N]`` that the copy engine can read: a view where strides allow, else a copy."""
+    if x.ndim == 2:
+        flat = x[None]
+    else:
+        flat = x if x.ndim == 3 else x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
+    if is_readable(flat):
+        return flat
+    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
