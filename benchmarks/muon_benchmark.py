@@ -84,32 +84,15 @@ def measure_iteration(
     config = NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
     num_sets = min(12, timing.num_cold_sets(math.prod(shape) * dtype.itemsize))
     inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(num_sets)]
-
-    def ours(x: Tensor) -> Tensor:
-        result: Tensor = newton_schulz(
-            x,
-            config.steps,
-            coefficients=config.coefficients,
-            method=config.method,
-            compute_dtype=dtype if device == "cuda" else None,
-        )
-        return result
-
+    ours = our_iteration(config, dtype if device == "cuda" else None)
     error = relative_error(ours(inputs[0]), inputs[0], config)
     if not error <= ERROR_LIMITS[device]:
         print(f"Newton–Schulz is wrong at {shape}: relative error {error:.3g}; no speed is printed")
         return False
-    peers: dict[str, Callable[[Tensor], object]] = {}
-    if arguments.peers != "none":
-        peers = {"built-in": lambda x: torch_built_in(x, config), "addmm": lambda x: torch_addmm(x, config)}
-        if device == "cuda":
-            peers["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config), dynamic=False)
-    if device == "cuda" and arguments.peers == "all":
-        peers |= installed_peers()
     flops = config.flops(*shape[-2:]) * math.prod(shape[:-2])
     floor = 1e3 * flops / PRODUCT_FLOPS_PER_SECOND
     ours_first = 0.0
-    for name, function in {"ours": ours, **peers}.items():
+    for name, function in {"ours": ours, **peers_of(config, arguments.peers, device)}.items():
         calls = [lambda x=x, function=function: function(x) for x in inputs]
         try:
             times = time_calls(calls, arguments, device)
@@ -134,6 +117,30 @@ def measure_iteration(
             method=config.method_for(*sorted(shape[-2:])) if name == "ours" else "standard",
         )
     return True
+
+
+def our_iteration(config: NSConfig, compute_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    """Our Newton–Schulz, as a function of the matrices alone."""
+
+    def ours(x: Tensor) -> Tensor:
+        result: Tensor = newton_schulz(
+            x, config.steps, coefficients=config.coefficients, method=config.method, compute_dtype=compute_dtype
+        )
+        return result
+
+    return ours
+
+
+def peers_of(config: NSConfig, wanted: str, device: str) -> dict[str, Callable[[Tensor], object]]:
+    """What ours is compared with, by name: plain torch's ways, and packages that are installed."""
+    peers: dict[str, Callable[[Tensor], object]] = {}
+    if wanted != "none":
+        peers = {"built-in": lambda x: torch_built_in(x, config), "addmm": lambda x: torch_addmm(x, config)}
+        if device == "cuda":
+            peers["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config), dynamic=False)
+    if device == "cuda" and wanted == "all":
+        peers |= installed_peers()
+    return peers
 
 
 def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namespace, device: str) -> dict[str, float]:
@@ -208,16 +215,7 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
         optimizer = make(params)
         optimizer.step()
         results.append([p.detach().float().clone() for p in params])
-        timers: dict[str, timing.Timer] = {"wall_ms": partial(timing.wall_ms, [optimizer.step], repeats=1)}
-        row: dict[str, float] = {}
-        if device == "cuda":
-            row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
-            if plans_of(optimizer):
-                # torch.optim.Muon cannot be captured
-                graph = timing.capture([optimizer.step])
-                timers["graph_ms"] = partial(timing.replay_ms, graph, 1)
-                row["sustained_ms"] = timing.sustained_ms(graph, 1)
-        row = timing.alternate(timers) | row
+        row = time_step(optimizer, device)
         launches = sum(plan.launches for plan in plans_of(optimizer))
         report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
     if len(results) == 2:
@@ -226,6 +224,20 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
             print(f"ours and torch's step differ by {apart:.3g}; no speed is printed")
             return None
     return report
+
+
+def time_step(optimizer: torch.optim.Optimizer, device: str) -> dict[str, float]:
+    """A step's time on the wall, on the host and, where it can be captured, by graph replay."""
+    timers: dict[str, timing.Timer] = {"wall_ms": partial(timing.wall_ms, [optimizer.step], repeats=1)}
+    row: dict[str, float] = {}
+    if device == "cuda":
+        row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
+        if plans_of(optimizer):
+            # torch.optim.Muon cannot be captured
+            graph = timing.capture([optimizer.step])
+            timers["graph_ms"] = partial(timing.replay_ms, graph, 1)
+            row["sustained_ms"] = timing.sustained_ms(graph, 1)
+    return timing.alternate(timers) | row
 
 
 def plans_of(optimizer: torch.optim.Optimizer) -> list[Any]:
