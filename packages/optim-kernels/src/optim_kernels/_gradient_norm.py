@@ -1,12 +1,10 @@
-"""Norms and scaling of gradients by the kernels: tables, scratch and launches behind ``optim_kernels.clip``."""
+"""Norms and scaling of gradients of any devices and dtypes, by the kernels where they can: for `optim_kernels.clip`."""
 
 from __future__ import annotations
 
-import copy
 import math
-from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,146 +12,11 @@ from torch import Tensor
 from optim_kernels import reference
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import Impl, use_triton
-from optim_kernels.multi_tensor import (
-    ALIGNMENT,
-    ChunkMap,
-    ChunkSize,
-    DeviceTable,
-    KnownKinds,
-    TensorList,
-    is_capturing,
-    is_cuda,
-    is_dense,
-    keep_for_graphs,
-)
+from optim_kernels._norm_launches import NormLaunches
+from optim_kernels.multi_tensor import KnownKinds, TensorList, is_capturing, is_cuda, is_dense
 
-if TYPE_CHECKING:
-    from optim_kernels._triton import Launch
-
-# Elements of a tile of the norm (four make a chunk) and threads of a program; programs for each multiprocessor of the
-# device; bytes of a tile of the scaling.
-TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
-SCALED_BYTES = 4096
 # Lists of gradients of one length that a ``GradientNorms`` for all remembers, by their first address.
 MOST_LISTS = 32
-# Calls in graphs that find a zeroed counter; where there are more, a graph zeroes its own.
-MOST_CAPTURED = 255
-
-
-class GradientNorm:
-    """The norm of gradients of one device and dtype in one launch, and their scaling in another."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self._dtype = device, dtype
-        self._rows = DeviceTable(device)
-        # one for eager calls, and for each captured one its own
-        self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
-        self._counter = self._counters.pop()
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # the last norm's; the norm itself is a tensor of its own, for the caller keeps it
-        self.factor = torch.zeros((), dtype=torch.float32, device=device)
-        self._addresses: list[int] = []
-        self._numels: list[int] = []
-        self._aligned: list[bool] = []
-        self._launches: dict[Any, Launch] = {}
-        self._chunks: ChunkMap
-        self._partials: Tensor
-
-    def knows(self, addresses: list[int], numels: list[int]) -> bool:
-        """Whether these gradients were the last."""
-        return addresses == self._addresses and numels == self._numels
-
-    def for_graph(self) -> GradientNorm:
-        """One for a call that is being captured and may be replayed beside others: the same tables, own scratch."""
-        own = copy.copy(self)
-        own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
-        own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
-        own.factor = torch.empty_like(self.factor)
-        return own
-
-    def refresh(self, addresses: list[int], numels: list[int]) -> None:
-        """Take note of where the gradients are; nothing is uploaded unless that changed.
-
-        The lists are kept, and recognised when they come again.
-        """
-        if addresses is self._addresses and numels is self._numels:
-            return
-        if self.knows(addresses, numels):
-            self._addresses, self._numels = addresses, numels
-            return
-        if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
-            raise ValueError("a gradient has elements but no memory: its storage was freed")
-        # nothing is known until all is done: a call that fails may leave tables of either list
-        self._addresses = []
-        aligned = [address % ALIGNMENT == 0 for address in addresses]
-        if aligned != self._aligned or numels != self._numels:
-            self._cut(numels, aligned)
-        rows = array("q", bytes(8 * 2 * len(addresses)))
-        rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
-        self._rows.update(rows.tobytes())
-        if is_capturing(self.device):
-            # tables that a graph fills are there when it has been replayed, for it alone
-            self._aligned = []
-        else:
-            self._addresses, self._numels = addresses, numels
-
-    def _cut(self, numels: list[int], aligned: list[bool]) -> None:
-        self._aligned = []
-        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * TILE)], self.device)
-        self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
-        self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
-        self._launches.clear()
-        self._aligned = aligned
-
-    def _keep_if_captured(self) -> None:
-        if is_capturing(self.device):
-            self._rows.keep_for_graph()
-            keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
-
-    def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
-        """The norm, fp32; ``factor`` is then what clips it, and the fp64 ``total`` is Σ|g|^p (or the maximum)."""
-        launch = self._launches.get(norm_type)
-        if launch is None:
-            launch = self._launches[norm_type] = self._norm_launch(norm_type)
-        self._keep_if_captured()
-        chunks, total, norm = self._chunks, self._total if total is None else total, torch.empty_like(self.factor)
-        launch(
-            (chunks.words, self._rows.words, self._partials, self._counter, total, norm, self.factor),
-            (chunks.num_chunks, chunks.num_full, float(max_norm)),
-        )
-        return norm
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply the gradients by the fp32 ``factor`` unless it is 1 or more."""
-        launch = self._launches.get("scale")
-        if launch is None:
-            launch = self._launches["scale"] = self._scale_launch()
-        self._keep_if_captured()
-        launch((self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
-
-    def _norm_launch(self, norm_type: float) -> Launch:
-        from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES
-
-        norm = kernels.INF_NORM if norm_type == math.inf else int(norm_type)
-        vector = 16 // self._dtype.itemsize
-        partials = 1 << (self._num_programs - 1).bit_length()
-        return self._launch(kernels.norm_kernel, (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials))
-
-    def _scale_launch(self) -> Launch:
-        from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES
-
-        constants = (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize)
-        return self._launch(kernels.scale_kernel, constants)
-
-    def _launch(self, kernel: Any, constants: tuple[Any, ...]) -> Launch:
-        """One under whose end the next may start, where the device can do that."""
-        from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, can_overlap
-
-        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
-        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        return Launch(kernel, self._num_programs, (*constants, overlap), num_warps=NUM_WARPS, **options)
 
 
 class _Split(NamedTuple):
@@ -169,7 +32,7 @@ class _Split(NamedTuple):
 
 
 class GradientNorms:
-    """Norms of gradients of any devices and dtypes: one ``GradientNorm`` for each, kept from step to step.
+    """Norms of gradients of any devices and dtypes: `NormLaunches` for each, kept from step to step.
 
     Args:
         any_stream: whether calls come from anywhere: for many lists, and in several streams at once, each of which then
@@ -179,7 +42,7 @@ class GradientNorms:
     def __init__(self, impl: Impl = "auto", *, any_stream: bool = False) -> None:
         self._impl = impl
         self._any_stream = any_stream
-        self._parts: dict[Any, dict[int, GradientNorm]] = {}
+        self._parts: dict[Any, dict[int, NormLaunches]] = {}
         self._split: _Split | None = None
         self._kinds = KnownKinds()
 
@@ -252,7 +115,7 @@ class GradientNorms:
 
     def _refreshed(
         self, seen: TensorList | None, norm_type: float, *, in_place: bool = False
-    ) -> list[GradientNorm] | None:
+    ) -> list[NormLaunches] | None:
         """The parts that know these gradients; ``None`` if the kernels cannot read one of them.
 
         The caller keeps ``seen`` until it has launched: with it go the copies of gradients that are not dense.
@@ -279,7 +142,7 @@ class GradientNorms:
             parts.append(part)
         return parts
 
-    def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int], numels: list[int]) -> GradientNorm:
+    def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int], numels: list[int]) -> NormLaunches:
         """The part that knows these gradients, or else one that has to learn where they are."""
         kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
@@ -288,15 +151,15 @@ class GradientNorms:
             for other, parts in self._parts.items():
                 if other[:-1] == kind[:-1] and addresses[0] in parts and parts[addresses[0]].knows(addresses, numels):
                     return parts[addresses[0]].for_graph()
-            return GradientNorm(device, dtype)
+            return NormLaunches(device, dtype)
         if kind not in self._parts and is_capturing(device):
-            return GradientNorm(device, dtype)
+            return NormLaunches(device, dtype)
         parts = self._parts.setdefault(kind, {})
         part = parts.get(addresses[0])
         if part is None:
             oldest = next(iter(parts), 0)
             known = MOST_LISTS if self._any_stream else 1
-            part = parts[addresses[0]] = parts.pop(oldest) if len(parts) == known else GradientNorm(device, dtype)
+            part = parts[addresses[0]] = parts.pop(oldest) if len(parts) == known else NormLaunches(device, dtype)
         return part
 
     def _split_of(self, grads: TensorList) -> _Split | None:
@@ -321,7 +184,7 @@ class GradientNorms:
         split = self._split = _Split(grads.kinds, grads.addresses, devices, parts, dense)
         return split
 
-    def _combined(self, parts: list[GradientNorm] | None, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    def _combined(self, parts: list[NormLaunches] | None, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         if parts is None:
             return reference.total_norm(grads, norm_type)
         totals = torch.stack([self._total(part, norm_type).to(grads[0].device) for part in parts])
@@ -332,7 +195,7 @@ class GradientNorms:
         return norm.to(torch.float32)
 
     @staticmethod
-    def _total(part: GradientNorm, norm_type: float) -> Tensor:
+    def _total(part: NormLaunches, norm_type: float) -> Tensor:
         total = torch.empty((), dtype=torch.float64, device=part.device)
         part.norm(norm_type, 1.0, total)
         return total
@@ -341,12 +204,6 @@ class GradientNorms:
 def _count_as_changed(grads: TensorList) -> None:
     """For autograd, which then refuses to differentiate through values that are gone."""
     torch.autograd.graph.increment_version(grads.tensors)
-
-
-def _num_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _stream(device: torch.device) -> int:

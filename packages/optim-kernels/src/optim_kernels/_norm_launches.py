@@ -1,0 +1,145 @@
+"""The norm of gradients of one device and dtype, and their scaling: tables, scratch and launches."""
+
+from __future__ import annotations
+
+import copy
+import math
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels.multi_tensor import ALIGNMENT, ChunkMap, ChunkSize, DeviceTable, is_capturing, keep_for_graphs
+
+if TYPE_CHECKING:
+    from optim_kernels._triton import Launch
+
+# Elements of a tile of the norm (four make a chunk) and threads of a program; programs for each multiprocessor of the
+# device; bytes of a tile of the scaling.
+TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
+SCALED_BYTES = 4096
+# Calls in graphs that find a zeroed counter; where there are more, a graph zeroes its own.
+MOST_CAPTURED = 255
+
+
+class NormLaunches:
+    """The norm of gradients of one device and dtype in one launch, and their scaling in another."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self._dtype = device, dtype
+        self._rows = DeviceTable(device)
+        # one for eager calls, and for each captured one its own
+        self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
+        self._counter = self._counters.pop()
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        # the last norm's; the norm itself is a tensor of its own, for the caller keeps it
+        self.factor = torch.zeros((), dtype=torch.float32, device=device)
+        self._addresses: list[int] = []
+        self._numels: list[int] = []
+        self._aligned: list[bool] = []
+        self._launches: dict[Any, Launch] = {}
+        self._chunks: ChunkMap
+        self._partials: Tensor
+
+    def knows(self, addresses: list[int], numels: list[int]) -> bool:
+        """Whether these gradients were the last."""
+        return addresses == self._addresses and numels == self._numels
+
+    def for_graph(self) -> NormLaunches:
+        """One for a call that is being captured and may be replayed beside others: the same tables, own scratch."""
+        own = copy.copy(self)
+        own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
+        own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
+        own.factor = torch.empty_like(self.factor)
+        return own
+
+    def refresh(self, addresses: list[int], numels: list[int]) -> None:
+        """Take note of where the gradients are; nothing is uploaded unless that changed.
+
+        The lists are kept, and recognised when they come again.
+        """
+        if addresses is self._addresses and numels is self._numels:
+            return
+        if self.knows(addresses, numels):
+            self._addresses, self._numels = addresses, numels
+            return
+        if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
+            raise ValueError("a gradient has elements but no memory: its storage was freed")
+        # nothing is known until all is done: a call that fails may leave tables of either list
+        self._addresses = []
+        aligned = [address % ALIGNMENT == 0 for address in addresses]
+        if aligned != self._aligned or numels != self._numels:
+            self._cut(numels, aligned)
+        rows = array("q", bytes(8 * 2 * len(addresses)))
+        rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
+        self._rows.update(rows.tobytes())
+        if is_capturing(self.device):
+            # tables that a graph fills are there when it has been replayed, for it alone
+            self._aligned = []
+        else:
+            self._addresses, self._numels = addresses, numels
+
+    def _cut(self, numels: list[int], aligned: list[bool]) -> None:
+        self._aligned = []
+        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(4 * TILE)], self.device)
+        self._num_programs = min(self._chunks.num_chunks, _num_programs(self.device))
+        self._partials = torch.empty(self._num_programs, dtype=torch.float64, device=self.device)
+        self._launches.clear()
+        self._aligned = aligned
+
+    def _keep_if_captured(self) -> None:
+        if is_capturing(self.device):
+            self._rows.keep_for_graph()
+            keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
+
+    def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
+        """The norm, fp32; ``factor`` is then what clips it, and the fp64 ``total`` is Σ|g|^p (or the maximum)."""
+        launch = self._launches.get(norm_type)
+        if launch is None:
+            launch = self._launches[norm_type] = self._norm_launch(norm_type)
+        self._keep_if_captured()
+        chunks, total, norm = self._chunks, self._total if total is None else total, torch.empty_like(self.factor)
+        launch(
+            (chunks.words, self._rows.words, self._partials, self._counter, total, norm, self.factor),
+            (chunks.num_chunks, chunks.num_full, float(max_norm)),
+        )
+        return norm
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the gradients by the fp32 ``factor`` unless it is 1 or more."""
+        launch = self._launches.get("scale")
+        if launch is None:
+            launch = self._launches["scale"] = self._scale_launch()
+        self._keep_if_captured()
+        launch((self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
+
+    def _norm_launch(self, norm_type: float) -> Launch:
+        from optim_kernels import clip_kernels as kernels
+        from optim_kernels._triton import TRITON_DTYPES
+
+        norm = kernels.INF_NORM if norm_type == math.inf else int(norm_type)
+        vector = 16 // self._dtype.itemsize
+        partials = 1 << (self._num_programs - 1).bit_length()
+        return self._launch(kernels.norm_kernel, (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials))
+
+    def _scale_launch(self) -> Launch:
+        from optim_kernels import clip_kernels as kernels
+        from optim_kernels._triton import TRITON_DTYPES
+
+        constants = (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize)
+        return self._launch(kernels.scale_kernel, constants)
+
+    def _launch(self, kernel: Any, constants: tuple[Any, ...]) -> Launch:
+        """One under whose end the next may start, where the device can do that."""
+        from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, can_overlap
+
+        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
+        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+        return Launch(kernel, self._num_programs, (*constants, overlap), num_warps=NUM_WARPS, **options)
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
