@@ -1,0 +1,198 @@
+"""What the three optimizers share of their construction: groups become a plan, and its parameters move into buckets.
+
+Groups may come later, and with ``close`` all goes back. Every rank does the same, or is refused with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from optim_dist._optimizers import agreement, construction
+from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
+from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.shards import Shard
+from optim_dist._reduction.bucketed import BucketedParameters
+from optim_dist._reduction.collectives import Communicator
+from optim_dist.plan import Plan, RouteName, plan_parameters
+from optim_dist.sharded import ResidentParameters
+from optim_redist import Layout
+from optim_utils.param_groups import MatrixView
+
+
+class PlannedOptimizer(LiveOptimizer):
+    """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+        self._options = options
+        construction.check_model(options.model)
+        super().__init__(construction.without_duplicates(params), defaults)
+        self._connect()
+
+    def _route_name(self, group: dict[str, Any]) -> RouteName:
+        """Which kind of update a group takes."""
+        raise NotImplementedError
+
+    def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
+        """How each parameter is read as matrices; None where that does not matter."""
+        return [None] * len(group["params"])
+
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with options that are not the same for all groups."""
+        return group
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters that make no sense."""
+
+    def _connect(self) -> None:
+        """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
+        found = self._find_entries()
+        device = found[0].parameter.device if found else torch.device("cpu")
+        self._communicator = self._options.communicator(device)
+        self._bucketed = BucketedParameters(self._communicator, self._options)
+        self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
+        self.plan = Plan(self._communicator.world_size, (), ())
+        self._entries: list[Entry] = []
+        self._extend(found)
+        self._register()
+
+    def _find_entries(self, first_group: int = 0) -> list[Entry]:
+        groups = self.param_groups
+        return construction.find_entries(
+            groups, [*map(self._route_name, groups)], [*map(self._views, groups)], self._options.model, first_group
+        )
+
+    def _extend(self, found: Sequence[Entry]) -> None:
+        """Plan ``found`` behind what is planned already, and move it into buckets; if refused, nothing has changed."""
+        communicator = self._communicator
+        meshes = construction.check_parameters(found, communicator)
+        specs = construction.specify(found)
+        bucket_mb = self._options.bucket_mb
+        plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
+        entries = [*self._entries, *found]
+        if communicator.world_size > 1:
+            hyperparameters = agreement.describe_groups(self.param_groups, found)
+            agreement.check_plan(plan, self._options.described(), hyperparameters, communicator)
+            taken = {id(entry.parameter) for entry in found}
+            for other in live_optimizers():
+                if other is not self and taken & other.trained_ids():
+                    other.hand_over()
+            self._bucketed.extend(plan, entries)
+        self._resident.extend(plan.parameters, entries, meshes)
+        self.plan, self._entries = plan, entries
+        self._listed = [list(group["params"]) for group in self.param_groups]
+        planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
+        self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
+        self._show_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
+        self.check_open()
+        is_built = hasattr(self, "plan")  # else a group of the constructor
+        # ranks agree, for how much is reduced already may differ between them
+        if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
+            raise RuntimeError(
+                "add_param_group between backward and step(): gradients are already being reduced; "
+                "add the group after step(), or call zero_grad() first"
+            )
+        before = len(self.param_groups)
+        try:
+            found = self._with_group(param_group, is_built)
+            if is_built:
+                self._extend(found)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _with_group(self, param_group: dict[str, Any], is_built: bool) -> list[Entry]:
+        """Check and append a group; what this rank refuses is an error on the others too, once they could wait."""
+        refused: Exception | None = None
+        found: list[Entry] = []
+        try:
+            super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
+            self._check_group(self.param_groups[-1])
+            self._views(self.param_groups[-1])
+            if is_built:
+                found = self._find_entries(first_group=len(self.param_groups) - 1)
+        except Exception as error:
+            refused = error
+        if is_built:
+            problems = self._communicator.gather_json(
+                None if refused is None else f"{type(refused).__name__}: {refused}"
+            )
+            if refused is None and any(problems):
+                listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+                raise RuntimeError(f"the group was not added, for it was refused by {listed}")
+        if refused is not None:
+            raise refused
+        return found
+
+    def close(self) -> None:
+        """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
+        if not self._closed:
+            self._bucketed.close(bool(self._failure))
+            self._unregister()
+            self._closed = True
+
+    def hand_over(self) -> None:
+        """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
+        self._bucketed.detach(bool(self._failure))
+
+    def wait(self) -> None:
+        """Let the current stream wait for every gather in flight; afterwards parameters may be read."""
+        self._bucketed.wait()
+
+    def _show_state(self) -> None:
+        # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
+        if self._communicator.world_size > 1:
+            for entry in self._entries:
+                self.state.setdefault(entry.parameter, {})
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Trained parameters in the order of the plan."""
+        return self._entries
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks that share the work."""
+        return self._communicator
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """How each DTensor of several ranks lies, by its number in the plan."""
+        return self._resident.layouts
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
+        self.check_open()
+        # ranks agree, for to drop is collective
+        found = self._communicator.gather_json([self._bucketed.has_gradients, self._bucketed.is_due])
+        if any(has_gradients for has_gradients, _ in found):
+            return False
+        self._bucketed.drop(is_agreed=any(is_due for _, is_due in found))
+        return True
+
+    def gather_parameters(self) -> None:
+        """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
+        self._bucketed.gather()
+
+    def shards(self) -> list[Shard]:
+        """What this rank updates, in the order of the plan."""
+        self.check_open()
+        with torch.no_grad():
+            return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._communicator.world_size > 1:
+            raise RuntimeError("an optimizer of several ranks cannot be pickled; save its state_dict() or a checkpoint")
+        return {**super().__getstate__(), "_options": self._options.without_process()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "plan"):
+            self._connect()
