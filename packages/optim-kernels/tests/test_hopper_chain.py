@@ -1,13 +1,12 @@
 """Newton–Schulz in one launch on a GPU: against fp64, alone and inside a step, captured, with NaN."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from compiling_apart import lines_of
 from random_tensors import DEVICE
 from torch import nn
 
@@ -83,14 +82,9 @@ VARIANTS = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int] | str]:
     """Of every variant ptxas's messages and the bytes of shared memory, or why there are none."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     path = tmp_path_factory.mktemp("chain") / "chain.ptx"
     variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
-    command = [sys.executable, "-c", COMPILE, str(path), variants]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines()[-len(VARIANTS) :]]
+    return lines_of(COMPILE, str(path), variants, count=len(VARIANTS))
 
 
 @pytest.mark.slow

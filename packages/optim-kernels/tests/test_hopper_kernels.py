@@ -5,12 +5,9 @@ its own, because the interpreter that the other tests use replaces the functions
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
 import pytest
+from compiling_apart import lines_of
 
 triton = pytest.importorskip("triton")
 
@@ -98,13 +95,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[int, int, int] | str]:
     """Of every kind the bytes of shared memory, warps and products, or why there are none."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE, *KINDS], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return dict(zip(KINDS, map(json.loads, result.stdout.splitlines()[-len(KINDS) :]), strict=True))
+    return dict(zip(KINDS, lines_of(COMPILE, *KINDS, count=len(KINDS)), strict=True))
 
 
 @pytest.mark.slow

@@ -6,16 +6,14 @@ it would compile. The kinds are such that each branch of a kernel and each tile 
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling_apart import lines_of
 
 import optim_kernels
 from optim_kernels._newton_schulz.tiles import (
@@ -306,18 +304,8 @@ KINDS = ADAMW | CLIP | NORMALIZE | MOMENTUM | UPDATE | PRODUCTS
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[int, int] | str]:
     """Of every kind the bytes of code and of shared memory, or why there are none."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        input=json.dumps(list(KINDS.values())),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return dict(zip(KINDS, map(json.loads, result.stdout.splitlines()[-len(KINDS) :]), strict=True))
+    found = lines_of(COMPILE, count=len(KINDS), stdin=json.dumps(list(KINDS.values())))
+    return dict(zip(KINDS, found, strict=True))
 
 
 @pytest.mark.slow
