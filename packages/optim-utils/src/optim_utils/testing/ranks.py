@@ -12,11 +12,12 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,18 +59,13 @@ def run_ranks(
     context = get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        options = {
-            "backend": backend if init_process_group else None,
-            "store": os.path.join(folder, "store"),
-            "timeout": timeout,
-            "environment": environment or {},
-        }
-        processes, pipes = [], []
+        store = os.path.join(folder, "store")
+        settings = _Settings(world_size, backend if init_process_group else None, store, timeout, environment or {})
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(sender, function, rank, world_size, args, options), daemon=True
-            )
+            process = context.Process(target=_rank_main, args=(sender, function, rank, args, settings), daemon=True)
             process.start()
             sender.close()
             processes.append(process)
@@ -77,15 +73,25 @@ def run_ranks(
         try:
             return _collect(processes, pipes, timeout)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            for started in processes:
+                if started.is_alive():
+                    started.kill()
+                started.join()
             for pipe in pipes:
                 pipe.close()
 
 
-def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> list[Any]:
+class _Settings(NamedTuple):
+    """What all ranks of a launch have in common."""
+
+    world_size: int
+    backend: str | None  # None for no process group
+    store: str  # the path of the file through which they meet
+    timeout: float
+    environment: dict[str, str]
+
+
+def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], timeout: float) -> list[Any]:
     """Wait for every rank; stop at the first failure, after a moment in which other ranks may report theirs."""
     deadline = time.monotonic() + timeout
     pending = dict(enumerate(pipes))
@@ -96,17 +102,11 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> l
         if not ready:
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
-            pipe = pending.pop(rank)
-            try:
-                succeeded, payload = pipe.recv()
-            except EOFError:
-                processes[rank].join(5)
-                failures[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
+            succeeded, found = _received(rank, processes[rank], pending.pop(rank))
+            if succeeded:
+                results[rank] = found
             else:
-                if succeeded:
-                    results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
-                else:
-                    failures[rank] = payload
+                failures[rank] = found
         if failures:
             deadline = min(deadline, time.monotonic() + 1.0)
     if failures:
@@ -116,22 +116,26 @@ def _collect(processes: list[Any], pipes: list[Connection], timeout: float) -> l
     return [results[rank] for rank in sorted(results)]
 
 
+def _received(rank: int, process: BaseProcess, pipe: Connection) -> tuple[bool, Any]:
+    """Whether a rank succeeded, and its result, or what it says of its failure."""
+    try:
+        succeeded, payload = pipe.recv()
+    except EOFError:
+        process.join(5)
+        return False, f"rank {rank} died with exit code {process.exitcode}"
+    return succeeded, torch.load(io.BytesIO(payload), weights_only=False) if succeeded else payload
+
+
 def _rank_main(
-    pipe: Connection,
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
+    pipe: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: _Settings
 ) -> None:
     try:
-        os.environ.update(options["environment"])
+        os.environ.update(settings.environment)
         torch.set_num_threads(1)
-        backend = options["backend"]
-        if backend is not None:
-            _init_process_group(backend, rank, world_size, options)
+        if settings.backend is not None:
+            _init_process_group(settings.backend, rank, settings)
         try:
-            result = function(rank, world_size, *args)
+            result = function(rank, settings.world_size, *args)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -139,22 +143,22 @@ def _rank_main(
         torch.save(result, buffer)
         pipe.send((True, buffer.getvalue()))
     except BaseException:
-        pipe.send((False, f"rank {rank} of {world_size} failed:\n{traceback.format_exc()}"))
+        pipe.send((False, f"rank {rank} of {settings.world_size} failed:\n{traceback.format_exc()}"))
     finally:
         pipe.close()
 
 
-def _init_process_group(backend: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
+def _init_process_group(backend: str, rank: int, settings: _Settings) -> None:
     device_id = None
     if "nccl" in backend:
         device_id = torch.device("cuda", rank)
         torch.cuda.set_device(device_id)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.world_size))
     dist.init_process_group(
         backend,
-        store=dist.FileStore(options["store"], world_size),
+        store=dist.FileStore(settings.store, settings.world_size),
         rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=options["timeout"]),
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=settings.timeout),
         device_id=device_id,
     )

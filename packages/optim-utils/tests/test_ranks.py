@@ -1,0 +1,45 @@
+"""`run_ranks`: results in rank order, and the failures of ranks that raise, die or do not finish."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from optim_utils.testing import RankFailure, run_ranks
+
+
+def summed(rank: int, world_size: int, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    total = tensor * (rank + 1)
+    torch.distributed.all_reduce(total)
+    return rank, total
+
+
+def failing(rank: int, world_size: int, how: str) -> None:
+    if rank == 1 and how == "raises":
+        raise KeyError("of this rank")
+    if rank == 1 and how == "dies":
+        os._exit(3)
+    if rank == 1 or how == "raises":
+        time.sleep(60)
+
+
+def test_results_come_in_rank_order() -> None:
+    for rank, (found, total) in enumerate(run_ranks(summed, 3, torch.ones(2))):
+        assert found == rank
+        assert total.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", r"^rank 1 of 2 failed:\n(.|\n)*KeyError: 'of this rank'\n$"),
+        ("dies", "^rank 1 died with exit code 3$"),
+        ("waits", r"^ranks \[1\] were still running after 3.0 s$"),
+    ],
+)
+def test_failures_say_what_became_of_the_rank(how: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(failing, 2, how, timeout=3.0 if how == "waits" else 60.0, init_process_group=False)
