@@ -101,13 +101,13 @@ class Owner:
             entries.append(MuonEntry(o, u, state, self._matrices[place].view, item.shard.place))
         self._planner.step(list(groups.values()))
         for place in taking_part:
-            _multiply_what_is_peculiar(items[place], self._matrices[place].view, self._os[place])
+            _scale_relative_to_first(items[place], self._matrices[place].view, self._os[place])
         return self._os
 
 
-def _multiply_what_is_peculiar(item: Item, view: MatrixView, o: Tensor) -> None:
+def _scale_relative_to_first(item: Item, view: MatrixView, o: Tensor) -> None:
     """Multiply each matrix of ``o`` by its scale over that of the first, with which the shards will be multiplied."""
-    first, *others = its = scales(item, view)
-    if any(scale != first for scale in others):
-        for part, scale in zip(view.views(o), its, strict=True):
-            part *= scale / first
+    each = scales(item, view)
+    if any(scale != each[0] for scale in each):
+        for part, scale in zip(view.views(o), each, strict=True):
+            part *= scale / each[0]

@@ -44,9 +44,9 @@ def alike(
     found: dict[Hashable, list[T]] = {}
     sizes: dict[Hashable, int] = {}
     for item in items:
-        its, size = key(item), numel(item)
-        if its in found and sizes[its] + size > limit:
-            yield found.pop(its)
-        found.setdefault(its, []).append(item)
-        sizes[its] = size + (sizes[its] if len(found[its]) > 1 else 0)
+        kind, size = key(item), numel(item)
+        if kind in found and sizes[kind] + size > limit:
+            yield found.pop(kind)
+        sizes[kind] = size + (sizes[kind] if kind in found else 0)
+        found.setdefault(kind, []).append(item)
     yield from found.values()

@@ -240,9 +240,9 @@ def tile_list(groups: Sequence[Members], m: int) -> Tensor:
     first_job = 0
     for group in groups:
         tiles = [job.tiles(m, group.n) for job in group.jobs]
-        work = [len(its) * (job.length(m, group.n) + TILE_END) for job, its in zip(group.jobs, tiles, strict=True)]
-        for number, (its, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
-            rows, columns = torch.tensor(its, dtype=torch.int32, device="cpu").unbind(1)
+        work = [len(each) * (job.length(m, group.n) + TILE_END) for job, each in zip(group.jobs, tiles, strict=True)]
+        for number, (corners, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
+            rows, columns = torch.tensor(corners, dtype=torch.int32, device="cpu").unbind(1)
             entries = torch.stack([torch.full_like(rows, first_job + number), rows, rows, columns], 1)
             for index, matrix in enumerate(group.numbers):
                 # the matrices of a job one after another

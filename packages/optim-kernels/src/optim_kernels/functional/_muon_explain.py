@@ -15,7 +15,7 @@ def tile_words(families: Sequence[Family], chains: Sequence[ChainedBatches], ns:
     words = [(batch, _tiles_of(family, batch, ns)) for family in families for batch in family]
     words += [(batch, f"{_words(PING_PONG)}, all in one launch") for chain in chains for batch in chain.batches]
     words.sort(key=lambda entry: entry[0].first)
-    return [its for batch, its in words for _ in range(batch.shape[0])]
+    return [tiles for batch, tiles in words for _ in range(batch.shape[0])]
 
 
 def _tiles_of(family: Family, batch: Batch, ns: NSConfig) -> str:
@@ -23,11 +23,11 @@ def _tiles_of(family: Family, batch: Batch, ns: NSConfig) -> str:
     count, m, n = batch.shape
     # m×m products take all matrices of a family at once
     members = sum(len(each.x) for each in family)
-    of = batch.x.dtype, batch.x.device
+    kind = batch.x.dtype, batch.x.device
     tiles = (
-        choose_tile(*of, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper)),
-        choose_tile(*of, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper)),
-        choose_tile(*of, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
+        choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper)),
+        choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper)),
+        choose_tile(*kind, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
     )
     return " / ".join(map(_words, tiles))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import Any, NamedTuple
 
 import torch
@@ -197,8 +197,7 @@ class MuonTables:
         tile_map: list[tuple[int, int, int]] = []
         strips: list[tuple[int, int, int]] = []
         num_lines, num_parts = 0, 0
-        batches = [batch for its in (*families, *(chain.batches for chain in chains)) for batch in its]
-        batches.sort(key=lambda batch: batch.first)
+        batches = sorted(chain(*families, *(each.batches for each in chains)), key=lambda batch: batch.first)
         places = [place for batch in batches for place in _places(batch, ns)]
         for number, (matrix, place) in enumerate(zip(matrices, places, strict=True)):
             parts, n = _parts_of_a_line(matrix, place), matrix.shape[1]

@@ -167,9 +167,9 @@ class MuonPlan:
     def tiles(self) -> dict[int, str]:
         """Of each parameter, by its id, how its products are cut into tiles."""
         words: dict[int, dict[str, None]] = {id(param): {} for param in self._params}
-        for matrix, its in zip(self._matrices, self._tile_words, strict=True):
-            words[id(self._params[matrix.parameter])][its] = None
-        return {param: "; ".join(its) for param, its in words.items()}
+        for matrix, tiles in zip(self._matrices, self._tile_words, strict=True):
+            words[id(self._params[matrix.parameter])][tiles] = None
+        return {param: "; ".join(distinct) for param, distinct in words.items()}
 
     @property
     def was_captured(self) -> bool:
