@@ -16,7 +16,7 @@ from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._triton import tl, triton
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, code_chunks
+from optim_kernels.functional._adamw_tuning import code_chunks
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -140,10 +140,9 @@ def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> N
 
 def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     """And the chunks of a list go from few blocks at its front, whose programs come last, to as many as that."""
-    assert int(moment_codes.MOST_BLOCKS) == MOST_BLOCKS
     sizes = code_chunks(132)
     assert [each.size for each in sizes] == sorted(each.size for each in sizes)
-    assert sizes[-1].size <= MOST_BLOCKS * CODE_BLOCK
+    assert sizes[-1].size <= int(moment_codes.MOST_BLOCKS) * CODE_BLOCK
     assert sizes[-1].extent is None
     assert all(each.extent is not None and each.extent % each.size == 0 for each in sizes[:-1])
 

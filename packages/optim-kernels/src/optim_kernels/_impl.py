@@ -39,20 +39,20 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def why_not_triton(tensor: Tensor, *, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
+def why_not_triton(tensor: Tensor) -> str | None:
     """What keeps the kernels from updating ``tensor``, in a few words; ``None`` where they can."""
     if not has_triton():
         return "triton is not installed"
     if not (tensor.is_cuda or (is_interpreted() and tensor.device.type == "cpu")):
         return f"it is on {tensor.device.type}"
-    if tensor.dtype not in dtypes:
+    if tensor.dtype not in KERNEL_DTYPES:
         return f"its dtype is {tensor.dtype}"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}"
     return None
 
 
-def use_triton(impl: Impl, tensor: Tensor, name: str, *, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> bool:
+def use_triton(impl: Impl, tensor: Tensor, name: str) -> bool:
     """Whether the kernels update ``tensor``, which ``name`` names in errors.
 
     ``"auto"`` takes them on CUDA only: the interpreter is for tests, so it has to be asked for with ``"triton"``.
@@ -62,7 +62,7 @@ def use_triton(impl: Impl, tensor: Tensor, name: str, *, dtypes: tuple[torch.dty
     """
     if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
         return False
-    reason = why_not_triton(tensor, dtypes=dtypes)
+    reason = why_not_triton(tensor)
     if reason is not None and impl == "triton":
         raise RuntimeError(f"impl='triton' cannot update {name}: {reason}; use impl='auto' or 'torch'")
     return reason is None

@@ -11,8 +11,6 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# blocks of codes that a chunk may have: a warp holds their scales, a thread one (``_kernels.moment_codes.MOST_BLOCKS``)
-MOST_BLOCKS = 32
 # elements of a chunk of a lone small tensor in codes
 ONE_CHUNK = 3 * CODE_BLOCK
 
@@ -62,7 +60,7 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
 
     To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
     So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
-    of a warp that a multiprocessor's registers hold.
+    of a warp that a multiprocessor's registers hold. None has more blocks than ``_kernels.moment_codes.MOST_BLOCKS``.
     """
     programs = 28 * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
