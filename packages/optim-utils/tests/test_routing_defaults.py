@@ -1,0 +1,259 @@
+"""Routing without a rule: every default, and every refusal."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from routed_models import RootNorm, Weights, counts, gpt2, nested, roles
+from torch import nn
+
+from optim_utils import CombinedLinear
+from optim_utils.param_groups import Rule, UnroutedParameterError, route_parameters
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ({"a.b": nn.Linear(3, 2)}, {"a.b.weight": "matrix", "a.b.bias": "vector"}),
+        ({"scale": Weights(value=())}, {"scale.value": "vector"}),
+        ({"mixer": Weights(A_log=(6, 4), D=(6,))}, {"mixer.A_log": "vector", "mixer.D": "vector"}),
+        ({"attn": Weights(relative_position_bias_table=(9, 2))}, {"attn.relative_position_bias_table": "vector"}),
+        ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
+        ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
+        ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),
+        ({"a": nn.EmbeddingBag(5, 2)}, {"a.weight": "embedding"}),
+        ({"x.wte": Weights(weight=(5, 2))}, {"x.wte.weight": "embedding"}),
+        ({"x": Weights(pos_embed=(1, 5, 2))}, {"x.pos_embed": "embedding"}),
+        ({"x.lm_head.dense": nn.Linear(3, 2, bias=False)}, {"x.lm_head.dense.weight": "head"}),
+        ({"classifier": nn.Linear(3, 2, bias=False)}, {"classifier.weight": "head"}),
+        ({"classifier": CombinedLinear(3, 2)}, {"classifier.combined_weight": "head"}),
+        (
+            {"mlp.experts": Weights(up=(4, 3, 2), up_bias=(4, 3), bias=(4, 2))},
+            {"mlp.experts.up": "matrix", "mlp.experts.up_bias": "vector", "mlp.experts.bias": "vector"},
+        ),
+        ({"module": nested({"score": nn.Linear(3, 2, bias=False)})}, {"module.score.weight": "head"}),
+        (
+            {"module": nested({"_orig_mod.fc": nn.Linear(3, 2, bias=False)})},
+            {"module._orig_mod.fc.weight": "head"},
+        ),
+        (
+            {"attention.output.dense": nn.Linear(3, 2, bias=False), "x.output": nn.Linear(3, 2, bias=False)},
+            {"attention.output.dense.weight": "matrix", "x.output.weight": "matrix"},
+        ),
+        ({"fc": Weights(weight=(3, 2))}, {"fc.weight": "matrix"}),
+        # a weight norm's magnitudes, one gate for all experts, a token that is learned, a score of one number
+        ({"a": Weights(weight_g=(3, 1), weight_v=(3, 2))}, {"a.weight_g": "vector", "a.weight_v": "matrix"}),
+        ({"a": Weights(shared_gate=(1, 3), token=(1, 1, 3))}, {"a.shared_gate": "vector", "a.token": "vector"}),
+        ({"score": nn.Linear(3, 1, bias=False)}, {"score.weight": "head"}),
+        ({"embed": Weights(weight=(1, 3))}, {"embed.weight": "embedding"}),
+        (
+            {"layers.0.mixer": Weights(A_log=(4, 3), D=(4,))},
+            {"layers.0.mixer.A_log": "vector", "layers.0.mixer.D": "vector"},
+        ),
+    ],
+)
+def test_roles(modules, expected):
+    table = route_parameters(nested(modules))
+    assert roles(table) == expected
+    assert {route.name for route in table.to("muon")} == {name for name, role in expected.items() if role == "matrix"}
+
+
+@pytest.mark.parametrize("magnitude_dim", [0, None])
+def test_the_magnitudes_of_a_weight_norm_are_a_vector(magnitude_dim):
+    model = nested({"block.0": nn.Linear(3, 2, bias=False)})
+    nn.utils.parametrizations.weight_norm(model.get_submodule("block.0"), dim=magnitude_dim)
+    assert list(roles(route_parameters(model)).values()) == ["vector", "matrix"]
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "shapes"),
+    [
+        (nn.Conv2d(4, 8, 3, bias=False), "adamw", None),
+        (nn.Conv2d(5, 8, 3, bias=False), "muon", ((8, 45),)),
+        (nn.Conv1d(6, 6, 3, groups=6, bias=False), "adamw", None),
+        (nn.Conv1d(6, 8, 3, groups=2, bias=False), "muon", ((2, 4, 9),)),
+        (nn.Conv3d(6, 2, (1, 2, 3), bias=False), "muon", ((2, 36),)),
+        (nn.ConvTranspose2d(6, 8, 2, bias=False), "muon", ((32, 6),)),
+        (nn.ConvTranspose2d(6, 8, 2, groups=2, bias=False), "muon", ((2, 16, 3),)),
+    ],
+)
+def test_convolutions(module, kind, shapes):
+    route = route_parameters(nested({"body": module}))["body.weight"]
+    assert (route.kind, route.role) == (kind, "matrix")
+    assert (route.view.shapes if route.view else None) == shapes
+
+
+PARAMETRIZED = [
+    (nn.Linear(4, 6, bias=False), "body", ("muon", "matrix", ((6, 4),))),
+    (nn.Linear(4, 12, bias=False), "qkv", ("muon", "matrix", ((4, 4),) * 3)),
+    (nn.Linear(4, 6, bias=False), "head", ("adamw", "head", None)),
+    (nn.Embedding(6, 4), "words", ("adamw", "embedding", None)),
+    (nn.Conv2d(5, 8, 3, bias=False), "body", ("muon", "matrix", ((8, 45),))),
+    (nn.Conv2d(3, 8, 3, bias=False), "stem", ("adamw", "matrix", None)),
+    (nn.Conv1d(6, 6, 3, groups=6, bias=False), "body", ("adamw", "matrix", None)),
+    (nn.ConvTranspose2d(6, 8, 2, bias=False), "body", ("muon", "matrix", ((32, 6),))),
+]
+
+
+@pytest.mark.parametrize("wrapped", ["", "_orig_mod"], ids=["plain", "compiled"])
+@pytest.mark.parametrize("norm", ["weight", "old weight", "spectral"])
+@pytest.mark.parametrize(("module", "name", "expected"), PARAMETRIZED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_what_a_weight_is_computed_from_is_routed_as_the_weight(module, name, expected, norm, wrapped):
+    module = copy.deepcopy(module)
+    if norm == "weight":
+        nn.utils.parametrizations.weight_norm(module)
+        suffixes = {"parametrizations.weight.original1": expected, "parametrizations.weight.original0": None}
+    elif norm == "old weight":
+        nn.utils.weight_norm(module)
+        suffixes = {"weight_v": expected, "weight_g": None}
+    else:
+        nn.utils.parametrizations.spectral_norm(module)
+        suffixes = {"parametrizations.weight.original": expected}
+    prefix = f"{wrapped}.{name}".strip(".")
+    model = nested({prefix: module})
+    for table in (route_parameters(model), route_parameters(model, Rule(f"{prefix}.*", options={"lr": 1.0}))):
+        for suffix, routing in suffixes.items():
+            route = table[f"{prefix}.{suffix}"]
+            found = route.kind, route.role, None if route.view is None else route.view.shapes
+            assert found == (routing or ("adamw", "vector", None))
+
+
+def test_rules_for_a_weight_are_for_its_direction():
+    model = nested({"attention": nn.Linear(4, 8, bias=False)})
+    nn.utils.parametrizations.weight_norm(model.attention)
+    table = route_parameters(model, Rule("attention.weight", split=(4, 2, 2)))
+    assert [(route.role, route.num_matrices) for route in table] == [("vector", 0), ("matrix", 3)]
+
+
+def test_channels_last_convolutions_are_viewed_without_a_copy():
+    module = nn.Conv2d(6, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    view = route_parameters(nested({"body": module}))["body.weight"].view
+    (matrix,) = view.views(module.weight)
+    assert matrix.data_ptr() == module.weight.data_ptr()
+    plain = module.weight.reshape(8, -1)
+    assert torch.equal(matrix.T.unique(dim=0), plain.T.unique(dim=0)), "the columns are permuted, nothing else"
+    with pytest.raises(ValueError, match=r"cannot be viewed as \(8, 54\) without a copy"):
+        view.views(module.weight.detach().contiguous())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "shapes"),
+    [
+        ("attn.qkv.weight", (12, 4), ((4, 4),) * 3),
+        ("attn.in_proj_weight", (12, 4), ((4, 4),) * 3),
+        ("attn.query_key_value.weight", (12, 4), ((4, 4),) * 3),
+        ("attn.c_attn.weight", (4, 12), ((4, 4),) * 3),
+        ("mlp.gate_up_proj.weight", (12, 4), ((6, 4),) * 2),
+        ("mlp.w13.weight", (12, 4), ((6, 4),) * 2),
+        ("attn.qkv_norm_scale", (12,), None),
+        ("attn.q_proj.weight", (12, 4), ((12, 4),)),
+    ],
+)
+def test_fused_weights_by_name_alone(name, shape, shapes):
+    route = route_parameters([(name, nn.Parameter(torch.zeros(shape)))])[0]
+    assert (route.view.shapes if route.view else None) == shapes
+
+
+def test_fused_convolution():
+    model = nested({"attn.qkv": nn.Conv2d(6, 18, 1, bias=False), "conv.qkv": nn.Conv1d(6, 18, 3, bias=False)})
+    table = route_parameters(model)
+    assert table["attn.qkv.weight"].view.shapes == ((6, 6),) * 3
+    assert table["conv.qkv.weight"].view.shapes == ((6, 18),) * 3
+
+
+def test_frozen_parameters_are_listed_and_in_no_group():
+    model = nested({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    model.a.requires_grad_(False)
+    table = route_parameters(model, [Rule("*.weight", transposed=False)])
+    assert [route.name for route in table.to("frozen")] == ["a.weight", "a.bias"]
+    assert [name for group in table.param_groups() for name in group["param_names"]] == ["b.weight", "b.bias"]
+    # a rule that names the destination comes before requires_grad
+    assert route_parameters(model, [Rule("a.*", to="adamw")])["a.bias"].reason == "rule; needs no gradient now"
+
+
+def test_names_may_come_as_pairs_or_a_mapping():
+    model = gpt2(4, 1, 8)
+    by_pairs = route_parameters(model.named_parameters(remove_duplicate=False))
+    by_mapping = route_parameters(dict(model.named_parameters(remove_duplicate=False)))
+    assert by_pairs.fingerprint() == by_mapping.fingerprint()
+    assert by_pairs["lm_head.weight"].names == ("transformer.wte.weight", "lm_head.weight")
+    assert counts(by_pairs) == counts(route_parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ([], ValueError, "no parameters to route"),
+        ([nn.Parameter(torch.zeros(2))], TypeError, r"got a Parameter among them; pass the model, or model.named_"),
+        ([("a", 3)], TypeError, r"\(name, parameter\) pairs, got a tuple"),
+        (None, TypeError, r"\(name, parameter\) pairs, got a NoneType"),
+        ([("a", nn.Parameter(torch.zeros(1))), ("a", nn.Parameter(torch.zeros(1)))], ValueError, "are named 'a'"),
+    ],
+)
+def test_wrong_sources(source, error, message):
+    with pytest.raises(error, match=message):
+        route_parameters(source)
+
+
+def refused():
+    """A model in which every trained weight is refused, but one."""
+    return nested(
+        {
+            "fine": nn.Linear(3, 2),
+            "bilinear": nn.Bilinear(3, 4, 2, bias=False),
+            "attn.qkv": nn.Linear(8, 16, bias=False),
+            "odd.qkv": nn.Linear(8, 17, bias=False),
+            "mlp.w13": nn.Linear(8, 15, bias=False),
+            "moe.experts": Weights(gate_up_proj=(2, 6, 10)),
+            "moe.w13": Weights(weight=(2, 6, 10)),
+            "ffn.w13": Weights(weight=(2, 5, 7)),
+            "stack.qkv": Weights(weight=(2, 5, 7)),
+            "bag": nn.EmbeddingBag(5, 2, sparse=True, mode="sum"),
+            "phase": Weights(weight=torch.zeros(2, 3, dtype=torch.complex64)),
+        }
+    )
+
+
+def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
+    model = refused()
+    with pytest.raises(UnroutedParameterError) as caught:
+        route_parameters(model)
+    text = str(caught.value)
+    names = [name for name, _ in model.named_parameters() if not name.startswith("fine")]
+    assert list(caught.value.unrouted) == names
+    assert isinstance(caught.value, ValueError)
+    assert pickle.loads(pickle.dumps(caught.value)).unrouted == caught.value.unrouted
+    for name, param in model.named_parameters():
+        shape = f"({', '.join(map(str, param.shape))})"
+        assert (f"{name}  {shape}  {param.dtype}: " in text) == (name in names)
+    suggestions = [line.strip() for line in text.splitlines() if line.startswith("      ")]
+    assert "Rule('attn.qkv.weight', split=(8, 4, 4))" in suggestions
+    rules = [eval(suggestion) for suggestion in suggestions]
+    assert {rule.pattern for rule in rules} == set(names)
+    for rule in rules:
+        others = [other for other in rules if other.pattern != rule.pattern]
+        route = route_parameters(model, [rule, *others])[rule.pattern]
+        assert route.rule is rule
+
+
+@pytest.mark.parametrize("to", [None, "adamw", "muon", "frozen"])
+@pytest.mark.parametrize("on_unknown", ["raise", "adamw"])
+def test_lazy_parameters_are_refused(to, on_unknown):
+    model = nested({"a": nn.LazyLinear(3), "unknown": Weights(weight=torch.zeros(2, 3, 4))})
+    rules = [Rule("a.*", to=to)] if to is not None else []
+    with pytest.raises(UnroutedParameterError, match="run the lazy module once") as caught:
+        route_parameters(model, rules, on_unknown=on_unknown)
+    others = ["unknown.weight"] if on_unknown == "raise" else []
+    assert list(caught.value.unrouted) == ["a.weight", "a.bias", *others]
+    model.a(torch.zeros(1, 2))
+    route_parameters(model, rules, on_unknown="adamw")
+
+
+def test_unknown_parameters_go_to_adamw_only_when_told_to():
+    table = route_parameters(refused(), on_unknown="adamw")
+    assert counts(table) == (1, 1, len(table) - 1)
+    assert str(table).count("UNKNOWN, by on_unknown: ") == len(table) - 2
+    with pytest.raises(ValueError, match='"raise" or "adamw", got \'muon\''):
+        route_parameters(refused(), on_unknown="muon")
