@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from stateful_bag import Bag
 from torch import Tensor, nn
 
 from optim_utils import (
@@ -35,11 +36,6 @@ from optim_utils import (
 from optim_utils._state.paths import decode_path, encode_path
 from optim_utils.low_bit import INT8, NF4, UINT8_AFFINE, LowBitTensor, from_plain, quantize
 from optim_utils.testing import run_ranks
-
-
-class Bag(OptimizerModule):
-    def __init__(self, **attributes: object) -> None:
-        self.__dict__.update(attributes)
 
 
 @dataclass(eq=False)

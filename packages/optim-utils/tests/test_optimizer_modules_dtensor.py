@@ -6,15 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from stateful_bag import Bag
 
-from optim_utils import OptimizerModule, StateLoadError, update_param_state_dict_object
+from optim_utils import StateLoadError, update_param_state_dict_object
 from optim_utils.low_bit import INT8, quantize
 from optim_utils.testing import run_ranks
-
-
-class Bag(OptimizerModule):
-    def __init__(self, **attributes: object) -> None:
-        self.__dict__.update(attributes)
 
 
 def every_pair_of_layouts(rank: int, world_size: int) -> None:
