@@ -1,0 +1,312 @@
+"""What users of TritonAdamW change between steps counts: parameters, groups, states, options, layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fresh_params import give_gradients, make_params
+from random_tensors import DEVICE
+from torch import Tensor
+
+from optim_kernels import TritonAdamW
+
+
+def test_gradients_that_come_and_go() -> None:
+    """A parameter whose gradient is gone is left alone, and keeps its own count."""
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton")
+    optimizer.step()
+    for absent in (0, 2, None):
+        give_gradients(params)
+        if absent is not None:
+            params[absent].grad = None
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        assert [torch.equal(p, old) for p, old in zip(params, before)] == [i == absent for i in range(3)]
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 4, 3]
+
+
+def test_moved_parameters_and_replaced_groups_are_followed() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, lr=0.1, impl="triton")
+    optimizer.step()
+    moved = params[0].detach().clone()
+    params[0].data = moved
+    optimizer.step()
+    assert not torch.equal(moved, torch.zeros_like(moved))
+    assert params[0].data_ptr() == moved.data_ptr()
+    assert int(optimizer.state[params[0]]["step"]) == 2
+    stranger = torch.nn.Parameter(torch.ones(7, device=DEVICE))
+    stranger.grad = torch.ones_like(stranger)
+    optimizer.param_groups[0]["params"][1] = stranger
+    optimizer.step()
+    assert float(stranger.detach().max()) < 1
+    assert int(optimizer.state[stranger]["step"]) == 1
+
+
+def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
+    first, second = make_params([(5,), (5,)])
+    optimizer = TritonAdamW([{"params": [first, second]}, {"params": [], "lr": 0.0}], impl="triton")
+    optimizer.step()
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [first], [second]
+    before = first.detach().clone(), second.detach().clone()
+    optimizer.step()
+    assert not torch.equal(first, before[0])
+    assert torch.equal(second, before[1])
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    before = first.detach().clone(), second.detach().clone()
+    optimizer.step()
+    assert torch.equal(first, before[0])
+
+
+def exchanged_parameter(optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    new = torch.nn.Parameter(torch.full_like(group["params"][0], 3.0))
+    new.grad = group["params"][0].grad
+    group["params"][0] = new
+
+
+def exchanged_groups(optimizer: torch.optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def another_group(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+
+
+def no_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def another_count(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["step"] = torch.zeros_like(state["step"])
+
+
+def another_moment(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
+
+
+def denser(optimizer: torch.optim.Optimizer) -> None:
+    """As Gaussian splatting does: a parameter makes place for a larger one that takes over its state."""
+    group = optimizer.param_groups[0]
+    old = group["params"][0]
+    new = torch.nn.Parameter(torch.cat([old.detach(), old.detach()]))
+    new.grad = torch.cat([old.grad, old.grad])
+    state = optimizer.state.pop(old)
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key] = torch.cat([state[key], torch.zeros_like(state[key])])
+    optimizer.state[new] = state
+    group["params"][0] = new
+
+
+def moved_states(optimizer: torch.optim.Optimizer) -> None:
+    """As states are taken to another device and back: the tensors stay, their memory does not."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+
+
+def refilled_states(optimizer: torch.optim.Optimizer) -> None:
+    """As where storages are freed while nobody needs them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            saved, storage = value.clone(), value.untyped_storage()
+            size = storage.size()
+            storage.resize_(0)
+            storage.resize_(size)
+            value.copy_(saved)
+
+
+def another_layout(optimizer: torch.optim.Optimizer) -> None:
+    """As ``model.to(memory_format=torch.channels_last)`` does; the states stay as they were."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data = p.data.t().contiguous().t()
+
+
+def notes(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["times"], state["note"] = 3, "the user's own"
+
+
+EDITS = [
+    exchanged_parameter,
+    exchanged_groups,
+    another_group,
+    no_state,
+    another_count,
+    another_moment,
+    denser,
+    moved_states,
+    refilled_states,
+    another_layout,
+    notes,
+]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> None:
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params(((6, 5), (4, 3)))
+        groups = [{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.01}]
+        optimizer: Any = make(groups) if make is torch.optim.AdamW else TritonAdamW(groups, impl=impl)
+        optimizer.step()
+        optimizer.step()
+        edit(optimizer)
+        optimizer.step()
+        optimizer.step()
+        runs.append([p for group in optimizer.param_groups for p in group["params"]] + params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("impl", "gpu", "impl must be one of"),
+        ("master_weights", "fp32", r"param_groups\[1\].* is torch.float32"),
+        ("max_norm", 1.0, "all groups are clipped together: max_norm is None in the first group, but 1"),
+        ("max_norm", -1.0, "max_norm must be positive or None, got -1"),
+        ("norm_type", 1.0, "all groups are clipped together"),
+    ],
+)
+def test_options_that_are_wrong_by_now_are_refused(option: str, value: Any, words: str) -> None:
+    params = make_params(((6, 5), (4, 3)))
+    optimizer = TritonAdamW([{"params": [p]} for p in params])
+    optimizer.step()
+    optimizer.param_groups[1][option] = value
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    for p, expected in zip(params, before, strict=True):
+        assert torch.equal(p, expected)
+
+
+def test_the_limit_of_the_norm_may_change() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, max_norm=1.0)
+    optimizer.step()
+    optimizer.param_groups[0]["max_norm"] = 2.0
+    optimizer.step()
+    optimizer.param_groups[0]["max_norm"] = 0.0
+    with pytest.raises(ValueError, match="max_norm must be positive or None, got 0"):
+        optimizer.step()
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[:3]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("view", [transposed, cut])
+def test_a_parameter_may_become_a_view_of_itself(view: Any, impl: Any) -> None:
+    """At the address that it had: kernels would go through it in its old order, or beyond its end."""
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        (p,) = make_params(((64, 64),))
+        optimizer: Any = make([p], lr=0.1) if make is torch.optim.AdamW else TritonAdamW([p], lr=0.1, impl=impl)
+        for _ in range(3):
+            optimizer.step()
+        whole = p.data
+        p.grad, p.data = None, view(p.data)
+        p.grad = torch.randn(64, 64, device=DEVICE)[: len(p)]
+        for state in vars(optimizer)["state"].values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].data = view(state[key].data)
+        optimizer.step()
+        runs.append(whole)
+    torch.testing.assert_close(*runs, rtol=2e-5, atol=2e-6)
+
+
+def test_a_gradient_that_becomes_sparse_is_refused_without_kernels_too() -> None:
+    (p,) = make_params(((6, 5),))
+    optimizer = TritonAdamW([p], impl="torch")
+    optimizer.step()
+    p.grad = torch.randn(6, 5, device=DEVICE).to_sparse()
+    with pytest.raises(RuntimeError, match=r"takes dense gradients.*param_groups\[0\]"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_states_may_change_their_keys(impl: Any) -> None:
+    """The same states in the same order, the parameters in another."""
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params(((6, 5), (6, 5)))
+        optimizer: Any = make(params, lr=0.1) if make is torch.optim.AdamW else TritonAdamW(params, lr=0.1, impl=impl)
+        optimizer.step()
+        states = list(optimizer.state.values())
+        optimizer.state.clear()
+        optimizer.state.update(zip(reversed(params), states))
+        optimizer.step()
+        runs.append(params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_amsgrad_may_be_turned_off(impl: Any) -> None:
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        params = make_params()
+        own = {} if make is torch.optim.AdamW else {"impl": impl}
+        optimizer: Any = make(params, lr=0.1, amsgrad=True, **own)
+        for step in range(4):
+            optimizer.param_groups[0]["amsgrad"] = step < 2
+            optimizer.step()
+            for p in params:
+                assert p.grad is not None
+                p.grad.mul_(0.1)
+        runs.append(params)
+    for expected, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_parameters_without_a_name_join_those_with_one(impl: Any) -> None:
+    params = make_params()
+    optimizer = TritonAdamW([("first", params[0])], impl=impl)
+    optimizer.param_groups[0]["params"].append(params[1])
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    assert "param_groups[0]['params'][1]" in optimizer.explain()
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have the parameter's dtype")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_may_change_their_dtype(impl: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(40, device=DEVICE))
+    q = p.detach().clone().requires_grad_()
+    p.grad_dtype = None
+    optimizer, expected = TritonAdamW([p], lr=0.1, impl=impl), torch.optim.AdamW([q], lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32):
+        p.grad = torch.randn(40, device=DEVICE).to(dtype)
+        q.grad = p.grad.float()
+        optimizer.step()
+        expected.step()
+    torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+def test_a_demand_for_kernels_is_heard_after_the_first_step_too() -> None:
+    params = make_params()
+    optimizer = TritonAdamW([("weight", params[0])], impl="triton")
+    optimizer.step()
+    params[0].data = params[0].data.double()
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"impl='triton' asks for.*weight cannot have.*float64.*impl='auto'"):
+        optimizer.step()
