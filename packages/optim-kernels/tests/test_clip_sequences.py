@@ -98,7 +98,10 @@ class Sequences(RuleBasedStateMachine):
     def given(self, p: nn.Parameter, grad: Tensor) -> None:
         if hasattr(p, "grad_dtype"):
             p.grad_dtype = None
-        p.grad = grad
+            p.grad = grad
+        else:
+            # before torch 2.10 a gradient has its parameter's dtype
+            p.grad = grad.to(p.dtype)
 
     def look(self, call: Callable[[], Any]) -> Any:
         """The result of a call that changes no gradient."""
