@@ -72,6 +72,21 @@ def test_buffers_and_gradients_stay_as_they_are() -> None:
     assert torch.equal(p.grad, grad)
 
 
+@pytest.mark.parametrize("missing_grad", ["skip", "zero", "raise"])
+def test_a_frozen_parameter_is_left_alone(missing_grad: str) -> None:
+    """Whatever a missing gradient means: neither its momentum nor decay moves it."""
+    p, q = parameters((6, 4), (6, 4))
+    give_gradients(p, q)
+    optimizer = TritonMuon([p, q], weight_decay=0.5, missing_grad=missing_grad)
+    optimizer.step()
+    q.requires_grad_(False)
+    q.grad = None
+    kept, buffer = q.detach().clone(), optimizer.state[q]["momentum_buffer"].clone()
+    optimizer.step()
+    assert torch.equal(q, kept)
+    assert torch.equal(optimizer.state[q]["momentum_buffer"], buffer)
+
+
 def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
     """An argument that is not the default holds for a group that names a variant, unless the group has its own."""
     p, q = parameters((6, 4), (6, 4))

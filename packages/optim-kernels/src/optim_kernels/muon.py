@@ -161,7 +161,7 @@ class TritonMuon(MuonGroups):
             refuses them.
         split_rows: a block size (heads) or sizes (Q, K, V): each block of rows is a matrix of its own.
         missing_grad: what to do about a parameter without gradient: ``"skip"`` it, take its gradient for ``"zero"``, or
-            ``"raise"``.
+            ``"raise"``. A frozen one is left alone.
         beta2: NorMuon's variance normalisation; ``None`` leaves it out.
         row_equilibrate, renormalize, cautious: steps of nanochat's Muon, each on its own.
         momentum_dtype: of the momentum buffer; ``None`` is the gradient's.

@@ -67,6 +67,9 @@ def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | 
     """The gradient to use, ``None`` where the parameter is skipped; never allocates ``.grad``."""
     grad = param.grad
     if grad is None:
+        # zeros would move a frozen parameter by its momentum, and decay it
+        if not param.requires_grad:
+            return None
         if group["missing_grad"] == "raise":
             raise RuntimeError(f"{name} has no gradient; pass missing_grad='skip' or 'zero' to allow that")
         return torch.zeros_like(param) if group["missing_grad"] == "zero" else None
