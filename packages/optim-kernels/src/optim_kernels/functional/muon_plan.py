@@ -37,7 +37,7 @@ from optim_kernels.functional._muon_matrices import (
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
-from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
+from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import MuonRule
 
 __all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
@@ -117,7 +117,6 @@ class MuonPlan:
             self._forget_recorded()
         if capturing:
             self._launches.keep_for_graph()
-            keep_for_graphs(*self._copies)
             self._was_captured = True
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
@@ -132,7 +131,7 @@ class MuonPlan:
         self._graph.replay()
 
     def refresh(self, grads: Sequence[Tensor], *, same_layout: bool = False) -> None:
-        """Take over new gradients; the table is uploaded only if an address has changed.
+        """Take over new gradients, from the next step on.
 
         ``same_layout``: dtypes and strides are known to be those of the gradients before.
         """
