@@ -346,3 +346,27 @@ def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.Monkey
         p.grad = torch.randn_like(p)
         with pytest.raises(RuntimeError, match=r"param_groups\[0\].* has no state yet"):
             each.step()
+
+
+@IMPLS
+def test_a_parameter_that_is_unfrozen_without_a_gradient(impl: str) -> None:
+    """After steps without it, all alike, its group says again what a missing gradient means."""
+    p, q = parameter(6, 4), parameter(6, 4)
+    optimizer = muon([p, q], impl, missing_grad="zero")
+    steps(optimizer)
+    q.requires_grad_(False)
+    q.grad = None
+    for _ in range(3):
+        optimizer.step()
+    kept, buffer = q.detach().clone(), optimizer.state[q]["momentum_buffer"].clone()
+    q.requires_grad_(True)
+    optimizer.step()
+    assert not torch.equal(q, kept)
+    torch.testing.assert_close(optimizer.state[q]["momentum_buffer"], 0.95 * buffer)
+    q.requires_grad_(False)
+    optimizer.param_groups[0]["missing_grad"] = "raise"
+    for _ in range(3):
+        optimizer.step()
+    q.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="has no gradient; pass missing_grad='skip' or 'zero'"):
+        optimizer.step()

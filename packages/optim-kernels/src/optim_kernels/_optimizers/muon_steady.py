@@ -51,6 +51,8 @@ class SteadyStep:
         self._updated = [_Updated(entries) for _, _, entries in batches]
         updated = {id(entry.param) for _, _, entries in batches for entry in entries}
         self._skipped = [p for group in groups for p in group["params"] if id(p) not in updated]
+        # what a group does about a missing gradient it does once they are unfrozen
+        self._frozen = [p for p in self._skipped if not p.requires_grad]
         self._params = [list(group["params"]) for group in groups]
 
     def gradients(self, groups: Groups, state: State) -> list[list[Tensor]] | None:
@@ -62,7 +64,7 @@ class SteadyStep:
         for group, params in zip(groups, self._params):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return None
-        if any(p.grad is not None for p in self._skipped):
+        if any(p.grad is not None for p in self._skipped) or any(p.requires_grad for p in self._frozen):
             return None
         if len(state) != len(self._states) or not all(map(is_, state.values(), self._states)):
             return None
