@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -101,6 +102,24 @@ def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
     assert {key: first[key] for key in of_variant if key != "lr"} | {"lr": of_variant["lr"]} == of_variant
     assert first["lr"] == 0.05
     assert (second["lr"], second["maximize"], second["momentum_dtype"]) == (0.3, False, torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["built", "pickled"])
+@pytest.mark.parametrize(("build", "lr"), [(TritonMuon.keller, 0.02), (TritonMuon.nanochat, 0.3)])
+def test_a_variant_beside_another_takes_none_of_its_options(build: Any, lr: float, is_copied: bool) -> None:
+    """What ``keller`` and ``nanochat`` mean by themselves was not given, now and when a group comes later."""
+    params = parameters((6, 4), (6, 4))
+    late = parameters((6, 4))
+    groups = [{"params": [p], "variant": name} for p, name in zip(params, ("nanochat-2026-07", "torch"))]
+    optimizer = build(groups, lr=lr, maximize=True)
+    if is_copied:
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    optimizer.add_param_group({"params": late, "variant": "nanochat-2025"})
+    for group in optimizer.param_groups:
+        promised = VARIANTS[group["variant"]] | {"maximize": True}
+        if lr != 0.02:
+            promised["lr"] = lr
+        assert {key: group[key] for key in promised} == promised
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

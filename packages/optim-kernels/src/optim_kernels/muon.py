@@ -174,6 +174,8 @@ class TritonMuon(MuonGroups):
         ValueError: an option out of its range, or a parameter that cannot be read as matrices.
     """
 
+    _followed = "torch"  # the variant that has the options which were not given
+
     def __init__(
         self,
         params: Params,
@@ -215,9 +217,7 @@ class TritonMuon(MuonGroups):
         cls, params: Params, lr: float = 0.02, weight_decay: float = 0.0, momentum: float = 0.95, **ours: Any
     ) -> TritonMuon:
         """Keller Jordan's ``SingleDeviceMuon``, with its arguments; ``ours`` are further options."""
-        options = variant_options("keller")
-        options.pop("views")
-        return cls(params, **{**options, "lr": lr, "weight_decay": weight_decay, "momentum": momentum, **ours})
+        return cls._following("keller", params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, **ours})
 
     @classmethod
     def nanochat(
@@ -230,10 +230,21 @@ class TritonMuon(MuonGroups):
         **ours: Any,
     ) -> TritonMuon:
         """nanochat's ``Muon`` of 2025, with its arguments; ``ours`` are further options."""
-        options = variant_options("nanochat-2025")
-        options.pop("views")
         given = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        return cls(params, **{**options, **given, **ours})
+        return cls._following("nanochat-2025", params, {**given, **ours})
+
+    @classmethod
+    def _following(cls, variant: str, params: Params, given: dict[str, Any]) -> TritonMuon:
+        """An optimizer whose arguments have a variant's options for defaults."""
+        options = variant_options(variant)
+        options.pop("views")
+        optimizer = cls.__new__(cls)
+        optimizer._followed = variant  # before the first groups come
+        cls.__init__(optimizer, params, **{**options, **given})
+        return optimizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_followed": self._followed}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; beside options it may name a ``variant``.
@@ -241,7 +252,8 @@ class TritonMuon(MuonGroups):
         The variant's options are taken where the group has none, and the constructor had nothing but its own default.
         """
         if "variant" in param_group:
-            param_group = {**variant_options(param_group["variant"]), **given_options(self.defaults), **param_group}
+            given = given_options(self.defaults, VARIANTS[self._followed])
+            param_group = {**variant_options(param_group["variant"]), **given, **param_group}
         super().add_param_group(param_group)
         try:
             self._check_muon_group(self.param_groups[-1])

@@ -108,7 +108,7 @@ def variant_options(name: str) -> dict[str, Any]:
     return dict(VARIANTS[name])
 
 
-def given_options(defaults: Mapping[str, Any], own: Mapping[str, Any] = DEFAULTS) -> dict[str, Any]:
+def given_options(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a constructor was told those arguments that differ from its ``own`` defaults."""
     return {
         key: defaults[key]
