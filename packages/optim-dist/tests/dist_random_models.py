@@ -531,9 +531,7 @@ class RandomModel:
                 p.grad = twin.grad
             alone.step()
             for spec, p, twin in zip(self.specs, net.listed(), self.twin.listed(), strict=True):
-                # one device takes a missing gradient for zeros where a group says so, of frozen parameters too
-                if spec.is_trained:
-                    same(p.detach(), twin.detach(), False, spec.name)
+                same(p.detach(), twin.detach(), False, spec.name)
         self.clear("optimizer", True)
         return None
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
 from optim_dist._optimizers.agreement import check_replicas
+from optim_kernels import TritonMuon
 
 scenario = Scenarios()
 
@@ -460,6 +461,37 @@ def thawed_parameters_are_refused(rank, world_size):
     net(batch(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=r"layers\.2\.weight of .* did not need one when the optimizer was built"):
         optimizer.step()
+
+
+@scenario(1, 2)
+def what_is_frozen_in_between_stays_and_goes_on(rank, world_size):
+    """Layers that a fine-tuning loop freezes and unfreezes, whatever a missing gradient means; as on one device."""
+    for missing_grad in ("skip", "zero", "raise"):
+        net, twin = Net(device_of(rank)), Net(device_of(rank))
+        options = {"missing_grad": missing_grad, "weight_decay": 0.5, "impl": "torch"}
+        groups = [[{"params": [layer.weight for layer in each.layers], **options}] for each in (net, twin)]
+        optimizer = TritonDistMuon(groups[0], model=net, reducer="exact", average=False, bucket_mb=1e-4)
+        oracle = TritonMuon([{**groups[1][0], "variant": "nanochat-2025"}])
+        for step, frozen in enumerate([(3,), (0, 3), (0, 1), (), (2,)]):
+            for each in (net, twin):
+                for place, layer in enumerate(each.layers):
+                    layer.weight.requires_grad_(place not in frozen)
+            net(batch(rank, step)).backward()
+            for other in range(world_size):
+                twin(batch(other, step).to(device_of(rank))).backward()
+            optimizer.step()
+            oracle.step()
+            for each in (net, twin):
+                each.zero_grad()
+            assert_same(values(net), values(twin))
+            full = optimizer.full_state_dict().get("state", {})
+            for number, parameter in enumerate(groups[1][0]["params"] if rank == 0 else ()):
+                buffer = oracle.state.get(parameter, {}).get("momentum_buffer", torch.zeros_like(parameter))
+                found = full.get(number, {}).get("momentum_buffer", torch.zeros_like(buffer))
+                assert torch.equal(found.cpu(), buffer.cpu()), (missing_grad, step, number)
+        if missing_grad == "raise" and world_size == 1:  # of several, the owner alone
+            with pytest.raises(RuntimeError, match="has no gradient on any rank"):
+                optimizer.step()
 
 
 @scenario(2)

@@ -160,6 +160,24 @@ def missing_gradients_leave_matrices_alone(rank, world_size):
 
 
 @scenario(2)
+def frozen_matrices_stay_whatever_a_missing_gradient_means(rank, world_size):
+    for missing_grad in ("zero", "raise"):
+        cut, twins = placed(SHAPES, mesh_of(world_size), [(Shard(0),)] * len(SHAPES))
+        groups = [[{"params": each, "impl": "torch", "missing_grad": missing_grad}] for each in (cut, twins)]
+        optimizer = TritonDistMuon(groups[0], weight_decay=0.5)
+        oracle = TritonDistMuon(groups[1], weight_decay=0.5, process_group=alone(rank))
+        for step in range(3):
+            for parameter in (cut[1], twins[1]):
+                parameter.requires_grad_(step != 1)
+            give_gradients(cut, twins, step, absent=(1,) if step == 1 else ())
+            kept = cut[1].full_tensor()
+            optimizer.step()
+            oracle.step()
+            assert_equal(cut, twins, f"{missing_grad}, step {step}")
+            assert torch.equal(cut[1].full_tensor(), kept) == (step == 1)
+
+
+@scenario(2)
 def views_into_fused_and_convolutional_weights(rank, world_size):
     shapes = ((12, 4), (4, 2, 3, 3), (6, 4))
     views = [

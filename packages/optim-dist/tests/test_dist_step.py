@@ -101,6 +101,10 @@ def variants_of_groups_leave_the_constructors_arguments_alone(rank, world_size):
     found = [tuple(group[key] for key in ("lr", "maximize", "ns_steps")) for group in optimizer.param_groups]
     assert found == [(0.05, True, 4), (0.3, True, 4)]
     assert [group["beta2"] for group in optimizer.param_groups] == [None, 0.9]
+    # also where it is what the constructor's own variant has
+    for beta2 in (0.95, 0.8):
+        optimizer = TritonDistMuon(groups, beta2=beta2)
+        assert [group["beta2"] for group in optimizer.param_groups] == [beta2, beta2]
 
 
 @scenario(2)

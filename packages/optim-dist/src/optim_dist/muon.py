@@ -10,7 +10,7 @@ from torch import Tensor
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
-from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, is_wanted
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
     MuonEntry,
@@ -72,6 +72,8 @@ class TritonDistMuon(DistOptimizer):
 
     _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute()}
 
+    _beta2: float | None = None  # as it was given; the defaults may have the variant's
+
     def __init__(
         self,
         params: Any,
@@ -91,13 +93,19 @@ class TritonDistMuon(DistOptimizer):
         defaults |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         defaults |= {"weight_decay": weight_decay, "maximize": maximize}
         if beta2 is not None:
-            defaults["beta2"] = beta2
+            self._beta2 = defaults["beta2"] = beta2
         super().__init__(params, defaults, Options.of(self, options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_beta2": self._beta2}
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         if "variant" not in group:
             return group
-        return {**muon_options(group["variant"]), **given_options(self.defaults, ARGUMENTS), **group}
+        given = given_options(self.defaults, ARGUMENTS)
+        if self._beta2 is not None:
+            given["beta2"] = self._beta2
+        return {**muon_options(group["variant"]), **given, **group}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_muon_group(group)
@@ -136,12 +144,12 @@ def is_missing(item: Item, context: StepContext) -> bool:
 
     Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
     """
-    if item.group["missing_grad"] == "zero":
+    if is_wanted(item.shard, item.group, "zero"):
         return False
     count = context.count(item.shard)
     if item.shard.gradient is not None if count is None else count.item() > 0:
         return False
-    if item.group["missing_grad"] == "raise":
+    if is_wanted(item.shard, item.group, "raise"):
         raise RuntimeError(f"{item.shard.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
     return True
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._muon.sharded import Matrix, ShardedMuon
 from optim_dist._optimizers.construction import Entry, joint_layout, local
-from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard
+from optim_dist._optimizers.shards import Item, Shard, StepContext, is_wanted, make_shard
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.pending_sums import LocalGradients, check_gradient
 from optim_dist.plan import ParameterSpec, RouteName
@@ -124,7 +124,7 @@ class ResidentParameters:
             shard.gradient = gradient
             if member.layout is not None and member.spec.route == "muon":
                 exchanged.append(item_of(shard))
-            elif shard.gradient is not None or groups[shard.group].get("missing_grad", "skip") != "skip":
+            elif gradient is not None or any(is_wanted(shard, groups[shard.group], how) for how in ("zero", "raise")):
                 whole[member.spec.route].append(item_of(shard))
         for route, items in whole.items():
             if items:

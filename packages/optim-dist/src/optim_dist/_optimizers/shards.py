@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,14 @@ class Shard:
     def gradient_or_zeros(self) -> Tensor:
         """For groups that take a missing gradient for zeros."""
         return torch.zeros_like(self.value) if self.gradient is None else self.gradient
+
+
+def is_wanted(shard: Shard, group: Mapping[str, Any], missing_grad: str) -> bool:
+    """Whether ``missing_grad`` is what the group does about a missing gradient; it leaves a frozen parameter alone.
+
+    Zeros would move that by its momentum, and decay it.
+    """
+    return group.get("missing_grad", "skip") == missing_grad and shard.parameter.requires_grad
 
 
 class Item(NamedTuple):
