@@ -284,6 +284,12 @@ def refusals(rank, world_size, folder):
     moved.pop("plan")
     with pytest.raises(ValueError, match=r"holds elements \d+-\d+, this rank owns"):
         wider.load_state_dict(moved)
+    found = get_optimizer_state_dict(net, optimizer)
+    net.bias.requires_grad_(False)  # torch leaves its state out
+    with pytest.raises(ValueError, match=r"has nothing of bias, which is frozen: .* freeze them afterwards"):
+        set_optimizer_state_dict(net, optimizer, found)
+    net.bias.requires_grad_(True)
+    set_optimizer_state_dict(net, optimizer, found)
 
 
 def test_parts_refuse_what_they_cannot_do(tmp_path):

@@ -55,6 +55,11 @@ def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dic
         place = listed[id(entry.parameter)]
         if spec.sharding or place >= len(numbers):
             continue  # torch's own error says that groups differ
+        if "plan" not in state_dict and numbers[place] not in state and not entry.parameter.requires_grad:
+            raise ValueError(
+                f"the state to load has nothing of {entry.name}, which is frozen: torch's set_optimizer_state_dict "
+                "leaves such parameters out; call it while they need gradients, and freeze them afterwards"
+            )
         if "plan" not in state_dict and not _is_in_parts(state.get(numbers[place])):
             raise ValueError(
                 f"the state of {entry.name} is of one process; "
