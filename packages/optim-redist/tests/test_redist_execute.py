@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from optim_redist import (
     Block,
+    Cyclic,
     Handle,
     Intervals,
     Layout,
@@ -245,6 +246,20 @@ def _reductions(rank: int, world: int, seeds: range) -> int:
 @pytest.mark.slow
 def test_pending_reductions() -> None:
     assert min(run_ranks(_reductions, 4, range(100))) > 10
+
+
+@pytest.mark.parametrize("n", [24, 54, 69])
+def test_contributions_to_what_is_dealt_last_are_added_once(n: int) -> None:
+    mesh = Mesh((4, 2))
+    src, dst = Layout(mesh, [((0,), Cyclic(3))], {1: "sum"}), Layout(Mesh(2), [((0,), Cyclic(5))])
+    full = [torch.arange(n), 10 * torch.arange(n)]
+    locals = {rank: part_of(full[contributions_of(src, rank)], src, rank) for rank in mesh.ranks}
+    made = plan((n,), torch.int64, src, dst)
+    verify(made)
+    assert min(min(cut.inbound, cut.outbound) for cut in made.bounds.cuts) >= 0
+    found = simulate(made, locals)
+    for rank in dst.mesh.ranks:
+        assert torch.equal(found[rank], part_of(full[0] + full[1], dst, rank))
 
 
 def test_narrow_floats_are_summed_in_fp32_in_rank_order() -> None:

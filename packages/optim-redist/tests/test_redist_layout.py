@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import random
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,19 @@ from redist_cases import FAMILIES, random_case
 
 import optim_redist
 from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged, Strided
-from optim_redist.index_sets import elements, intersect, interval, num_below, positions, size, take
+from optim_redist.index_sets import (
+    IndexSet,
+    Run,
+    aligned_runs,
+    elements,
+    intersect,
+    interval,
+    num_below,
+    positions,
+    same,
+    size,
+    take,
+)
 
 MESH = Mesh((4, 2), names=("x", "y"))
 
@@ -113,27 +126,62 @@ def _random_sets(seed: int) -> tuple[list[Any], list[Any]]:
     return list(case.src.index_sets(case.shape)), list(case.dst.index_sets(case.shape))
 
 
+def _random_runs(rng: random.Random) -> IndexSet:
+    """Runs of any strides, which may interleave."""
+    runs: list[Run] = []
+    for _ in range(rng.randint(0, 4)):
+        length, repeats = rng.randint(1, 4), rng.choice([1, 1, 2, 3, 5, 9])
+        run = Run(rng.randint(0, 60), length, length if repeats == 1 else length + rng.randint(1, 6), repeats)
+        if not set(_listed((run,))) & set(_listed(tuple(runs))):
+            runs.append(run)
+    return tuple(sorted(runs))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_index_set_algebra_is_set_algebra(seed: int, rng: Any) -> None:
     for src, dst in zip(*_random_sets(seed)):
-        a, b = rng.choice(src), rng.choice(dst)
-        common = intersect(a, b)
-        listed = elements(a)
-        assert elements(common) == sorted(set(listed) & set(elements(b)))
-        assert size(common) == len(elements(common))
-        bound = rng.randint(0, 30)
-        assert num_below(a, bound) == sum(index < bound for index in listed)
-        order = [x for run in common for k in range(run.repeats) for x in _piece(run, k)]
-        places = [x for run in positions(a, common) for k in range(run.repeats) for x in _piece(run, k)]
-        assert [listed[place] for place in places] == order
-        start = rng.randint(0, len(order))
-        stop = rng.randint(start, len(order))
-        assert elements(take(common, start, stop)) == sorted(order[start:stop])
+        _check_algebra(rng.choice(src), rng.choice(dst), rng)
 
 
-def _piece(run: Any, k: int) -> range:
-    return range(run.start + k * run.stride, run.start + k * run.stride + run.length)
+def test_the_algebra_holds_for_runs_of_all_kinds() -> None:
+    for seed in range(2000):
+        rng = random.Random(seed)
+        _check_algebra(_random_runs(rng), _random_runs(rng), rng)
+
+
+def _check_algebra(a: IndexSet, b: IndexSet, rng: random.Random) -> None:
+    listed, in_a = elements(a), _listed(a)
+    assert listed == sorted(in_a)
+    common = intersect(a, b)
+    order = _listed(common)
+    assert sorted(order) == sorted(set(listed) & set(_listed(b)))
+    assert size(common) == len(order)
+    assert same(a, b) == (set(in_a) == set(_listed(b)))
+    bound = rng.randint(0, 120)
+    assert num_below(a, bound) == sum(index < bound for index in listed)
+    assert [listed[place] for place in _listed(positions(a, common))] == order
+    start = rng.randint(0, len(in_a))
+    stop = rng.randint(start, len(in_a))
+    assert _listed(take(a, start, stop)) == in_a[start:stop]
+    found = []
+    for at_a, at_b in aligned_runs(common, a, b):
+        found += [listed[place] for place in _listed((at_a,))]
+        assert found[-at_a.length * at_a.repeats :] == [elements(b)[place] for place in _listed((at_b,))]
+    assert found == order
+
+
+def _listed(indices: IndexSet) -> list[int]:
+    """Every index, run by run."""
+    return [run.start + k * run.stride + t for run in indices for k in range(run.repeats) for t in range(run.length)]
+
+
+@pytest.mark.parametrize("n", [24, 54, 69])
+def test_an_interval_behind_a_run_is_met_in_the_tail_alone(n: int) -> None:
+    """24 of 3 and 3 are dealt to 4, and of 5 and 5 to 2: the last 3 are where a fifth interval of 5 would go on."""
+    for a in Cyclic(3).index_sets(n, (4,)):
+        for b in Cyclic(5).index_sets(n, (2,)):
+            assert sorted(_listed(intersect(a, b))) == sorted(set(elements(a)) & set(elements(b)))
 
 
 def test_sets_of_a_long_cyclic_dimension_are_short() -> None:

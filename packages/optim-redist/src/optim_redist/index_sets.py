@@ -163,7 +163,8 @@ def _clip(run: Run, start: int, stop: int) -> IndexSet:
     last = min(run.repeats, (stop - run.start - run.length) // run.stride + 1)
     head: IndexSet = EMPTY
     tail: IndexSet = EMPTY
-    if first > 0:
+    # behind the last interval there is none to cut, however near
+    if 0 < first <= run.repeats:
         before = run.start + (first - 1) * run.stride
         head = interval(max(before, start), min(before + run.length, stop))
     if 0 <= last < run.repeats and last >= first:
