@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, example_cases, random_case
 
-from optim_redist import Cyclic, Layout, Mesh, Topology, bounds
+from optim_redist import Block, Chunk, Cyclic, Layout, Mesh, Topology, bounds
 from optim_redist._methods.direct import direct_phases
 from optim_redist.lower_bounds import crossing
 from optim_redist.problem import Problem
@@ -128,6 +128,58 @@ def _fitting(case: Case) -> tuple[Layout, Layout]:
     if len(case.shape) % 2:
         found[0] = Layout(found[0].mesh, found[0].dims, dict.fromkeys(found[0].replicated_axes, "sum"))
     return found[0], found[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6))
+def test_every_number_against_masks(seed: int) -> None:
+    case = _small_case(random.Random(seed))
+    shape, src, dst = case
+    found = bounds(*case)
+    held = {rank: elements_of(src, shape, rank) for rank in src.mesh.ranks}
+    stored = {rank: elements_of(dst, shape, rank) for rank in dst.mesh.ranks}
+    # where a reduction starts, one coordinate gets the value and the others fill in the identity
+    started = [axis for axis, _ in dst.partial]
+    needed = {r: set() if any(dst.mesh.coordinates[r][a] for a in started) else stored[r] for r in stored}
+    reduced = [axis for axis, _ in src.partial]
+    contribution = {rank: src.linear(src.mesh.coordinates[rank], reduced) for rank in held}
+
+    def inbound(group: set[int]) -> int:
+        there = [
+            set().union(*(held[rank] for rank in group & {*held} if contribution[rank] == number))
+            for number in set(contribution.values())
+        ]
+        return len(set().union(*(needed[rank] for rank in group & {*needed})) - set.intersection(*there))
+
+    parts: dict[Any, set[int]] = {}
+    for rank in held:
+        parts.setdefault((frozenset(held[rank]), contribution[rank]), set()).add(rank)
+    ranks = set(_ranks(case))
+    sizes = [(len(held.get(rank, ())), len(stored.get(rank, ()))) for rank in ranks]
+    assert found.recv == max(inbound({rank}) for rank in ranks)
+    assert found.send == max(ceil(inbound(ranks - group) / len(group)) for (part, _), group in parts.items() if part)
+    assert (found.memory, found.live) == (max(map(sum, sizes)), max(map(max, sizes)))
+    assert found.live_src == max(map(len, held.values()))
+
+
+def _small_case(rng: random.Random) -> Case:
+    """Any kinds on meshes that may differ, even and uneven; pending sums on one side or none."""
+    sizes = rng.choice([(4,), (2, 2), (3, 2), (2,), (6,)])
+    others = rng.choice([sizes, sizes, (4,), (2, 2), (3,)])
+    first = rng.choice([0, 0, 1, 4])
+    shape = tuple(rng.choice([4, 6, 12, rng.randint(1, 7)]) for _ in range(rng.randint(1, 2)))
+    layouts = []
+    for mesh in (Mesh(sizes), Mesh(others, ranks=range(first, first + prod(others)))):
+        axes: list[list[int]] = [[] for _ in shape]
+        for axis in rng.sample(range(mesh.num_axes), rng.randint(0, mesh.num_axes)):
+            rng.choice(axes).append(axis)
+        kinds = [Cyclic(1), Cyclic(2), Block(), Chunk()]
+        layouts.append(Layout(mesh, [(used, rng.choice(kinds)) if used else None for used in axes]))
+    side = rng.choice([None, None, 0, 1])
+    if side is not None:
+        plain = layouts[side]
+        layouts[side] = Layout(plain.mesh, plain.dims, dict.fromkeys(plain.replicated_axes, "sum"))
+    return Case(shape, *layouts)
 
 
 def test_least_largest_send_is_the_fair_share_of_the_busiest_point() -> None:
