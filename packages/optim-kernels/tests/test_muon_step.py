@@ -270,6 +270,10 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
         params[:1] = each.param_groups[0]["params"][:1] = parameters((8, 16), seed=4)
     assert not same_step(12)
     assert same_step(13)
+    for each, params in ((optimizer, ours), (other, twins)):
+        # by another dict, which leaves the one before as it was
+        each.state[params[1]] = {key: torch.ones_like(value) for key, value in each.state[params[1]].items()}
+    assert not same_step(14)
 
 
 def test_gradients_are_not_kept() -> None:

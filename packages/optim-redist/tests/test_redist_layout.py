@@ -22,8 +22,10 @@ from optim_redist.index_sets import (
     Run,
     aligned_runs,
     elements,
+    from_intervals,
     intersect,
     interval,
+    intervals,
     num_below,
     positions,
     same,
@@ -153,6 +155,7 @@ def test_the_algebra_holds_for_runs_of_all_kinds() -> None:
 def _check_algebra(a: IndexSet, b: IndexSet, rng: random.Random) -> None:
     listed, in_a = elements(a), _listed(a)
     assert listed == sorted(in_a)
+    assert list(intervals(from_intervals((index, index + 1) for index in listed))) == list(intervals(a))
     common = intersect(a, b)
     order = _listed(common)
     assert sorted(order) == sorted(set(listed) & set(_listed(b)))

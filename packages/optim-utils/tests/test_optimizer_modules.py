@@ -5,6 +5,7 @@ import logging
 import pickle
 import time
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from stateful_bag import Bag, load_into, same
 
 from optim_utils import BlockInfo, LoadIssue, LoadReport, OptimizerModule, StateLoadError
-from optim_utils.low_bit import INT8, UINT8_AFFINE, LowBitTensor, quantize
+from optim_utils.low_bit import INT8, UINT8_AFFINE, LowBitTensor, quantize, to_plain
 
 # shared machines stall: time says nothing about these
 law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -153,6 +154,12 @@ def test_containers_with_tensors_are_walked():
     assert result[0] is t
     assert result[1] == 6
     assert type(result) is tuple
+
+
+def test_what_a_list_lacks_does_not_move_the_rest():
+    bag = Bag(a=[1, 2, 3])
+    report = bag.load_state_dict({"a": {"0": 4, "2": 6}})
+    assert (bag.a, [issue.path for issue in report.missing]) == ([4, 2, 6], ['["a", 1]'])
 
 
 def test_a_dict_keeps_its_identity_and_type():
@@ -306,6 +313,33 @@ def test_codes_for_numbers_are_of_another_type():
     assert bag.first == 0
     assert not bag.load_state_dict(state).ok
     assert (bag.first, bag.a.sum()) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        quantize(torch.ones(64), INT8),
+        quantize(torch.ones(64), replace(UINT8_AFFINE, block_size=64)),
+        to_plain(quantize(torch.ones(64), INT8)),
+        torch.ones(64),
+        torch.ones(64, dtype=torch.uint8),
+        [1.0],
+        None,
+    ],
+    ids=["codes", "blocks", "plain form", "numbers", "bytes", "list", "nothing"],
+)
+def test_what_is_not_of_the_same_format_is_no_codes(loaded):
+    """Of another type, whether loads are strict or not; what was there stays."""
+    bag = Bag(first=torch.zeros(1), a=quantize(torch.zeros(64), UINT8_AFFINE))
+    before = [part.clone() for part in bag.a.parts]
+    state = {"first": torch.ones(1), "a": loaded}
+    with pytest.raises(StateLoadError) as error:
+        bag.load_state_dict(state, strict=True)
+    assert [(issue.path, issue.kind) for issue in error.value.report.mismatched] == [('["a"]', "type")]
+    assert bag.first == 0
+    assert not bag.load_state_dict(state).ok
+    assert bag.first == 1
+    assert all(map(torch.equal, bag.a.parts, before))
 
 
 def test_a_report_is_a_table():
