@@ -274,6 +274,9 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
         # by another dict, which leaves the one before as it was
         each.state[params[1]] = {key: torch.ones_like(value) for key, value in each.state[params[1]].items()}
     assert not same_step(14)
+    for each in (optimizer, other):
+        each.param_groups[0] = {**each.param_groups[0], "lr": 0.05}
+    assert not same_step(15)
 
 
 def test_gradients_are_not_kept() -> None:

@@ -42,6 +42,8 @@ def test_identity():
         ({"shape": (3, 2), "matrix_shape": (3, 3)}, "does not hold the elements"),
         ({"shape": (3, 2), "split": (1, 1)}, "add up to 3"),
         ({"shape": (3, 2), "split_dim": 0}, "must be -2"),
+        ({"shape": (3, 2), "split": (3, 0)}, "positive sizes"),
+        ({"shape": (3, 2), "split": (4, -1)}, "positive sizes"),
         ({"shape": (3, 2), "num_heads": (2,)}, "do not divide into 2 heads"),
         ({"shape": (3, 2), "num_heads": (3, 3)}, "each of the 1 parts"),
     ],

@@ -56,6 +56,7 @@ def test_rules_about_matrices(shape, options, shapes):
         ((8, 4), {"split": (4, 1, 3), "num_heads": 2}, "do not all divide into heads of 2 rows"),
         ((8, 4), {"split": (4, 4), "num_heads": (2, 2, 2)}, "each of the 2 parts"),
         ((2, 3, 4), {"split": 2, "batched": True, "split_dim": 0}, "no row or column"),
+        ((4, 6, 2), {"split": 2, "batched": False, "split_dim": 1}, "no row or column"),
         ((2, 3, 4), {"split": 2}, "nothing says what its matrices are"),
         ((8,), {"to": "muon"}, r"Muon takes matrices, got shape \(8,\)"),
     ],
