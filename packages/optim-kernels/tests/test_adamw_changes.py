@@ -11,6 +11,7 @@ from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
+from optim_utils.low_bit import LowBitTensor
 
 
 def test_gradients_that_come_and_go() -> None:
@@ -59,6 +60,10 @@ def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
     before = first.detach().clone(), second.detach().clone()
     optimizer.step()
     assert torch.equal(first, before[0])
+
+
+def dequantized(value: Tensor) -> Tensor:
+    return value.dequantize() if isinstance(value, LowBitTensor) else value
 
 
 def exchanged_parameter(optimizer: torch.optim.Optimizer) -> None:
@@ -166,6 +171,37 @@ def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> Non
         runs.append([p for group in optimizer.param_groups for p in group["params"]] + params)
     for expected, found in zip(*runs, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["moved", "exchanged"])
+def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
+    params = make_params(((64, 80), (5,)))
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, twin = (TritonAdamW(each, state_dtype="int8", impl="triton") for each in (params, twins))
+
+    def step() -> None:
+        give_gradients(params)
+        for p, q in zip(params, twins, strict=True):
+            q.grad = p.grad
+        optimizer.step()
+        twin.step()
+
+    step()
+    step()
+    kept = []
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            # another object of the same memory, as was in use before, holds the old numbers
+            old = value.detach()
+            kept.append((old, old.clone()))
+            if exchange:
+                state[key] = value.clone()
+            else:
+                value.data = value.clone()
+    step()
+    assert all(map(torch.equal, params, twins))
+    for old, before in kept:
+        assert torch.equal(dequantized(old), dequantized(before))
 
 
 @pytest.mark.parametrize(
