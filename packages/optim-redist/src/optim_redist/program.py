@@ -34,7 +34,8 @@ class Handle:
     """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
 
     Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
-    waiting waits then, and warns.
+    waiting waits then, and warns. One that takes several exchanges, as under a memory limit, starts the later ones
+    while it is waited for, so all ranks wait for such handles in the same order.
     """
 
     def __init__(self, steps: Generator[Waitable | None, None, Any]) -> None:
