@@ -158,6 +158,13 @@ def test_every_number_against_masks(seed: int) -> None:
     sizes = [(len(held.get(rank, ())), len(stored.get(rank, ()))) for rank in ranks]
     assert found.recv == max(inbound({rank}) for rank in ranks)
     assert found.send == max(ceil(inbound(ranks - group) / len(group)) for (part, _), group in parts.items() if part)
+    # in one step every contribution comes from one of its holders, who share what others need of it
+    arrive = [len(needed[r]) * len({*contribution.values()}) - len(needed[r] & held.get(r, set())) for r in needed]
+    asked = [
+        ceil(sum(len(part & needed[rank]) for rank in {*needed} - group) / len(group))
+        for (part, _), group in parts.items()
+    ]
+    assert (found.direct_recv, found.direct_send) == (max(arrive), max(asked))
     assert (found.memory, found.live) == (max(map(sum, sizes)), max(map(max, sizes)))
     assert found.live_src == max(map(len, held.values()))
     transfers = 0
@@ -219,6 +226,8 @@ def test_reductions_cost_what_ring_algorithms_cost() -> None:
     both = Layout(Mesh((2, 2)), [None], {0: "sum", 1: "sum"})
     kept = Layout(Mesh((2, 2)), [None], {1: "sum"})
     assert bounds((n,), both, kept).lb == n
+    # two holders of each of two contributions, which two others need: each sends half of it to both
+    assert bounds((n,), kept, Layout(Mesh((2, 2)), [None])).direct_send == n
 
 
 @settings(max_examples=60, deadline=None)
