@@ -48,7 +48,9 @@ class StepInputs:
         """Bring the table up to date; whether its parts are new tensors, which a recorded launch does not know."""
         control: list[Any] = [FACTOR if factor is None else factor, FOUND_INF if found_inf is None else found_inf]
         values = [*chain.from_iterable(hyper), *control]
-        are_tensors = list(map(on_device, values))
+        # factors differ from step to step, and a graph must not keep what one on the host is now: it is copied like the
+        # others, which torch refuses to capture
+        are_tensors = [*map(on_device, values[:-2]), *(isinstance(value, Tensor) for value in control)]
         numbers = array("f", [0.0 if is_tensor else float(x) for x, is_tensor in zip(values, are_tensors)])
         # a number is not what a tensor has left in its place
         kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
