@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ import torch
 from random_tensors import DEVICE
 from torch import nn
 
-from optim_kernels import TritonAdamW, TritonMuon, functional, multi_tensor
+from optim_kernels import TritonAdamW, TritonMuon, functional, multi_tensor, newton_schulz
+from optim_kernels._newton_schulz import chain
 from optim_kernels.multi_tensor import DeviceTable
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -139,6 +141,64 @@ def test_new_gradients_that_a_graph_makes(name: str) -> None:
     eager.step()
     for p, q in zip(ours, other, strict=True):
         assert torch.equal(p, q)
+
+
+def _overwrite_free_memory() -> None:
+    """Whatever has been given back is another's now."""
+    torch.cuda.synchronize()
+    sizes = [512, 4096, 65536, 1 << 18, 1 << 20, 1 << 21, 1 << 22]
+    kept = [torch.full((size,), -1, dtype=torch.int8, device="cuda") for size in sizes for _ in range(24)]
+    torch.cuda.synchronize()
+    del kept
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "AdamW of one"])
+def test_a_graph_outlives_the_steps_it_was_captured_among(name: str) -> None:
+    """Later steps have gradients of other parameters, and later groups others still; then its own come back."""
+    ours, other = make(), make()
+    optimizer, eager = MAKERS[name](ours), MAKERS[name](other)
+    optimizer.step()
+    eager.step()
+    graph, grad = captured(optimizer), ours[1].grad
+    ours[1].grad, other_grad, other[1].grad = None, other[1].grad, None
+    optimizer.step()
+    eager.step()
+    _overwrite_free_memory()
+    graph.replay()
+    other[1].grad = other_grad
+    eager.step()
+    new, of_eager = make()[2], make()[2]
+    for each, parameter in ((optimizer, new), (eager, of_eager)):
+        variant = {key: value for key, value in each.param_groups[0].items() if key == "variant"}
+        each.add_param_group({"params": [parameter], **variant})
+    ours[1].grad = grad
+    optimizer.step()
+    eager.step()
+    _overwrite_free_memory()
+    graph.replay()
+    of_eager.grad = None
+    eager.step()
+    for p, q in zip([*ours, new], [*other, of_eager], strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_what_newton_schulz_keeps() -> None:
+    x = torch.randn(64, 256, 256, device="cuda", dtype=torch.float16)
+    expected = newton_schulz(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = newton_schulz(x)
+    for count in range(65, 65 + 300):
+        newton_schulz(x[:1, :64, :64].expand(count, -1, -1).contiguous())
+    chain._chain_of.cache_clear()
+    gc.collect()
+    _overwrite_free_memory()
+    graph.replay()
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.gpu

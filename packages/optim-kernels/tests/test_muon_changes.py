@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, give_gradients
 from torch import nn
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
-from optim_kernels.functional import muon_
+from optim_kernels.functional import muon_, muon_plan
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -299,6 +301,42 @@ def test_plans_of_former_options_go() -> None:
     (plan,) = optimizer.plans()
     assert len(optimizer._planner._plans) == 1
     assert f"\n{plan.launches} launches a step" in optimizer.explain()
+
+
+def test_plans_that_graphs_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their replays read the tables, whatever later steps do; and steps that come back take them again."""
+    params = [parameter(8, 12), parameter(8, 12)]
+    optimizer = muon(params, "triton")
+    with monkeypatch.context() as capture:
+        capture.setattr(muon_plan, "is_capturing", lambda _: True)
+        steps(optimizer)
+    plans = [weakref.ref(plan) for plan in optimizer.plans()]
+    group = optimizer.param_groups[0]
+
+    def other_gradients() -> None:
+        params[0].grad = None
+        optimizer.step()
+
+    def other_options() -> None:
+        group["ns_steps"] = 3
+        steps(optimizer)
+
+    def another_group() -> None:
+        optimizer.add_param_group({"params": [parameter(8, 12)]})
+        steps(optimizer)
+
+    for change in (other_gradients, other_options, another_group):
+        options = dict(group)
+        change()
+        gc.collect()
+        assert all(plan() not in (None, *optimizer.plans()) for plan in plans)
+        group.update(options)
+        for added in optimizer.param_groups[1:]:
+            for p in added["params"]:
+                p.grad = None
+        give_gradients(*params)
+        optimizer.step()
+        assert [plan() for plan in plans] == optimizer.plans()
 
 
 def test_explain_says_why_it_is_plain_torch() -> None:

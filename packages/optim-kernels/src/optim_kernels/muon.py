@@ -61,7 +61,13 @@ class MuonGroups(StatefulOptimizer, Optimizer):
         for i, p in enumerate(group["params"]):
             check_param(p, group, names[p])
             view_of(p, group, i, names[p])
-        self._planner = MuonPlanner()
+        self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        """Make grouped launches anew at the next step."""
+        if "_planner" not in self.__dict__:
+            self._planner = MuonPlanner()
+        self._planner.forget()
 
     def _withdraw_last_group(self) -> None:
         """Undo ``add_param_group`` for a group that turned out to be wrong."""
@@ -69,7 +75,7 @@ class MuonGroups(StatefulOptimizer, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._planner = MuonPlanner()
+        self._forget_launches()
         for group in self.param_groups:
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():

@@ -33,6 +33,7 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import empty_matrices, is_readable
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
+from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
 # with fewer, smaller tiles are, and for short sides beyond SMALL_SIDE larger ones.
@@ -206,9 +207,13 @@ class BatchPlan:
         self._start = Start(g, x, **norm, has_state=True)
         # of matrices that are divided first
         self._ones = None if is_read else torch.ones(count, dtype=torch.float32, device=g.device)
+        # they outlive the plan where a graph reads them
+        self._tables = [chain.entries, chain.jobs, chain.places, *([] if self._ones is None else [self._ones])]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The result for ``x [..., M, N]``."""
+        if is_capturing(x.device):
+            keep_for_graphs(*self._tables)
         g = x.reshape(-1, *x.shape[-2:])
         count, m, n = g.shape
         like = g.new_empty(0, dtype=self._compute_dtype)

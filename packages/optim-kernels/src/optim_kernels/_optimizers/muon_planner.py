@@ -1,8 +1,9 @@
 """Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
 
 A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
-Plans are kept from step to step, and dropped when a tensor that they hold was replaced. As long as steps resemble each
-other, the parameters are not sorted again (`muon_steady`).
+Plans are kept from step to step, and dropped when a tensor that they hold was replaced; but what a CUDA graph of the
+caller's has captured is kept, for its replays read it. As long as steps resemble each other, the parameters are not
+sorted again (`muon_steady`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class MuonPlanner:
     def __init__(self) -> None:
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
+        # plans that graphs read, of other tensors than those of the latest step with these options
+        self._captured: dict[_Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
         self._steady: SteadyStep | None = None
 
@@ -102,23 +105,36 @@ class MuonPlanner:
             plan.run([_hyper_of(group) for group in its_groups], factor=factor, found_inf=found_inf)
         return True
 
+    def forget(self) -> None:
+        """Make plans anew at the next step; those that graphs read are kept."""
+        for key in self._plans:
+            self._put_aside(key)
+        self._plans, self._groups, self._latest, self._steady = {}, {}, [], None
+
     @property
     def plans(self) -> list[MuonPlan]:
         """The plans of the latest step."""
         return self._latest
 
     def _drop_outdated(self) -> None:
-        """Give back the memory of plans whose groups have other options by now; what was captured is still needed."""
+        """Give back the memory of plans whose groups have other options by now."""
         for key, groups in list(self._groups.items()):
             options, *_ = key
-            if all(_options_of(group) != options for group in groups) and not self._plans[key].was_captured:
+            if all(_options_of(group) != options for group in groups):
+                self._put_aside(key)
                 del self._plans[key], self._groups[key]
 
     def _plan_for(self, key: _Key, batch: _Batch) -> MuonPlan:
         from optim_kernels.functional.muon_plan import MuonPlan
 
+        addresses = tuple(t.address_key() for t in batch.tensors)
         plan = self._plans.get(key)
-        if plan is None or plan.address_key != tuple(t.address_key() for t in batch.tensors):
+        if plan is not None and plan.address_key != addresses:
+            self._put_aside(key)
+            plan = None
+        if plan is None:
+            plan = next((each for each in self._captured.get(key, []) if each.address_key == addresses), None)
+        if plan is None:
             group = batch.groups[0]
             plan = MuonPlan(
                 batch.tensors,
@@ -128,10 +144,16 @@ class MuonPlanner:
                 stochastic_rounding=group["stochastic_rounding"],
                 num_groups=len(batch.groups),
             )
-            self._plans[key] = plan
+        self._plans[key] = plan
         self._groups[key] = batch.groups
         plan.refresh([t.grad for t in batch.tensors])
         return plan
+
+    def _put_aside(self, key: _Key) -> None:
+        """Keep a plan that graphs read, though its steps are over."""
+        plan, aside = self._plans[key], self._captured.setdefault(key, [])
+        if plan.was_captured and plan not in aside:
+            aside.append(plan)
 
 
 def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
