@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from optim_kernels._hopper.chain_panels import load_x
 from optim_kernels._hopper.chain_porter import carry
+from optim_kernels._hopper.chain_producer import produce
 from optim_kernels._hopper.chain_tiles import (
     FULL,
     GRAM,
@@ -39,7 +39,7 @@ from optim_kernels._hopper.chain_tiles import (
     rectangular_tile,
     square_tile,
 )
-from optim_kernels._hopper.mail import allocate_mail, fence_proxies, post, read_done, receive
+from optim_kernels._hopper.mail import allocate_mail, post, read_done, receive
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
@@ -47,7 +47,6 @@ from optim_kernels._hopper.ring import (
     as_blocks,
     barriers,
     blocks_of,
-    load,
 )
 from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._newton_schulz import chain_jobs as chain
@@ -90,50 +89,6 @@ def _scout(mail, schedule, flags: gl.constexpr):
         tile = gl.atomic_add(next_tile, 1, sem="relaxed")
     for last in gl.static_range(2):
         post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-
-
-@gluon.jit
-def _produce(operands, ring, mail, schedule, flags: gl.constexpr):
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
-    PANELS: gl.constexpr = flags[2]
-    square_desc, mirror_desc, gram_descs, right_descs = operands
-    blocks, ready, empty = ring
-    # blocks of a mirror image, and of X on the right: [K, rows] and [K, columns], not [rows, K] and [columns, K]
-    upright = as_blocks(blocks, mirror_desc, 2 * STAGES)
-    number = 0
-    job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
-    while job >= 0:
-        fence_proxies(job)
-        # A is B
-        is_single = (kind < RECTANGLE) & (row == column) & (a == b)
-        for k in range(0, K, DEPTH):
-            slot = step % STAGES
-            full = ready.index(slot)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            if is_single:
-                mbarrier.expect(full, square_desc.block_type.nbytes)
-            else:
-                mbarrier.expect(full, 2 * square_desc.block_type.nbytes)
-            if kind == GRAM:
-                load_x(gram_descs, a, x, row, k, full, blocks.index(slot), PANELS)
-                if not is_single:
-                    load_x(gram_descs, a, x, column, k, full, blocks.index(slot + STAGES), PANELS)
-            else:
-                if k < of_a:
-                    load(square_desc, [a, row, k], full, blocks.index(slot))
-                else:
-                    load(mirror_desc, [a, k, row], full, upright.index(slot))
-                if kind == RECTANGLE:
-                    load_x(right_descs, b, x, k, column, full, upright.index(slot + STAGES), PANELS)
-                elif not is_single:
-                    if k < column + BLOCK:
-                        load(square_desc, [b, column, k], full, blocks.index(slot + STAGES))
-                    else:
-                        load(mirror_desc, [b, k, column], full, upright.index(slot + STAGES))
-            step += 1
-        number += 1
-        job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
 
 
 @gluon.jit
@@ -235,7 +190,7 @@ def chain_kernel(
         [
             (_consume, (0, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
             (_consume, (1, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),
-            (_produce, ((square_load, right_load_square, grams, rights), ring, mail, schedule, flags)),
+            (produce, ((square_load, right_load_square, grams, rights), ring, mail, flags)),
             (_scout, (mail, schedule, flags)),
             (carry, (0, results, buffers, page, mail, schedule, addresses, flags, update)),
             (carry, (1, results, buffers, page, mail, schedule, addresses, flags, update)),

@@ -13,7 +13,7 @@ from optim_kernels._hopper.turns import BLOCK
 
 
 @gluon.jit
-def _place(x, column, PANELS: gl.constexpr):
+def place_of(x, column, PANELS: gl.constexpr):
     """Where a column of X is: its matrix and the column; or, in panels of BLOCK columns, the panel and its column."""
     if PANELS:
         return x + column // BLOCK, column % BLOCK
@@ -24,7 +24,7 @@ def _place(x, column, PANELS: gl.constexpr):
 @gluon.jit
 def load_x(descs, which, x, row, column, full, target, PANELS: gl.constexpr):
     """Copy a block of X from buffer ``which``."""
-    where, inside = _place(x, column, PANELS)
+    where, inside = place_of(x, column, PANELS)
     if which == 1:
         load(descs[1], [where, row, inside], full, target)
     elif PANELS:
@@ -39,7 +39,7 @@ def load_x(descs, which, x, row, column, full, target, PANELS: gl.constexpr):
 @gluon.jit
 def store_x(descs, which, x, row, column, source, PANELS: gl.constexpr):
     """Copy a tile to buffer ``which`` of X; buffer 0 is only read, unless it is 2 as well."""
-    where, inside = _place(x, column, PANELS)
+    where, inside = place_of(x, column, PANELS)
     if which == 1:
         store(descs[1], [where, row, inside], source)
     elif PANELS:
