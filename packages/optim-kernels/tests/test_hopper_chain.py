@@ -103,7 +103,7 @@ def test_the_chain_compiles_for_hopper(
     assert "serialized" not in messages
     (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
     # a tile's numbers, between its loops
-    assert int(spilled) <= {Ending.STORE: 40, Ending.UPDATE: 72, Ending.SQUARES: 112}[variant[1]]
+    assert int(spilled) <= {Ending.STORE: 36, Ending.UPDATE: 56, Ending.SQUARES: 104}[variant[1]]
 
 
 def needs_hopper() -> None:

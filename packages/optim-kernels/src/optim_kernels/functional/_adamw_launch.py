@@ -165,15 +165,15 @@ class AdamWLaunch:
             num_slices=kind.num_slices,
         )
         overlap = NO_OVERLAP
+        options: dict[str, Any] = {"num_warps": tuned.num_warps, "maxnreg": tuned.max_registers}
         if can_overlap(self._device):
+            options["launch_pdl"] = True
             overlap = ALONE if self._total == 1 else LATER if self._order else FIRST
         return Launch(
             kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
             self._chunks.num_chunks,
             (tuned.chunk, tuned.tile, tuned.tail_tile, stored, overlap),
-            num_warps=tuned.num_warps,
-            maxnreg=tuned.max_registers,
-            **({"launch_pdl": True} if overlap else {}),
+            **options,
         )
 
     def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
