@@ -392,6 +392,8 @@ class ShardedSequence(Session):
         if self.is_by_hand:
             return False
         self.wait()
+        # FSDP2 reads what an earlier evaluation has left whole, whatever optimizer has stepped since
+        self.settle()
         with torch.no_grad():
             found = [self.loss(arm) for arm in (self.ours, self.twin)]
         if self.is_exact:
