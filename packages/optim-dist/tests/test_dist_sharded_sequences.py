@@ -292,8 +292,10 @@ class ShardedSequence(Session):
             return False
         order, limit = self.draw.choice([2.0, 1.0, 3.0, 0.0, float("inf")]), self.draw.choice([0.05, 1e6, float("inf")])
         how = "each" if self.options["skip_nonfinite"] else self.draw.choice(["each", "together", "parameters"])
-        self.say(f"{how} {order} {limit}")
         is_first = self.summed is None
+        if order == 0 and not is_first:
+            return False  # it stays as it was when gradients are scaled, so that in place they are scaled again
+        self.say(f"{how} {order} {limit}")
         self.put_sums()
         found, theirs = self.clip_ours(how, limit, order)
         wanted = [norm_of(parameters, order) for parameters in theirs]
