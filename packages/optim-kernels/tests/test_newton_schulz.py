@@ -195,7 +195,9 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
         ({"restarts": "fast"}, "restarts must be"),
         ({"restarts": (1.5,)}, "restarts must be"),
         ({"eps": -1.0}, "eps"),
+        ({"eps": torch.tensor(1e-7)}, "eps must be a number"),
         ({"norm_scale": 0.0}, "norm_scale"),
+        ({"norm_scale": torch.tensor(1.0)}, "norm_scale must be a number"),
         ({"method": "newton"}, "method"),
         ({"eps_mode": "max"}, "eps_mode"),
         ({"dtype": torch.int32}, "dtype"),
@@ -205,6 +207,23 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSConfig(**options)
+
+
+def test_whole_numbers_are_no_constants_of_a_kept_launch() -> None:
+    """Triton compiles the int 1 into a kernel, where it would stay for the norm_scale of later calls."""
+    config = NSConfig(norm_scale=1, eps=1)
+    assert type(config.norm_scale) is float
+    assert type(config.eps) is float
+    assert config == NSConfig(norm_scale=1.0, eps=1.0)
+
+
+@pytest.mark.gpu
+def test_a_whole_number_before_others() -> None:
+    x = torch.randn(152, 168, device="cuda").half()
+    for norm_scale in (1, 3.5):
+        expected = reference.newton_schulz(x.double(), NSConfig().triples, norm_scale=norm_scale)
+        # the result for 1 is 0.3 away
+        assert relative_error(newton_schulz(x, norm_scale=norm_scale), expected) <= 1e-2
 
 
 def test_bad_inputs() -> None:

@@ -1,12 +1,16 @@
 """Products with gradients: values, derivatives, ``torch.compile`` registration, other projects' names."""
 
+from typing import Any
+
 import pytest
 import torch
+from random_tensors import DEVICE
 
 pytest.importorskip("triton")
 from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
+from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.product_ops import _product
 from optim_kernels._newton_schulz.tiles import Tile
 
@@ -63,6 +67,33 @@ def test_factors_by_their_address() -> None:
     tile = mk.portable_tile(x, x, symmetric=False)
     by_number = mk.general_product(x, x, c=x, alpha=0.5, beta=-2.0, tile=tile)
     assert torch.equal(mk.general_product(x, x, c=x, alpha=alpha, beta=beta, tile=tile), by_number)
+
+
+def test_whole_numbers_are_no_constants_of_a_kept_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles the int 1 into a kernel, where it would stay for the numbers of later launches."""
+    given: list[Any] = []
+    launch = BlockLaunch.launch
+
+    def listen(self: BlockLaunch, matrices: Any, others: Any) -> None:
+        given.extend(others[-3:])
+        launch(self, matrices, others)
+
+    monkeypatch.setattr(BlockLaunch, "launch", listen)
+    x = mk.as_batch(torch.randn(2, 40, 40, device=DEVICE).half() / 8)
+    for number in (1, 2):
+        for product in (mk.symmetric_product, mk.general_product):
+            tile = mk.portable_tile(x, x, symmetric=product is mk.symmetric_product)
+            product(x, x, c=x, alpha=number, beta=number, tile=tile)
+    # α, β and ω; of the general product the depth K, which its launch is kept for, comes before α and β
+    assert [type(value) for value in given] == 2 * [float, float, float, int, float, float]
+
+
+@pytest.mark.gpu
+def test_a_whole_number_before_others() -> None:
+    a, b, c = (torch.randn(shape, device="cuda").half() for shape in ((72, 88), (88, 104), (72, 104)))
+    for beta in (1, 0.5):
+        expected = a.double() @ b.double() + beta * c.double()
+        torch.testing.assert_close(mk.matmul_add(a, b, c=c, beta=beta).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_registration() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -76,10 +77,17 @@ class NSConfig:
             raise ValueError(f"dtype must be None or one of {COMPUTE_DTYPES}, got {self.dtype}")
         if self.eps_mode not in get_args(EpsMode):
             raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
+        for name in ("norm_scale", "eps"):
+            # no tensor, which may change after this was looked up
+            if not isinstance(getattr(self, name), Real):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not self.eps >= 0:
             raise ValueError(f"eps must be at least 0, got {self.eps}")
         if not self.norm_scale > 0:
             raise ValueError(f"norm_scale must be above 0, got {self.norm_scale}")
+        # an int would become part of a compiled kernel, which is kept for other numbers too
+        object.__setattr__(self, "norm_scale", float(self.norm_scale))
+        object.__setattr__(self, "eps", float(self.eps))
         restarts = RESTARTS[self.restarts] if self.restarts in tuple(RESTARTS) else self.restarts
         if not isinstance(restarts, list | tuple) or not all(isinstance(step, int) for step in restarts):
             raise ValueError(f"restarts must be None, 'accurate' or step numbers, got {self.restarts!r}")

@@ -236,7 +236,8 @@ def _place(x: Tensor | float | None) -> int | None:
 def _factors(alpha: float | Tensor, beta: float | Tensor, like: Tensor) -> tuple[Any, Any]:
     """α and β as the kernels take them: two numbers, or two fp32 tensors of one element."""
     if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
-        return alpha, beta
+        # an int would become part of the compiled kernel, which is kept for other numbers too
+        return float(alpha), float(beta)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
     alpha, beta = (x.to(**fp32) if isinstance(x, Tensor) else torch.full((), x, **fp32) for x in (alpha, beta))
     return alpha, beta
