@@ -11,7 +11,7 @@ import torch
 from random_tensors import DEVICE
 from torch import nn
 
-from optim_kernels import TritonAdamW, TritonMuon, functional, multi_tensor, newton_schulz
+from optim_kernels import NSConfig, TritonAdamW, TritonMuon, functional, multi_tensor, newton_schulz
 from optim_kernels._newton_schulz import chain
 from optim_kernels.multi_tensor import DeviceTable
 
@@ -199,6 +199,43 @@ def test_a_graph_outlives_what_newton_schulz_keeps() -> None:
     _overwrite_free_memory()
     graph.replay()
     assert torch.equal(result, expected)
+
+
+def test_what_a_plan_of_newton_schulz_keeps_was_there_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made in a capture is filled in when the graph is replayed; eager calls before that read what is there."""
+    given: list[torch.Tensor] = []
+
+    class Launch:
+        def __init__(self, chain: chain.Chain) -> None:
+            pass
+
+        def __call__(self, xs: chain.Xs, scales: torch.Tensor, squared: torch.Tensor, *others: object) -> None:
+            given.extend((scales, squared))
+
+    monkeypatch.setattr(chain, "ChainLaunch", Launch)
+    x, config = torch.randn(3, 20, 24, device=DEVICE), NSConfig(dtype=torch.float16)
+    # of matrices that are read as they are, and so need no scales of 1
+    chain.BatchPlan(x.half(), x.shape, config)(x.half())
+    _, known = chain._chain_of(config, *x.shape, x.device)
+    assert known.tolist() == [1.0, 1.0, 1.0]
+    del given[:]
+    chain.BatchPlan(x, x.shape, config)(x)
+    assert all(scales is known for scales in given)
+    assert len(given) == 2
+
+
+@pytest.mark.gpu
+def test_a_kind_of_batch_that_is_captured_before_it_has_run() -> None:
+    x = torch.randn(64, 256, 256, device="cuda")
+    newton_schulz(x.half())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = newton_schulz(x)
+    eager = newton_schulz(x)
+    graph.replay()
+    assert torch.equal(eager, captured)
+    assert (eager - newton_schulz(x.half())).norm() <= 1e-2 * eager.norm()
 
 
 @pytest.mark.gpu

@@ -204,7 +204,7 @@ class BatchPlan:
             "add_eps": config.eps_mode == "add",
         }
         count, m, n = g.shape
-        chain = _chain_of(config, count, m, n, g.device)
+        chain, ones = _chain_of(config, count, m, n, g.device)
         (group,) = chain.groups
         self._launch, self._last = ChainLaunch(chain), group.jobs[-1].d
         # X's third place; where X is divided first, it is the first one too
@@ -212,9 +212,9 @@ class BatchPlan:
         x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
         self._start = Start(g, x, **norm, has_state=True)
         # of matrices that are divided first
-        self._ones = None if is_read else torch.ones(count, dtype=torch.float32, device=g.device)
+        self._ones = None if is_read else ones
         # they outlive the plan where a graph reads them
-        self._tables = [chain.entries, chain.jobs, chain.places, *([] if self._ones is None else [self._ones])]
+        self._tables = [chain.entries, chain.jobs, chain.places, ones]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The result for ``x [..., M, N]``."""
@@ -239,12 +239,15 @@ class BatchPlan:
 
 
 @lru_cache(maxsize=64)
-def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device) -> Chain:
-    """The chain of ``count`` matrices m×n.
+def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device) -> tuple[Chain, Tensor]:
+    """The chain of ``count`` matrices m×n, and a 1 for each; uploaded when this returns, for whatever stream.
 
     Raises:
         RuntimeError: it is not known yet while a CUDA graph is captured, which cannot hold the upload of its tables.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(f"Newton–Schulz of {count} matrices {m}×{n} has to run once before it can be captured")
-    return Chain.of([Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)], m, device, in_panels=False)
+    members = Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)
+    # not filled in by a kernel: other streams, and what runs before a graph is replayed, would not wait for it
+    ones = torch.ones(count, dtype=torch.float32, device="cpu").to(device)
+    return Chain.of([members], m, device, in_panels=False), ones
