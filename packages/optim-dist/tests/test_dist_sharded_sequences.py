@@ -476,6 +476,7 @@ class ShardedSequence(Session):
             set_optimizer_state_dict(net, after.optimizers, state["optim"])
         else:
             full = self.full_states()
+            self.wait()  # for the former's parameters, of which no hook sees that they are read
             with torch.no_grad():
                 for p, former in zip(net.parameters(), params.values(), strict=True):
                     value = whole(former)
