@@ -6,6 +6,7 @@ training differs from that with ``overlap=False``. All scenarios run in one laun
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_dist.buckets import Bucket
 
 scenario = Scenarios()
 
@@ -338,6 +340,70 @@ def groups_added_later_and_muon(rank, world_size):
         return found + losses(rank, net, optimizer, steps=2)
 
     assert run() == run(overlap=False)
+
+
+class Stream:
+    """A stream that notes what it waits for; so does the event that it records."""
+
+    def __init__(self):
+        self.behind = []
+
+    def wait_event(self, event):
+        self.behind += event.behind
+
+
+class Event:
+    def record(self, stream):
+        self.behind, self.is_over = list(stream.behind), False
+
+    def query(self):
+        return self.is_over
+
+
+def test_each_stream_waits_for_a_gather(monkeypatch):
+    """Stand-ins for streams: that one of them has waited says nothing of the others."""
+    streams = [Stream() for _ in range(4)]
+    now = {"stream": streams[0], "captures": False}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now["stream"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    bucket = Bucket(None, 0, SimpleNamespace(is_cuda=True, device="cuda:0"), None, [])
+
+    def finish(stream, captures=False):
+        now.update(stream=stream, captures=captures)
+        bucket.finish_gathering()
+
+    for name in ("first", "second"):
+        for stream in streams:
+            stream.behind.clear()
+        bucket.gathering = SimpleNamespace(wait=lambda name=name: now["stream"].behind.append(name))
+        finish(streams[0])
+        finish(streams[1])
+        finish(streams[2], captures=True)
+        assert bucket.gathered is not None
+        bucket.gathered.is_over = True
+        finish(streams[3])
+        assert [stream.behind for stream in streams] == [[name], [name], [], []]
+        assert bucket.gathered is None
+
+
+@pytest.mark.gpu
+def test_two_streams_wait_for_a_gather():
+    bucket = Bucket(None, 0, torch.zeros(1000, device="cuda"), torch.empty(0), [])
+
+    class Late:
+        def wait(self):
+            torch.cuda._sleep(200_000_000)
+            bucket.values.fill_(1.0)
+
+    torch.cuda.synchronize()
+    bucket.gathering = Late()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        bucket.finish_gathering()
+    bucket.finish_gathering()
+    assert bucket.values.sum().item() == 1000
+    bucket.finish_gathering()
+    assert bucket.gathered is None
 
 
 @scenario.parametrize()

@@ -64,6 +64,7 @@ class Bucket:
     sums: Tensor | None = None  # the own chunk's reduced gradient
     work: Waitable | None = None
     gathering: Waitable | None = None
+    gathered: torch.cuda.Event | None = None  # behind it in the stream that waited for it, for others to wait for
     launched: bool = False
     divided: bool = False  # gradients were divided by W before they were added, for the sums to fit
     missing: int = 0  # members whose last gradient of this step has not arrived
@@ -78,10 +79,19 @@ class Bucket:
         return flat[self.rank * self.plan.chunk : (self.rank + 1) * self.plan.chunk]
 
     def finish_gathering(self) -> None:
-        """Let the current stream wait for the gather in flight, if there is one."""
+        """Let the current stream wait for the latest gather, if that may still be in flight."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            if self.values.is_cuda and not torch.cuda.is_current_stream_capturing():
+                self.gathered = torch.cuda.Event()
+                self.gathered.record(torch.cuda.current_stream(self.values.device))
+        # what goes into a graph cannot wait for what does not
+        elif self.gathered is not None and not torch.cuda.is_current_stream_capturing():
+            if self.gathered.query():
+                self.gathered = None
+            else:
+                torch.cuda.current_stream(self.values.device).wait_event(self.gathered)
 
     def check_gradients(self) -> None:
         """Refuse gradients that cannot be reduced, before any rank is told of them, or that changed since they were."""
