@@ -52,6 +52,17 @@ def test_a_table_filled_by_a_graph_is_for_that_graph_alone(monkeypatch: pytest.M
     assert not table.update(words(3, 4))
 
 
+def test_a_table_made_in_inference_mode_is_written_outside_of_it() -> None:
+    table = DeviceTable(torch.device(DEVICE))
+    with torch.inference_mode():
+        table.update(words(1, 2))
+    made = table.words
+    assert not made.is_inference()
+    assert not table.update(words(3, 4))
+    assert table.words is made
+    assert made.tolist() == [3, 4]
+
+
 def make(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = []

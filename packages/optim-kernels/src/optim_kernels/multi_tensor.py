@@ -155,7 +155,9 @@ class DeviceTable:
         self._content = b""
         capturing = is_capturing(self._device)
         is_new = capturing or self._captured or 8 * self.words.numel() != len(content)
-        words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device) if is_new else self.words
+        # torch copies into nothing again that was made in inference mode, where a norm may have been asked for first
+        with torch.inference_mode(False):
+            words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device) if is_new else self.words
         _upload(content, words)
         if is_new:
             self.words, self._captured = words, capturing
