@@ -190,11 +190,16 @@ class TensorList:
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    """The dtypes, the numbers of elements, which are contiguous, and shapes and strides of those that are not."""
-    contiguous = list(map(Tensor.is_contiguous, tensors))
+    """The dtypes, the numbers of elements, which are contiguous, and shapes and strides of those that are not.
+
+    Behind them, if there are any, which are stored with the other sign.
+    """
+    contiguous, negated = list(map(Tensor.is_contiguous, tensors)), list(map(Tensor.is_neg, tensors))
     kinds: list[Any] = [list(map(_dtype, tensors)), list(map(Tensor.numel, tensors)), contiguous]
     if not all(contiguous):
         kinds.append([(t.shape, t.stride()) for t, plain in zip(tensors, contiguous) if not plain])
+    if any(negated):
+        kinds.append(("negated", negated))
     return kinds
 
 
@@ -241,6 +246,13 @@ class KnownKinds:
             guards = _guards(tensors)
         self._last = last, repeats + 1, guards
         return last
+
+
+def why_not_in_place(tensor: Tensor) -> str | None:
+    """What keeps a kernel from going through a tensor in the order of memory; ``None`` where it can."""
+    if tensor.is_neg():
+        return "it is negated lazily, as imaginary parts of conjugates are"
+    return None if is_dense(tensor) else "its elements are not dense in memory"
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
-from optim_kernels.multi_tensor import TensorList, is_dense
+from optim_kernels.multi_tensor import TensorList, why_not_in_place
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
@@ -252,7 +252,7 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
         return "impl='torch'"
     if group["impl"] == "auto" and not p.is_cuda:
         return f"it is on {p.device.type}"
-    return why_not_triton(p) or (None if is_dense(local(p)) else "its elements are not dense in memory")
+    return why_not_triton(p) or why_not_in_place(local(p))
 
 
 def _check_choices(group: dict[str, Any]) -> None:

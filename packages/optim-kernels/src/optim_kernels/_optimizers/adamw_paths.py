@@ -10,7 +10,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper, local
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
 from optim_kernels._optimizers.adamw_state import bytes_per_element, moment_dtypes, stored_dtypes
-from optim_kernels.multi_tensor import is_dense
+from optim_kernels.multi_tensor import why_not_in_place
 
 EXPLAIN_HEADER = ("parameter", "shape", "path", "notes", "p", "g", "m", "v", "master", "B/elt")
 
@@ -35,7 +35,7 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
         return f"it is a {type(own).__name__}, which is made of other tensors"
     if not {*KERNEL_DTYPES, torch.uint8}.issuperset(moment_dtypes(param, group["state_dtype"])):
         return "the kernels take moments in fp32, fp16, bf16 and 8-bit codes"
-    return None if is_dense(own) else "its elements are not dense in memory"
+    return why_not_in_place(own)
 
 
 def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:

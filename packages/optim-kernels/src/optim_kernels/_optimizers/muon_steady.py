@@ -97,7 +97,7 @@ class _Updated:
     def gradients(self) -> list[Tensor] | None:
         """Their gradients, if those have the known layouts and all else is as it was."""
         given = [grad for p in self._params if (grad := p.grad) is not None]
-        if [grad.dtype for grad in given] != self._dtypes:
+        if [grad.dtype for grad in given] != self._dtypes or any(map(_is_neg, given)):
             return None
         if not (all(map(_is_contiguous, given)) if self._contiguous else list(map(_stride, given)) == self._strides):
             return None
@@ -114,6 +114,7 @@ class _Updated:
 
 
 _data_ptr, _is_contiguous, _size, _stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size, Tensor.stride
+_is_neg = Tensor.is_neg
 
 
 def _options_of(group: Mapping[str, Any]) -> list[Any]:

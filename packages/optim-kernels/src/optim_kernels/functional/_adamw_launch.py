@@ -103,14 +103,14 @@ class AdamWLaunch:
         self._addresses, self._kinds = addresses, grads.kinds
 
     def _take(self, grads: Sequence[Tensor]) -> list[int]:
-        """Check gradients of a new kind and copy those of a foreign layout; where each is to be read."""
+        """Check gradients of a new kind and copy those that are stored otherwise; where each is to be read."""
         own = list(grads)
         self.copies = []
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
             if member.signature(grad) != self._signature:
                 raise ValueError(f"grads[{member.place}] became {description(grad)}; the plan is for another dtype")
-            if not member.has_layout_of(grad):
+            if grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])
         self._slice_strides = [

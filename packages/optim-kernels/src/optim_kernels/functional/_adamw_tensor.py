@@ -84,10 +84,12 @@ class PlannedTensor:
         if not is_dense(p):
             raise ValueError(f"{name} has strides {p.stride()} for shape {tuple(p.shape)}: its elements are not dense")
         _check_memory(name, p)
+        _check_sign(name, p)
         for kind, state in self.states():
             if state is None:
                 continue
             _check_memory(f"{kind}[{self.place}]", state)
+            _check_sign(f"{kind}[{self.place}]", state)
             if state.shape != p.shape or state.device != p.device or not same_layout(state, p):
                 raise ValueError(
                     f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
@@ -225,6 +227,12 @@ def _check_memory(name: str, tensor: Tensor) -> None:
     """Raise ``ValueError`` if the tensor has elements and no memory: its storage was resized to nothing."""
     if tensor.numel() and addresses(tensor)[0] == 0:
         raise ValueError(f"{name}, {description(tensor)}, has no memory: its storage was freed")
+
+
+def _check_sign(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` for what is stored with the other sign, and would have to be written so."""
+    if tensor.is_neg():
+        raise ValueError(f"{name}, {description(tensor)}, is negated lazily; give its resolve_neg()")
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:

@@ -94,6 +94,8 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
     p, b = tensors.param, tensors.momentum_buffer
     if not (p.is_cuda or (is_interpreted() and p.device.type == "cpu")):
         return f"it is on {p.device.type}"
+    if p.is_neg() or b.is_neg():
+        return "it is negated lazily"
     for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):
         if tensor.dtype not in KERNEL_DTYPES:
             return f"{name} dtype is {tensor.dtype}"

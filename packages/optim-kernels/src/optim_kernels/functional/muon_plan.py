@@ -188,7 +188,7 @@ def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]
 
 
 def _as_stored(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the parameter's strides, copied only if it has others."""
-    if grad.stride() == param.stride():
+    """The gradient in the parameter's strides, copied only if it has others, or is stored with the other sign."""
+    if grad.stride() == param.stride() and not grad.is_neg():
         return grad
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
