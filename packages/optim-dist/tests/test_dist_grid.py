@@ -95,6 +95,25 @@ def backward_and_forward_overlap_as_on_a_line(rank, world_size):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
+@scenario(4)
+def a_batch_is_dropped_that_gave_ranks_other_gradients(rank, world_size):
+    """One has all gradients of a bucket, for which it does not wait for the others under backward."""
+    for reducer in ("rs", "exact"):
+        a, b = (nn.Parameter(torch.ones(5, device=device_of(rank))) for _ in range(2))
+        optimizer = TritonDistAdamW([a, b], lr=0.1, weight_decay=0.0, mesh=mesh_of(2, 2), reducer=reducer)
+        with optimizer.no_sync():
+            pass  # from now on backward reduces
+        (a.sum() if rank else (a + b).sum()).backward()
+        a.grad = b.grad = None
+        optimizer.full_state_dict()
+        (a + b).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(torch.cat([a, b]).detach().cpu(), torch.full((10,), 0.9))
+        is_off = optimizer.explain().data["phases"]["reduction under backward"].startswith("off: here the host waits")
+        assert is_off == (reducer == "rs" and a.device.type == "cpu")
+
+
 @scenario(4, 6)
 def little_travels_over_the_slow_dimension(rank, world_size):
     for mesh in grids(world_size):

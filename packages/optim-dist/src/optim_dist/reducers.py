@@ -57,7 +57,8 @@ class ReduceScatter:
             self.communicator.rehearse(partial(self.communicator.reduce_scatter_, flat))
 
     def is_ready(self, bucket: Bucket) -> bool:
-        return True
+        # ranks that lack a gradient come at step(), or never, if the batch is dropped
+        return not self.communicator.waits_on_host
 
     def launch(self, bucket: Bucket) -> None:
         bucket.divided = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16

@@ -44,7 +44,7 @@ def explain(
     data["bytes_sent"] = communicator.bytes_sent
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
     data["reducer"] = options.reducer if plan.world_size > 1 else None
-    data["phases"] = phases(plan, options)
+    data["phases"] = phases(plan, options, communicator)
     unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
     if unseen:
         data["phases"]["gather under forward"] += (
@@ -78,12 +78,14 @@ def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
     return _table(header, rows)
 
 
-def phases(plan: Plan, options: Options) -> dict[str, str]:
+def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str, str]:
     """Which parts of a step overlap with which, and why one does not."""
     if plan.world_size == 1:
         return {"collectives": "none, there is one rank"}
     if not options.overlap:
         backward = "off: overlap=False"
+    elif communicator.waits_on_host and options.reducer == "rs":
+        backward = "off: here the host waits between the dimensions of the mesh; reducer='exact' needs one for all"
     elif options.accumulation_steps is None:
         backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
     else:

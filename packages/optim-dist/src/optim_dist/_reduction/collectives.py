@@ -59,7 +59,10 @@ class Communicator:
         ranks: the global rank of every chunk's owner.
         traffic: what this rank has sent; another communicator may add to it.
         is_lost: whether a collective was given up, so that another would only be given up later.
+        waits_on_host: whether to start a reduce-scatter or an all-gather waits until other ranks do.
     """
+
+    waits_on_host = False
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class GridCommunicator(Communicator):
         self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]
         self.ranks = [self._line.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.waits_on_host = self._stream is None
 
     @property
     def is_usable(self) -> bool:
