@@ -507,9 +507,10 @@ class RandomModel:
 
     def go_on_alone(self) -> bool | None:
         """The whole state in an optimizer of one device, which takes a step beside ours."""
-        stored = [group.get(key) for group in self.groups for key in ("amsgrad", "state_dtype", "master_weights")]
-        # TritonMuonAdamW stores the AdamW part as torch does
-        if self.options["max_norm"] is not None or (self.kind == "muon_adamw" and any(stored)):
+        own = [group.get(key) for group in self.groups for key in ("amsgrad", "state_dtype", "master_weights")]
+        own += [group.get("stochastic_rounding") for group in self.groups if group.get("kind") == "adamw"]
+        # TritonMuonAdamW stores and rounds the AdamW part as torch does
+        if self.options["max_norm"] is not None or (self.kind == "muon_adamw" and any(own)):
             return False
         self.clear("optimizer", True)
         to = self.draw.randrange(self.size)
