@@ -134,6 +134,12 @@ def keep_for_graphs(*tensors: Tensor) -> None:
     _OWNED_BY_GRAPHS.extend(tensors)
 
 
+def _empty_words(count: int, device: torch.device) -> Tensor:
+    # torch copies into nothing again that was made in inference mode, where a norm may have been asked for first
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.int64, device=device)
+
+
 class DeviceTable:
     """64-bit words on the device, equal to those given to ``update`` last.
 
@@ -155,9 +161,7 @@ class DeviceTable:
         self._content = b""
         capturing = is_capturing(self._device)
         is_new = capturing or self._captured or 8 * self.words.numel() != len(content)
-        # torch copies into nothing again that was made in inference mode, where a norm may have been asked for first
-        with torch.inference_mode(False):
-            words = torch.empty(len(content) // 8, dtype=torch.int64, device=self._device) if is_new else self.words
+        words = _empty_words(len(content) // 8, self._device) if is_new else self.words
         _upload(content, words)
         if is_new:
             self.words, self._captured = words, capturing
