@@ -269,7 +269,8 @@ class RandomModel:
             if placement is None:
                 through[spec.name] = mine[spec.name]
             else:
-                p.grad = self.placed(self.grads[self.rank][number], placement)
+                # what a scaler divides is not what the twin gets
+                p.grad = self.placed(self.grads[self.rank][number].clone(), placement)
         if through:
             self.net(through).backward()
 
