@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.product_launches import multiply
 from optim_kernels._newton_schulz.product_ops import _product
 from optim_kernels._newton_schulz.tiles import Tile
 
@@ -86,6 +87,38 @@ def test_whole_numbers_are_no_constants_of_a_kept_launch(monkeypatch: pytest.Mon
             product(x, x, c=x, alpha=number, beta=number, tile=tile)
     # α, β and ω; of the general product the depth K, which its launch is kept for, comes before α and β
     assert [type(value) for value in given] == 2 * [float, float, float, int, float, float]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_summand_of_another_dtype_has_a_launch_of_its_own(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept launch goes on reading the dtype that it was compiled for."""
+    launches: list[BlockLaunch] = []
+    launch = BlockLaunch.launch
+
+    def listen(self: BlockLaunch, matrices: Any, others: Any) -> None:
+        launches.append(self)
+        launch(self, matrices, others)
+
+    monkeypatch.setattr(BlockLaunch, "launch", listen)
+    x = mk.as_batch(torch.randn(2, 40, 40, device=DEVICE).half() / 8)
+    a = mk.symmetric_product(x, x)
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        c = a.to(dtype)
+        expected = a.double() @ a.double() + c.double()
+        found = multiply(a, a, c, 1.0, 1.0, symmetric=symmetric)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+    first, second, third = launches[1:]
+    assert first is third is not second
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [72, 520, 2048])
+def test_summands_of_several_dtypes(size: int) -> None:
+    a, b = (torch.randn(size, size, device="cuda").half() / size**0.5 for _ in range(2))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float32):
+        c = torch.randn(size, size, device="cuda").to(dtype)
+        expected = a.double() @ b.double() + c.double()
+        torch.testing.assert_close(mk.matmul_add(a, b, c=c).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

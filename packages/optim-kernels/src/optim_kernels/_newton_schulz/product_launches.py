@@ -97,7 +97,7 @@ def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
-    same, ((batch, m, k), _), _, c, _, q, scale, alpha, _ = key
+    same, ((batch, m, k), *_), _, c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None)
     )
@@ -178,7 +178,7 @@ def _general_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
-    ((batch, m, k), _), ((_, _, n), _), c, _, scale, alpha, _ = key
+    ((batch, m, k), *_), ((_, _, n), *_), c, _, scale, alpha, _ = key
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
@@ -225,7 +225,7 @@ def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a descriptor says of a matrix beside its place."""
-    return None if x is None else (x.shape, x.stride())
+    return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def _place(x: Tensor | float | None) -> int | None:
@@ -315,7 +315,7 @@ def multiply(
     added = None if c is None else as_batch(c.expand(*a.shape[:-1], columns))
     product = symmetric_product if symmetric else general_product
     tile = None
-    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or (c is not None and c.dtype != a.dtype):
         tile = portable_tile(left, right, symmetric=symmetric)
     result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
     if a.ndim == 2:
