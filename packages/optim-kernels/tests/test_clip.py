@@ -121,6 +121,22 @@ def test_scaling_rounds_once_and_only_below_one(impl: Any, dtype: torch.dtype, m
     assert all(torch.equal(p.grad, (old.float() * factor).to(dtype)) for p, old in zip(params, before))
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_gradient_that_is_there_several_times(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lists of two models with tied parameters have it: torch counts and scales it for each place in turn."""
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
+    ours, theirs = (torch.nn.Parameter(torch.zeros(4096, device=DEVICE)) for _ in range(2))
+    empty = [torch.nn.Parameter(torch.zeros(0, device=DEVICE)) for _ in range(2)]
+    for p in (ours, theirs, *empty):
+        p.grad = torch.ones_like(p)
+    for count in (1, 4, 4, 1):
+        norm = clip_grad_norm_([*empty, *[ours] * count], 0.9)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([*empty, *[theirs] * count], 0.9))
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        for p in (ours, theirs):
+            p.grad = torch.ones_like(p)
+
+
 @pytest.mark.parametrize("num_tiles", [0, 1, 3, 4, 5, 9, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_element_is_scaled_once(num_tiles: int, dtype: torch.dtype) -> None:

@@ -44,6 +44,8 @@ class GradientNorms:
         self._any_stream = any_stream
         self._parts: dict[Any, dict[int, NormLaunches]] = {}
         self._split: _Split | None = None
+        # addresses among which none is there twice
+        self._apart: list[int] = []
         self._kinds = KnownKinds()
 
     def norm_and_factor(
@@ -126,6 +128,9 @@ class GradientNorms:
         if split is None:
             return None
         addresses, numels = split.addresses, split.kinds[1]
+        # programs that scale one gradient for two of its places meet: torch does so one after another
+        if in_place and not self._are_apart(addresses, numels):
+            return None
         if not split.is_dense:
             if in_place:
                 return None
@@ -141,6 +146,16 @@ class GradientNorms:
             part.refresh(own_addresses, own_numels)
             parts.append(part)
         return parts
+
+    def _are_apart(self, addresses: list[int], numels: list[int]) -> bool:
+        """Whether no gradient is there twice, as those of tied parameters from two lists are."""
+        if addresses is not self._apart:
+            if len(set(addresses)) < len(addresses):
+                held = [address for address, numel in zip(addresses, numels) if numel]
+                if len(set(held)) < len(held):
+                    return False
+            self._apart = addresses
+        return True
 
     def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int], numels: list[int]) -> NormLaunches:
         """The part that knows these gradients, or else one that has to learn where they are."""
