@@ -348,6 +348,18 @@ def test_a_parameter_that_is_there_twice_is_refused_by_the_kernels() -> None:
         TritonAdamW([p, p], impl="triton").step()
 
 
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(5, 8)], ids=["tied", "overlapping"])
+def test_parameters_that_share_memory_are_refused_by_the_kernels(rows: slice) -> None:
+    memory = torch.ones(8, 5, device=DEVICE)
+    p, q = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[rows])
+    for each in (p, q):
+        each.grad = torch.ones_like(each)
+    how = "are one tensor" if rows.start == 0 else "share memory"
+    with pytest.raises(ValueError, match=rf"params\[0\] and params\[1\] {how}, .* update twice at once"):
+        TritonAdamW([p, q], impl="triton").step()
+    assert torch.equal(memory, torch.ones_like(memory))
+
+
 def test_the_norm_of_groups_with_and_without_kernels() -> None:
     params = make_params(((6, 5),))
     double = torch.nn.Parameter(torch.ones(3, device=DEVICE, dtype=torch.float64))

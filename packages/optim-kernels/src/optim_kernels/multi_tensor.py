@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -269,6 +270,19 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The places of two tensors of which one begins inside the other; of those with gaps only that element counts."""
+    spans = []
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            begin, numel = tensor.data_ptr(), tensor.numel() if is_dense(tensor) else 1
+            spans.append((str(tensor.device), begin, begin + numel * tensor.element_size(), place))
+    for (device, _, end, one), (next_device, begin, _, other) in pairwise(sorted(spans)):
+        if device == next_device and begin < end:
+            return min(one, other), max(one, other)
+    return None
 
 
 def is_aligned(*addresses: int) -> bool:

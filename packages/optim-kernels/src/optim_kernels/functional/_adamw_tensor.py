@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import KERNEL_DTYPES
-from optim_kernels.multi_tensor import is_dense
+from optim_kernels.multi_tensor import is_dense, sharing_memory
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
 
 # elements that share a scale where moments are 8-bit codes
@@ -200,19 +200,9 @@ def _stored_as(moment: Tensor) -> str:
 
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none.
-
-    A tensor that is there twice, with its state, is none of those: two programs would update it at once.
-    """
+    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none."""
     first: dict[int, tuple[int, Any]] = {}
-    places: dict[tuple[int, int], int] = {}
     for tensor, grad in zip(tensors, grads):
-        same = places.setdefault((tensor.param.data_ptr(), tensor.step.data_ptr()), tensor.place)
-        if same != tensor.place and tensor.param.numel():
-            raise ValueError(
-                f"params[{same}] and params[{tensor.place}] are one tensor, {description(tensor.param)}, which the "
-                "kernels would update twice at once; give every parameter once"
-            )
         flag = None if tensor.present is None else tensor.present.data_ptr()
         kind = tensor.signature(grad), flag
         place, other = first.setdefault(tensor.step.data_ptr(), (tensor.place, kind))
@@ -221,6 +211,19 @@ def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]
                 f"params[{place}] and params[{tensor.place}] share a step count, but differ in dtypes, options or "
                 "'present'; give each its own step tensor"
             )
+
+
+def check_apart(params: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if two parameters are one, or share memory: two programs would update it at once."""
+    found = sharing_memory(params)
+    if found is None:
+        return
+    one, other = (params[place] for place in found)
+    shared = "are one tensor" if one.data_ptr() == other.data_ptr() and one.shape == other.shape else "share memory"
+    raise ValueError(
+        f"params[{found[0]}] and params[{found[1]}] {shared}, {description(other)}, which the kernels would update "
+        "twice at once; give every parameter once, and tie parameters by using one object"
+    )
 
 
 def _check_memory(name: str, tensor: Tensor) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
-from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
+from optim_kernels.functional._adamw_tensor import (
+    PlannedTensor,
+    Signature,
+    check_apart,
+    check_shared_steps,
+    with_memory,
+)
 from optim_kernels.multi_tensor import KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -103,6 +109,7 @@ class AdamWPlan:
         for tensor, grad in zip(planned, grads.tensors, strict=True):
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
+        check_apart(params)
         check_shared_steps(planned, grads.tensors)
         self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
         # copies, for the caller may change its lists
