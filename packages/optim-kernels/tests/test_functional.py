@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels.functional import AdamWPlan, adamw_
+from optim_kernels.reference.adamw import AdamWScalars
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = ((100, 70), (3,), (), (0,), (4096,), (4097,))
@@ -315,6 +316,19 @@ def test_an_update_is_seen_by_autograd(impl: Any) -> None:
     adamw_(params, grads, exp_avgs, exp_avg_sqs, steps=steps, **OPTIONS, impl=impl)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_hyperparameters_may_be_written_where_they_are() -> None:
+    """A plan's step reads the list that it is given, not what that was before."""
+    p, g, m, v = (torch.ones(6, device=DEVICE) for _ in range(4))
+    step = torch.zeros((), device=DEVICE)
+    plan = AdamWPlan.build([p], [g], [m], [v], steps=[step])
+    scalars = [AdamWScalars(0.0, 0.9, 0.99, 1e-8, 0.0)]
+    plan.step([g], scalars)
+    assert torch.equal(p, torch.ones_like(p))
+    scalars[0] = scalars[0]._replace(lr=0.1)
+    plan.step([g], scalars)
+    assert (p < 1.0).all()
 
 
 @pytest.mark.parametrize("which", ["params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"])

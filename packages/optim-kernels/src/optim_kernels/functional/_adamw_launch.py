@@ -260,7 +260,8 @@ class AdamWLaunch:
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
-        self._scalars = scalars if numbers else ()
+        # a copy, for the caller may write to its list
+        self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [value for each in scalars for value in each if isinstance(value, Tensor)]
         rows = hyperparameter_rows(scalars)
         if rows != self._scalar_rows:
