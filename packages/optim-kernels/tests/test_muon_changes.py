@@ -11,6 +11,7 @@ import pytest
 import torch
 from random_tensors import DEVICE, give_gradients
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_kernels.functional import muon_, muon_plan
@@ -76,12 +77,16 @@ def test_options_may_change_between_steps(impl: str, shape: tuple[int, ...], opt
 
 
 @IMPLS
-def test_a_list_among_the_options_may_be_written_to(impl: str) -> None:
+@pytest.mark.parametrize(
+    "kept_in", [lambda triple: triple, lambda triple: 5 * (triple,)], ids=["list", "tuple of lists"]
+)
+def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> None:
     changed, given = twins(impl, 8, 12, ns_coefficients=(2.0, -1.5, 0.5))
-    changed.param_groups[0].update(ns_coefficients=[3.4445, -4.775, 2.0315], lr=0.0)
+    written = [3.4445, -4.775, 2.0315]
+    changed.param_groups[0].update(ns_coefficients=kept_in(written), lr=0.0)
     given.param_groups[0]["lr"] = 0.0
     steps(changed, given, count=3)
-    changed.param_groups[0]["ns_coefficients"][:] = [2.0, -1.5, 0.5]
+    written[:] = [2.0, -1.5, 0.5]
     changed.param_groups[0]["lr"] = given.param_groups[0]["lr"] = 0.1
     steps(changed, given)
     assert_alike(changed, given)
@@ -290,6 +295,54 @@ def test_a_step_is_seen_by_autograd(impl: str) -> None:
         before = p._version
         steps(optimizer)
         assert p._version > before
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
+def test_parameters_that_share_memory_are_refused_by_the_kernels() -> None:
+    memory = torch.ones(12, 16, device=DEVICE)
+    p, q, r = (nn.Parameter(part) for part in (memory[:8], memory[:8], memory[6:]))
+    give_gradients(p, q, r)
+    for params, how in (([p, p], "are one tensor"), ([p, q], "are one tensor"), ([r, p], "share memory")):
+        with pytest.raises(ValueError, match=rf"params\[0\] and params\[1\] {how}, .* update twice at once"):
+            muon(params, "triton").step()
+    assert torch.equal(memory, torch.ones_like(memory))
+    # columns of one matrix lie between each other
+    p, q = nn.Parameter(memory[:, :8]), nn.Parameter(memory[:, 8:])
+    give_gradients(p, q)
+    muon([p, q], "triton").step()
+    assert not (memory == 1.0).any()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_tensors_without_memory_are_refused_by_the_kernels(num_steps: int) -> None:
+    p = parameter(8, 12)
+    optimizer = muon([p], "triton")
+    steps(optimizer, count=num_steps)
+    give_gradients(p)
+    assert p.grad is not None
+    p.grad.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"grads\[0\] has elements but no memory: its storage was freed"):
+        optimizer.step()
+    give_gradients(p)
+    p.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"params\[0\] has elements but no memory: its storage was freed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_gradients_that_are_made_of_others_are_left_to_torch(num_steps: int) -> None:
+    """They have no memory of their own; what a functional collective gives is such, until torch has waited for it."""
+    optimizer, plain = twins("triton", 8, 12)
+    steps(optimizer, plain, count=num_steps)
+    (p,), (q,) = (each.param_groups[0]["params"] for each in (optimizer, plain))
+    give_gradients(p, q)
+    q.grad = p.grad.clone()
+    p.grad = AsyncCollectiveTensor(p.grad.clone())
+    for each in (optimizer, plain):
+        each.step()
+    assert_alike(optimizer, plain)
+    steps(optimizer, plain)
+    assert_alike(optimizer, plain)
 
 
 def test_plans_of_former_options_go() -> None:

@@ -85,6 +85,7 @@ class _Updated:
         self._addresses = [p.data_ptr() for p in self._params]
         # ``p.data = p.data.t()`` and ``p.data = p.data[:4]`` leave the address
         self._shapes, self._layouts = list(map(_size, self._params)), list(map(_stride, self._params))
+        self._types = [type(entry.grad) for entry in entries]
         self._dtypes = [entry.grad.dtype for entry in entries]
         # where all are contiguous, that is asked for instead: their shapes are the parameters', and it costs less
         self._contiguous = all(entry.grad.is_contiguous() for entry in entries)
@@ -97,7 +98,9 @@ class _Updated:
     def gradients(self) -> list[Tensor] | None:
         """Their gradients, if those have the known layouts and all else is as it was."""
         given = [grad for p in self._params if (grad := p.grad) is not None]
-        if [grad.dtype for grad in given] != self._dtypes or any(map(_is_neg, given)):
+        if list(map(type, given)) != self._types or [grad.dtype for grad in given] != self._dtypes:
+            return None
+        if any(map(_is_neg, given)):
             return None
         if not (all(map(_is_contiguous, given)) if self._contiguous else list(map(_stride, given)) == self._strides):
             return None
@@ -123,4 +126,4 @@ def _options_of(group: Mapping[str, Any]) -> list[Any]:
 
 def _kept(value: Any) -> Any:
     """The option as it is now: the user may write to a list."""
-    return list(map(_kept, value)) if isinstance(value, list) else value
+    return type(value)(map(_kept, value)) if type(value) in (list, tuple) else value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.config import NSConfig
@@ -94,6 +95,9 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
     p, b = tensors.param, tensors.momentum_buffer
     if not (p.is_cuda or (is_interpreted() and p.device.type == "cpu")):
         return f"it is on {p.device.type}"
+    for name, tensor in (("it", p), ("its gradient", tensors.grad)):
+        if is_wrapper(tensor):
+            return f"{name} is a {type(tensor).__name__}, which is made of other tensors"
     if p.is_neg() or b.is_neg():
         return "it is negated lazily"
     for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):
@@ -163,6 +167,19 @@ def check_shapes(tensors: Sequence[MuonTensors]) -> None:
                     f"{name}[{number}] must have its parameter's shape {tuple(t.param.shape)}, got "
                     f"{tuple(tensor.shape)}"
                 )
+
+
+def check_memory(tensors: Sequence[MuonTensors]) -> None:
+    """Raise ``ValueError`` for tensors whose storage was freed; a plan has no empty ones."""
+    for number, t in enumerate(tensors):
+        for name, tensor in (
+            ("params", t.param),
+            ("momentum_buffers", t.momentum_buffer),
+            ("second_moments", t.second_moment),
+            ("masters", t.master),
+        ):
+            if tensor is not None and tensor.data_ptr() == 0:
+                raise ValueError(f"{name}[{number}] has elements but no memory: its storage was freed")
 
 
 def check_moments(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> None:

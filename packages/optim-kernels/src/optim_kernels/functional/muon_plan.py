@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels.functional._adamw_tensor import check_apart
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import Launches, StepOptions
@@ -30,6 +31,7 @@ from optim_kernels.functional._muon_matrices import (
     Matrix,
     MuonTensors,
     address_of,
+    check_memory,
     check_moments,
     check_shapes,
     is_aligned,
@@ -68,6 +70,8 @@ class MuonPlan:
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
         check_shapes(tensors)
+        check_memory(tensors)
+        check_apart([t.param for t in tensors])
         # the tables hold addresses of these; gradients are the caller's, and free to go after a step
         self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
         self._state = [(t.momentum_buffer, t.second_moment, t.master, t.step) for t in tensors]
@@ -144,6 +148,8 @@ class MuonPlan:
             return
         if any(grad.dtype != self._grad_dtype for grad in used):
             raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
+        if 0 in addresses:
+            raise ValueError(f"grads[{addresses.index(0)}] has elements but no memory: its storage was freed")
         self._grad_addresses = addresses
         self._inputs.set_addresses([address_of(used[m.parameter], m.offset) for m in self._matrices])
         aligned = all(is_aligned(m, used[m.parameter]) for m in self._matrices)
