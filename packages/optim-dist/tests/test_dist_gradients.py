@@ -435,6 +435,19 @@ def zero_grad_discards_a_step_that_did_not_happen(rank, world_size):
     assert_same(values(net), values(twin))
 
 
+@scenario(1, 2)
+def a_step_is_seen_by_autograd(rank, world_size):
+    """A graph that needs the weights of before does not go on with others silently."""
+    for overlap in (False, True):
+        net, optimizer = build(rank, overlap=overlap)
+        loss = net(batch(rank, 0))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @scenario(2)
 def debug_mode_finds_no_fault_in_a_sound_run(rank, world_size):
     assert_same(run(rank, debug=True), run(rank))

@@ -156,6 +156,10 @@ class DistOptimizer(PlannedOptimizer):
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
         )
         self._bucketed.finish_step()
+        # for autograd, which then refuses to differentiate through values that are gone: what was written to are views
+        # with versions of their own
+        trained = (entry.parameter for entry in self._entries)
+        torch.autograd.graph.increment_version([parameter for parameter in trained if parameter.grad is not None])
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
