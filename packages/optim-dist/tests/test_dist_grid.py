@@ -1,6 +1,8 @@
 """A mesh (replicate, shard) trains as a line of ranks does: the same bits, and few bytes over its slow dimension."""
 
+from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +174,34 @@ def grids_of_one_row_or_column_are_lines(rank, world_size):
         optimizer.step()
     with pytest.raises(ValueError, match=r"one dimension, or two \(replicate, shard\), got 3"):
         TritonDistAdamW([parameter], mesh=mesh_of(2, 2, 1))
+
+
+def test_the_stream_of_its_own_device_waits(monkeypatch):
+    """Stand-ins for streams: what is current may be another device."""
+    device, waited = torch.device("cuda", 1), []
+
+    class Stream:
+        def __init__(self, number):
+            self.number = number
+
+        def wait_stream(self, other):
+            waited.append((self.number, other.number))
+
+        def record_event(self):
+            return "done"
+
+        def wait_event(self, event):
+            waited.append((self.number, event))
+
+    streams = {torch.device("cuda", number): Stream(number) for number in (0, 1)}
+    current = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device or current])
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    grid = object.__new__(GridCommunicator)
+    grid.device, grid._stream = device, Stream("own")
+    finished = SimpleNamespace(wait=lambda: None)
+    grid._in_turn(lambda: finished, lambda: finished).wait()
+    assert waited == [("own", 1), (1, "done")]
 
 
 @pytest.mark.slow

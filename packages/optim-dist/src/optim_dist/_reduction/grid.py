@@ -82,7 +82,7 @@ class GridCommunicator(Communicator):
             works[0].wait()
             works.append(second())
             works[1].wait()
-            return _Recorded(self._stream.record_event(), works)
+            return _Recorded(self._stream.record_event(), works, self.device)
 
 
 class _Held:
@@ -98,11 +98,12 @@ class _Held:
 class _Recorded:
     """Collectives whose stream has an event behind them."""
 
-    def __init__(self, event: torch.cuda.Event, works: list[Waitable]) -> None:
-        self._event, self._works = event, works
+    def __init__(self, event: torch.cuda.Event, works: list[Waitable], device: torch.device) -> None:
+        self._event, self._works, self._device = event, works, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        # of the collectives' device, which need not be the current one
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
