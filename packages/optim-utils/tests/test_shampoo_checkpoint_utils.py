@@ -412,6 +412,13 @@ def test_a_number_fills_a_0_dim_tensor_that_holds_it(live, number):
     assert live == torch.tensor(number, dtype=live.dtype)
 
 
+def test_a_number_fills_a_tensor_whatever_the_default_device_is():
+    live = torch.zeros(())
+    with torch.device("meta"):
+        assert update_param_state_dict_object({"n": live}, {"n": 3}).ok
+    assert live.item() == 3
+
+
 def test_an_object_loads_what_fits_and_the_rest_is_a_warning(caplog):
     module = Accumulator()
     with caplog.at_level(logging.WARNING):

@@ -97,7 +97,7 @@ def _as_tensor(number: Any, dtype: torch.dtype) -> Tensor | None:
     if rank > dtype.is_floating_point + 2 * dtype.is_complex:
         return None
     try:
-        tensor = torch.tensor(number, dtype=dtype)
+        tensor = torch.tensor(number, dtype=dtype, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     held = tensor.item()
