@@ -159,6 +159,17 @@ def test_a_parameter_may_be_cut_where_it_is(impl: str) -> None:
 
 
 @IMPLS
+def test_steps_are_counted_whatever_the_default_device_is(impl: str) -> None:
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    optimizer = muon([p], impl, stochastic_rounding=True)
+    give_gradients(p)
+    with torch.device("meta"):
+        for _ in range(3):
+            optimizer.step()
+    assert optimizer.state[p]["step"].item() == 3
+
+
+@IMPLS
 def test_random_rounding_of_parameters_with_gaps(impl: str) -> None:
     p = nn.Parameter(torch.randn(8, 12, device=DEVICE).bfloat16()[:, :6])
     optimizer = muon([p], impl, stochastic_rounding=True)

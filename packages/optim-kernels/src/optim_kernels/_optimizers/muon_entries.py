@@ -34,7 +34,9 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     state.update(missing_master(param, group, state))
     if group["stochastic_rounding"]:
         # on the device, for a captured step counts too
-        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).to(param.device)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        state["step"] = state["step"].to(param.device)
 
 
 def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
