@@ -276,7 +276,7 @@ def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """The places of two tensors of which one begins inside the other; of those with gaps only that element counts."""
     spans = []
     for place, tensor in enumerate(tensors):
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             begin, numel = tensor.data_ptr(), tensor.numel() if is_dense(tensor) else 1
             spans.append((str(tensor.device), begin, begin + numel * tensor.element_size(), place))
     for (device, _, end, one), (next_device, begin, _, other) in pairwise(sorted(spans)):

@@ -148,7 +148,7 @@ class MuonPlan:
             return
         if any(grad.dtype != self._grad_dtype for grad in used):
             raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
-        if 0 in addresses:
+        if 0 in addresses and self._device.type != "meta":
             raise ValueError(f"grads[{addresses.index(0)}] has elements but no memory: its storage was freed")
         self._grad_addresses = addresses
         self._inputs.set_addresses([address_of(used[m.parameter], m.offset) for m in self._matrices])
