@@ -118,7 +118,7 @@ def test_summands_of_several_dtypes(size: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float32):
         c = torch.randn(size, size, device="cuda").to(dtype)
         expected = a.double() @ b.double() + c.double()
-        torch.testing.assert_close(mk.matmul_add(a, b, c=c).double(), expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(mk.matmul_add(a, b, c=c, beta=1.0).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu
