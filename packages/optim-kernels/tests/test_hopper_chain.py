@@ -71,6 +71,24 @@ for variant in json.loads(sys.argv[2]):
     except Exception:
         print(json.dumps(traceback.format_exc()))
 """
+# In a process of its own, for a launch that does not end takes its process with it.
+LAUNCH = """
+import json
+import sys
+
+import torch
+
+from optim_kernels import newton_schulz
+
+x = torch.randn(*map(int, sys.argv[1:]), device="cuda").half()
+expected = newton_schulz(x)
+is_equal = True
+for _ in range(8):
+    for _ in range(500):
+        result = newton_schulz(x)
+    is_equal &= torch.equal(result, expected)
+print(json.dumps(is_equal))
+"""
 VARIANTS = [
     (False, Ending.STORE, "float16", 0),
     (True, Ending.UPDATE, "bfloat16", 2),
@@ -186,6 +204,14 @@ def test_one_launch_keeps_matrices_apart() -> None:
     others = [i for i in range(16) if i not in (3, 5, 6, 7)]
     assert torch.equal(result[others], alone[others])
     torch.testing.assert_close(result[6:8], alone[6:8], rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(357, 64, 64), (200, 256, 512), (140, 136, 700)], ids=str)
+def test_thousands_of_launches(shape: tuple[int, ...]) -> None:
+    """Of short tiles, so that programs draw, wait and post as often as they can: all end, with the same bits."""
+    needs_hopper()
+    assert lines_of(LAUNCH, *map(str, shape), count=1, timeout=100) == [True]
 
 
 @pytest.mark.gpu
