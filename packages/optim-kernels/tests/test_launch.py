@@ -12,7 +12,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 
-from optim_kernels import _triton
+from optim_kernels import TritonAdamW, TritonMuon, _triton, newton_schulz
 
 GRID = (5, 2, 1)
 STREAM = 77
@@ -166,3 +166,28 @@ def test_hooks_hear_of_launches_on_a_gpu(hooks: Any) -> None:
     assert names == ["norm_kernel", "scale_kernel"]
     assert torch.equal(norms[1], norms[2])
     torch.testing.assert_close(norms[3], torch.ones_like(norms[3]))
+
+
+@pytest.mark.skipif(not _triton.INTERPRETED.value, reason="kernels are interpreted without a GPU alone")
+def test_every_launch_says_how_sums_of_products_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's default depends on its version and on the environment."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: dict[str, Any] = {}
+    run = InterpretedFunction.run
+
+    def listen(self: Any, *args: Any, **options: Any) -> Any:
+        launched[self.__name__] = options.get("enable_fp_fusion")
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", listen)
+    params = [torch.nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((40, 24), (24, 40))]
+    for p in params:
+        p.grad = torch.randn(p.shape).bfloat16()
+    for options in ({}, {"variant": "nanochat-2026-07"}, {"stochastic_rounding": True}):
+        TritonMuon([{"params": params, **options}], impl="triton").step()
+    for kept in (params, params[:1]):
+        TritonAdamW(kept, impl="triton", max_norm=1.0).step()
+    newton_schulz(torch.randn(2, 24, 40), coefficients="aol4", steps=4, impl="triton")
+    assert len(launched) > 12
+    assert set(launched.values()) == {True}, launched

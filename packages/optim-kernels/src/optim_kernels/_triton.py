@@ -21,6 +21,7 @@ from optim_kernels._impl import is_interpreted
 __all__ = [
     "ALONE",
     "FIRST",
+    "FUSED",
     "INTERPRETED",
     "LATER",
     "NO_OVERLAP",
@@ -47,6 +48,9 @@ __all__ = [
 ]
 
 INTERPRETED = tl.constexpr(is_interpreted())
+# An option of every launch: ``a * b + c`` is rounded once, whatever Triton's own default is (it changes with 3.10, and
+# by environment variable). All bits and times of this package are of kernels so compiled.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -215,7 +219,7 @@ class Launch:
         self._kernel = kernel
         self._grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         self._constants = tuple(constants)
-        self._options = options
+        self._options = {**FUSED, **options}
         # the compiled kernel, bound to the grid; the device it was loaded on
         self._run: Any = None
         self._device = -1

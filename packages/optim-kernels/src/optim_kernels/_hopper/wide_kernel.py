@@ -43,6 +43,7 @@ from optim_kernels._hopper.ring import (
 )
 from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.tiles import WIDE, cdiv, symmetric_tiles
+from optim_kernels._triton import FUSED
 
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)
@@ -264,5 +265,6 @@ def wide_product(
         DEPTH=WIDE.depth,
         STAGES=WIDE.num_stages,
         num_warps=4,
+        **FUSED,
     )
     return out

@@ -26,6 +26,7 @@ from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._triton import (
     ALONE,
     FIRST,
+    FUSED,
     NO_OVERLAP,
     Launch,
     after_previous,
@@ -248,7 +249,7 @@ def apply_row_factors(x: Tensor, a: Tensor) -> None:
     """Bring the rows of ``x [batch, M, N]``, and of ``a = x xᵀ``, to the norm at which ‖x‖₂ ≤ 1; both are row-major."""
     batch, m, n = x.shape
     factors = torch.empty(batch, m, dtype=torch.float32, device=x.device)
-    factors_kernel[(m, batch)](a, factors, *a.stride()[:2], m, BLOCK=1024)
+    factors_kernel[(m, batch)](a, factors, *a.stride()[:2], m, BLOCK=1024, **FUSED)
     for each, width in ((x, n), (a, m)):
         columns = cdiv(width, BLOCK_N)
         row_factors_kernel[(cdiv(m, BLOCK_M) * columns, batch)](
@@ -261,6 +262,7 @@ def apply_row_factors(x: Tensor, a: Tensor) -> None:
             BOTH_SIDES=each is a,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
+            **FUSED,
         )
 
 

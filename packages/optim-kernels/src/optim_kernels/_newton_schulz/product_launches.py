@@ -30,7 +30,7 @@ from optim_kernels._newton_schulz.tiles import (
     symmetric_tile,
     symmetric_tiles,
 )
-from optim_kernels._triton import can_overlap
+from optim_kernels._triton import FUSED, can_overlap
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -293,6 +293,7 @@ def _ping_pong(
         DEPTH=depth,
         STAGES=tile.num_stages,
         num_warps=4,
+        **FUSED,
     )
 
 

@@ -18,7 +18,7 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
-from optim_kernels._triton import TRITON_DTYPES, can_overlap
+from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_matrices import MuonTensors
@@ -150,7 +150,7 @@ class Launches:
         if self._options.has_factors:
             self._variance()
         if self._options.draws_bits:
-            back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._inputs.control)
+            back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._inputs.control, **FUSED)
         if not self._options.updates_in_last_product:
             self._update()
 
@@ -188,7 +188,7 @@ class Launches:
         t, common = self._tables, (self._inputs.grads, self._inputs.hyper, self._inputs.control)
         num_matrices = len(t.matrices)
         overlap = can_overlap(t.matrices.device)
-        early: dict[str, Any] = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+        early: dict[str, Any] = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {}), **FUSED}
         front.guess_kernel[(num_matrices,)](t.matrices, *common, t.units, **self._of_gradient, **early)
         front.momentum_kernel[(len(t.tile_map),)](
             t.matrices, t.tile_map, *common, t.units, t.sums, **self._of_gradient, X_DTYPE=self._x_dtype, **early
@@ -219,6 +219,7 @@ class Launches:
             t.row_squares,
             **self._of_gradient,
             X_DTYPE=self._x_dtype,
+            **FUSED,
         )
         front.equilibrate_kernel[(len(t.matrices),)](
             t.matrices,
@@ -228,6 +229,7 @@ class Launches:
             t.progress,
             len(self._chains),
             **self._of_norm,
+            **FUSED,
         )
 
     def _orthogonalize_in_parallel(self) -> None:
@@ -283,6 +285,7 @@ class Launches:
             PANEL=PANEL,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **FUSED,
         )
 
     def _ping_pong_update(self, last: LastProduct) -> None:
@@ -319,6 +322,7 @@ class Launches:
             DEPTH=tile.depth,
             STAGES=tile.num_stages,
             num_warps=4,
+            **FUSED,
         )
 
     def _variance(self) -> None:
@@ -333,6 +337,7 @@ class Launches:
             VARIANCE=options.variance,
             BLOCK=LINE_BLOCK,
             num_warps=8,
+            **FUSED,
         )
 
     def _update(self) -> None:
@@ -349,6 +354,7 @@ class Launches:
             HAS_FACTORS=options.has_factors,
             STOCHASTIC=options.draws_bits,
             ALIGNED=options.state_is_aligned,
+            **FUSED,
         )
 
 
