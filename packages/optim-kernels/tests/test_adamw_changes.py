@@ -9,6 +9,7 @@ import torch
 from fresh_params import give_gradients, make_params
 from random_tensors import DEVICE
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonAdamW
 from optim_utils.low_bit import LowBitTensor
@@ -336,6 +337,27 @@ def test_gradients_may_change_their_dtype(impl: Any) -> None:
         optimizer.step()
         expected.step()
     torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_gradients_may_be_made_of_other_tensors(num_steps: int, max_norm: float | None) -> None:
+    """As those are that a functional collective gives, until torch has waited for it: they have no memory of their own."""
+    ours = make_params()
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    optimizers = [TritonAdamW(params, impl="triton", max_norm=max_norm) for params in (ours, theirs)]
+    for number in range(num_steps + 2):
+        give_gradients(ours)
+        for p, q in zip(ours, theirs, strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.clone()
+            if number == num_steps:
+                p.grad = AsyncCollectiveTensor(p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            # with norms that torch has added up in another order
+            torch.testing.assert_close(p, q, rtol=0 if max_norm is None else 1e-6, atol=0 if max_norm is None else 1e-6)
 
 
 def test_a_demand_for_kernels_is_heard_after_the_first_step_too() -> None:

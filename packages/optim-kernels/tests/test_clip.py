@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tensors import DEVICE
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import (
     TritonAdamW,
@@ -137,6 +138,22 @@ def test_a_gradient_that_is_there_several_times(impl: Any, monkeypatch: pytest.M
         torch.testing.assert_close(ours.grad, theirs.grad)
         for p in (ours, theirs):
             p.grad = torch.ones_like(p)
+
+
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_gradients_that_are_made_of_others(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a functional collective gives them, among calls with plain ones: torch's kernels take them."""
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms("triton"))
+    ours, theirs = ([torch.nn.Parameter(torch.zeros(n, device=DEVICE)) for n in (120, 7)] for _ in range(2))
+    for number in range(num_calls + 2):
+        for p, q in zip(ours, theirs, strict=True):
+            grad = torch.randn_like(p)
+            q.grad = grad.clone()
+            p.grad = AsyncCollectiveTensor(grad) if number == num_calls else grad
+        norms = clip_grad_norm_(ours, 0.1), torch.nn.utils.clip_grad_norm_(theirs, 0.1)
+        torch.testing.assert_close(*norms)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.empty_like(q).copy_(p.grad), q.grad)
 
 
 @pytest.mark.parametrize("num_tiles", [0, 1, 3, 4, 5, 9, 18])

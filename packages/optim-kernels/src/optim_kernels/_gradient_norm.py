@@ -183,7 +183,8 @@ class GradientNorms:
         if split is not None and grads.kinds == split.kinds and grads.addresses == split.addresses:
             return split
         devices = [grad.device for grad in grads.tensors]
-        if split is None or grads.kinds != split.kinds or devices != split.devices:
+        # one that is made of others has no address, as empty ones have not, and may be of a known kind
+        if split is None or grads.kinds != split.kinds or devices != split.devices or 0 in grads.addresses:
             if not all(use_triton(self._impl, grad, f"gradient {i}") for i, grad in enumerate(grads.tensors)):
                 return None
             # those of DTensors, say: torch adds up over ranks

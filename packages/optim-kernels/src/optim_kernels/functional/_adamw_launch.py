@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_wrapper
 from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, readable, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, description
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
@@ -110,7 +111,7 @@ class AdamWLaunch:
             member.check_grad(grad)
             if member.signature(grad) != self._signature:
                 raise ValueError(f"grads[{member.place}] became {description(grad)}; the plan is for another dtype")
-            if grad.is_neg() or not member.has_layout_of(grad):
+            if is_wrapper(grad) or grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])
         self._slice_strides = [

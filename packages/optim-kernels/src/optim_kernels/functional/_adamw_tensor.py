@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
 from optim_kernels.multi_tensor import is_dense, sharing_memory
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
@@ -146,7 +147,8 @@ class PlannedTensor:
                 f"grads[{self.place}] must be like params[{self.place}], {description(p)}, or a stack of such, but is "
                 f"{description(grad)}"
             )
-        _check_memory(f"grads[{self.place}]", grad)
+        if not is_wrapper(grad):
+            _check_memory(f"grads[{self.place}]", grad)
 
     def has_layout_of(self, grad: Tensor) -> bool:
         """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
