@@ -342,7 +342,7 @@ def test_gradients_may_change_their_dtype(impl: Any) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_gradients_may_be_made_of_other_tensors(num_steps: int, max_norm: float | None) -> None:
-    """As those are that a functional collective gives, until torch has waited for it: they have no memory of their own."""
+    """As a functional collective gives them, until torch has waited for it: they have no memory of their own."""
     ours = make_params()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     optimizers = [TritonAdamW(params, impl="triton", max_norm=max_norm) for params in (ours, theirs)]
