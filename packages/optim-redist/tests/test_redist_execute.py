@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from math import prod
 from typing import Any, cast
@@ -337,6 +339,51 @@ def test_wrong_local_shapes_are_refused() -> None:
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
 
 
+def _with_a_history(rank: int, world: int) -> None:
+    # values move without gradients, also where contributions are combined beside this rank's own
+    mesh = Mesh(2)
+    mine, wanted = torch.full((4,), rank + 1.0, requires_grad=True), {"sum": 3.0, "avg": 1.5, "max": 2.0}
+    for (op, value), dst in product(wanted.items(), (Layout(mesh, [0]), Layout(mesh, [None]))):
+        task = (4,), Layout(mesh, [None], {0: op}), dst
+        shape = dst.local_shape((4,), rank)
+        (moved,) = redistribute_many([(mine, *task)])
+        by_program = compile(plan((4,), torch.float32, *task[1:]))(mine)
+        with torch.no_grad():
+            handle = redistribute_local(mine, *task, async_op=True)
+            out = torch.empty(shape, requires_grad=True)
+            given = redistribute_local(mine, *task, out=out, async_op=True)
+        for found in (moved, by_program, handle.wait()):
+            assert not found.requires_grad
+            assert torch.equal(found, torch.full(shape, value))
+        assert given.wait() is out
+        assert out.is_leaf
+        assert torch.equal(out, torch.full(shape, value))
+
+
+def test_values_of_parameters_are_combined_without_their_history() -> None:
+    run_ranks(_with_a_history, 2, timeout=60)
+
+
+def _in_and_out_of_inference_mode(rank: int, world: int) -> None:
+    mesh = Mesh(2)
+    mine, pending = torch.full((4,), rank + 1.0), Layout(mesh, [None], {0: "sum"})
+    tasks = [(mine, (4,), pending, Layout(mesh, [None])), (mine[:2], (4,), Layout(mesh, [0]), Layout(mesh, [None]))]
+    wanted = [torch.full((4,), 3.0), torch.tensor([1.0, 1.0, 2.0, 2.0])]
+    for is_inference in (True, False):
+        with torch.inference_mode(is_inference):
+            handles = [redistribute_local(*task, async_op=True) for task in tasks]
+            many_of_them = redistribute_many(tasks, async_op=True)
+        with torch.inference_mode(not is_inference):
+            found = [*(handle.wait() for handle in handles), *many_of_them.wait()]
+        for tensor, expected in zip(found, [*wanted, *wanted]):
+            assert tensor.is_inference() == is_inference
+            assert torch.equal(tensor, expected)
+
+
+def test_a_handle_goes_on_in_the_mode_in_which_it_began() -> None:
+    run_ranks(_in_and_out_of_inference_mode, 2, timeout=60)
+
+
 def test_gradients_are_refused_and_not_lost() -> None:
     mine, layout = torch.zeros(4, 4, requires_grad=True), Layout(Mesh(1), [0, None])
     with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\) requires a gradient, redistribute_local has none"):
@@ -417,6 +464,19 @@ def test_nccl_reduces_the_types_it_has(dtype: torch.dtype) -> None:
         assert (native is None) == refused
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
+def test_nccl_combines_only_what_it_combines_as_torch_does(op: str, dtype: torch.dtype) -> None:
+    if op == "avg" and not dtype.is_floating_point:
+        return
+    pending = Layout(Mesh(2), [None], {0: op})
+    for dst in (Layout(Mesh(2), [None]), Layout(Mesh(2), [0])):
+        native = NativeReduction.of(Problem((4,), pending, dst), cast(Team, _Nccl()), dtype, 0)
+        # its extrema pass over NaN, and two numbers of fp16 may add up to inf though their average is none
+        refused = dtype.is_floating_point and (op in ("min", "max") or (op == "avg" and dtype == torch.float16))
+        assert (native is None) == refused
+
+
 def test_a_backend_that_was_left_to_torch_is_known_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
@@ -459,6 +519,63 @@ def test_a_handle_raises_again_what_went_wrong() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the wire is cut"):
             handle.wait()
+
+
+class _Stream:
+    """A CUDA stream, as far as a handle asks."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.follows: list[_Stream] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.follows.append(other)
+
+
+class _Made:
+    used_on: _Stream | None = None
+
+    def record_stream(self, stream: _Stream) -> None:
+        self.used_on = stream
+
+
+@pytest.mark.parametrize("kind", ["one", "list", "dict", "none"])
+def test_a_handle_goes_on_in_the_stream_in_which_it_began(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    # its buffers are of that stream, which may take them again as soon as they are dropped
+    here, there = _Stream(), _Stream()
+    current, seen = [here], []
+
+    @contextmanager
+    def switched(stream: _Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", switched)
+    made = _Made()
+
+    class Work:
+        def wait(self) -> None:
+            seen.append(current[-1])
+
+    def steps() -> Any:
+        for _ in range(2):
+            yield Work()
+            seen.append(current[-1])
+        return {"one": made, "list": [None, made], "dict": {"a": made, "b": None}, "none": None}[kind]
+
+    with switched(there):
+        handle = Handle(steps(), torch.device("cuda"))
+    handle.wait()
+    assert seen == [there] * 4
+    assert here.follows == [there]
+    assert made.used_on is (None if kind == "none" else here)
+    seen.clear()
+    Handle(steps(), torch.device("cuda")).wait()
+    assert seen == [here] * 4
+    assert len(here.follows) == 1
 
 
 def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int, Any]:

@@ -63,6 +63,50 @@ def test_reductions() -> None:
     run_ranks(_reductions, WORLD, backend="nccl")
 
 
+def _between_streams(rank: int, world: int) -> None:
+    mesh = Mesh(world)
+    shape = (512 * world, 512 * world)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    here, there = part_of(full, src, rank).cuda(), part_of(full, dst, rank)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for several in (False, True):
+        with torch.cuda.stream(side):
+            if several:
+                handle = redistribute_many([Item(here, shape, src, dst)], async_op=True)
+            else:
+                handle = redistribute_local(here, shape, src, dst, async_op=True)
+        # what waits is busy for long, and what was begun on takes memory again meanwhile
+        torch.cuda._sleep(200_000_000)
+        found = handle.wait()
+        with torch.cuda.stream(side):
+            taken = [torch.full((n,), float("nan"), device="cuda") for n in (here.numel(), here.numel() // 2) * 4]
+        found = found[0] if several else found
+        torch.cuda.synchronize()
+        assert torch.equal(found.cpu(), there)
+        del taken
+
+
+def test_a_handle_may_be_waited_for_on_another_stream() -> None:
+    run_ranks(_between_streams, WORLD, backend="nccl")
+
+
+def _extrema_and_averages(rank: int, world: int) -> None:
+    mesh, whole = Mesh(world), [Layout(Mesh(world), [None]), Layout(Mesh(world), [0])]
+    for dst in whole:
+        for op in ("min", "max"):
+            mine = torch.full((world,), float("nan") if rank == 1 else 1.0, device="cuda")
+            assert redistribute_local(mine, (world,), Layout(mesh, [None], {0: op}), dst).isnan().all()
+        mine = torch.full((world,), 60000.0, device="cuda", dtype=torch.float16)
+        found = redistribute_local(mine, (world,), Layout(mesh, [None], {0: "avg"}), dst)
+        assert torch.equal(found, torch.full_like(found, 60000.0))
+
+
+def test_nan_and_large_numbers_are_combined_as_torch_does() -> None:
+    run_ranks(_extrema_and_averages, WORLD, backend="nccl")
+
+
 def _many_and_graph(rank: int, world: int) -> None:
     mesh = Mesh(world)
     shape = (64 * world, 32 * world)

@@ -299,6 +299,17 @@ def _give_packed(rank: int, world_size: int) -> list[str]:
     moved, expected = program_for(made)(part_of(full, here, rank)), part_of(full, there, rank)
     if (moved is None) != (expected is None) or (expected is not None and not torch.equal(moved, expected)):
         wrong.append("other ranks")
+    # what is still to be conjugated is read into other memory
+    numbers = torch.complex(full, -full).conj()
+    pending = part_of(numbers, here, rank)
+    if pending is not None:
+        pending = pending.conj().resolve_conj().conj()
+    made = plan(full.shape, "complex64", here, there, donate=True, memory_limit=2**40, planners=["packed"])
+    moved, expected = program_for(made)(pending), part_of(numbers, there, rank)
+    if expected is not None and not torch.equal(moved, expected):
+        wrong.append("conjugated values")
+    if pending is not None and pending.untyped_storage().nbytes():
+        wrong.append("the conjugated source still has its memory")
     return wrong
 
 

@@ -119,11 +119,15 @@ class ManyProgram:
             self.rounds.append([_Round(bucket, k, members, width) for k in range(depth)])
         self._compared = self.team is None
 
+    def device_of(self, tensors: Sequence[Tensor | None]) -> torch.device:
+        """Where all of them are, and targets will be."""
+        return next((t.device for t in tensors if t is not None), collectives.device_of(self.team))
+
     def run(
         self, tensors: list[Tensor | None], async_op: bool
     ) -> Generator[Waitable | None, None, list[Tensor | None]]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
-        device = next((t.device for t in tensors if t is not None), collectives.device_of(self.team))
+        device = self.device_of(tensors)
         self._compare()
         tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
@@ -269,14 +273,16 @@ def redistribute_many(
             )
     order = list(items) if isinstance(items, Mapping) else None
 
+    tensors = [item.tensor for item in chosen]
+
     def run() -> Generator[Waitable | None, None, Any]:
-        targets = yield from program.run([item.tensor for item in chosen], async_op)
+        targets = yield from program.run([*tensors], async_op)
         if order is None:
             return targets
         by_name = dict(zip(names, targets))
         return {name: by_name[name] for name in order}
 
-    handle = Handle(run())
+    handle = Handle(run(), program.device_of(tensors) if async_op else None)
     return handle if async_op else handle.wait()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +36,15 @@ class Handle:
     Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
     waiting waits then, and warns. One that takes several exchanges, as under a memory limit, starts the later ones
     while it is waited for, so all ranks wait for such handles in the same order.
+
+    It goes on as it began, wherever it is waited for: in inference mode or not, and on the CUDA stream on which its
+    buffers were taken, so that they are not taken again before they have been read. The stream that waits follows.
     """
 
-    def __init__(self, steps: Generator[Waitable | None, None, Any]) -> None:
+    def __init__(self, steps: Generator[Waitable | None, None, Any], device: torch.device | None = None) -> None:
+        """``device``: where the buffers are, None where all is done when ``wait`` returns."""
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._result: Any = None
         self._error: BaseException | None = None
         self._work = next(steps, None)
@@ -49,23 +55,37 @@ class Handle:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
         if steps is not None:
-            work, self._work = self._work, None
-            while True:
-                try:
-                    if work is not None:
-                        work.wait()
-                    # it holds the buffers of its round
-                    del work
-                    work = next(steps)
-                except StopIteration as stop:
-                    self._result = stop.value
-                    break
-                except BaseException as error:
-                    self._error = error
-                    raise
+            with self._as_begun():
+                self._finish(steps)
+            if self._stream is not None:
+                _hand_over(self._result, self._stream)
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _finish(self, steps: Generator[Waitable | None, None, Any]) -> None:
+        work, self._work = self._work, None
+        while True:
+            try:
+                if work is not None:
+                    work.wait()
+                # it holds the buffers of its round
+                del work
+                work = next(steps)
+            except StopIteration as stop:
+                self._result = stop.value
+                break
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def _as_begun(self) -> ExitStack:
+        contexts = ExitStack()
+        if torch.is_inference_mode_enabled() != self._is_inference:
+            contexts.enter_context(torch.inference_mode(self._is_inference))
+        if self._stream is not None and torch.cuda.current_stream(self._stream.device) != self._stream:
+            contexts.enter_context(torch.cuda.stream(self._stream))
+        return contexts
 
     def __del__(self) -> None:
         if getattr(self, "_steps", None) is not None:
@@ -135,7 +155,7 @@ class Program:
         device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()
         if async_op:
-            return Handle(self._run(x, out, device))
+            return Handle(self._run(x, out, device), device)
         return Handle(self._run(x, out, device)).wait()
 
     def _run(
@@ -144,12 +164,17 @@ class Program:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
         given = x if self.plan.donate else None
         x = resolved(x)
+        if given is not None and (given.is_conj() or given.is_neg()):
+            # it has been read, and what was read takes its place
+            _give_up(given)
+            given = x
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
+            room = out.detach() if last and out is not None else None
             if self.plan.stages[number].method == "packed":
-                x = yield from self._run_packed(stage, x, out if last else None, device)
+                x = yield from self._run_packed(stage, x, room, device)
                 continue
-            target = out if last and out is not None else stage.allocate(device)
+            target = stage.allocate(device) if room is None else room
             # library collectives are NCCL's; a group with NCCL may bring tensors of the CPU, too
             native = self._native[number] if device.type != "cpu" else None
             if native is not None:
@@ -167,7 +192,7 @@ class Program:
                 del sends, receives, unpacked, work
             x = target
             _give_up(given)
-        return x
+        return x if out is None else out
 
     def _run_packed(
         self, stage: StageProgram, x: Tensor | None, out: Tensor | None, device: torch.device
@@ -268,6 +293,17 @@ class Program:
             raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
         if tensor is not None and tensor.dtype != self.dtype:
             raise LayoutError(f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}")
+
+
+def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
+    """Let the current stream use what was made on another."""
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
+        for tensor in result.values() if isinstance(result, dict) else result if isinstance(result, list) else [result]:
+            if tensor is not None:
+                # its memory is that of the other stream
+                tensor.record_stream(current)
 
 
 def _done(result: Tensor) -> Generator[None, None, Tensor]:

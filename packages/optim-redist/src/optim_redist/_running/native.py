@@ -2,7 +2,8 @@
 
 all-reduce: the target is replicated. reduce-scatter: the target is divided evenly; the input holds the members' parts
 one after the other, which is the source itself where they lie in it in that order. The library chooses the order of
-summation and rounds in the tensor's own type, so plans that ask for ``deterministic`` do not come here.
+summation and rounds in the tensor's own type, so plans that ask for ``deterministic`` do not come here; nor do the
+operations in which it is not torch's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ _REDUCED = {
 }
 
 
+def _is_faithful(ops: set[str], dtype: torch.dtype) -> bool:
+    """Whether the library combines floats as torch does, but for rounding.
+
+    NCCL's minimum and maximum are those of CUDA's fminf and fmaxf, which pass over NaN; torch's keep it. The sum on the
+    way to an average may be beyond the type's range where the average is not, as fp16's is narrow.
+    """
+    return not (ops & {"min", "max"} or ("avg" in ops and dtype == torch.float16))
+
+
 @dataclass(frozen=True)
 class NativeReduction:
     """One collective in place of a stage.
@@ -61,6 +71,8 @@ class NativeReduction:
         if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
             return None
         ops = {op for op, _ in problem.reduced}
+        if dtype.is_floating_point and not _is_faithful(ops, dtype):
+            return None
         op = next(iter(ops - {"avg"}), "sum")
         scale = prod(count for name, count in problem.reduced if name == "avg")
         parts = Message(-1)

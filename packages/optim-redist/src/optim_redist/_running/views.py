@@ -32,8 +32,12 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def resolved(tensor: Tensor | None) -> Tensor | None:
-    """The tensor with its values in its memory: conjugation or negation may be pending on a view of a complex one."""
-    return None if tensor is None else tensor.resolve_conj().resolve_neg()
+    """The tensor with its values in its memory, without its history.
+
+    Conjugation or negation may be pending on a view of a complex one, and torch refuses to combine contributions of
+    which one requires a gradient.
+    """
+    return None if tensor is None else tensor.detach().resolve_conj().resolve_neg()
 
 
 def bits_type(dtype: torch.dtype) -> torch.dtype:
