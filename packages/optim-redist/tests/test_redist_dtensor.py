@@ -370,6 +370,41 @@ def _other_features(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+def _strides(rank: int, world_size: int) -> list[tuple[object, ...]]:
+    """The strides of what moves nowhere, on some ranks or on all, and was transposed; sums over ranks are right."""
+    from optim_redist import redistribute
+
+    device_mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(24.0).reshape(4, 6)
+    found = []
+    # every second row, which are several pieces
+    dealt, shape = [StridedShard(1, split_factor=2)], torch.Size((6, 4))
+    pieces = DTensor.from_local(full[rank::2].t(), device_mesh, dealt, run_check=False, shape=shape, stride=(1, 6))
+    for tensor, wanted in (
+        (distribute_tensor(full, device_mesh, [Replicate()]).t(), Partial()),
+        (distribute_tensor(full[None], device_mesh, [Replicate()]).transpose(1, 2), Shard(0)),
+        # one index for two ranks
+        (distribute_tensor(full[None], device_mesh, [Shard(0)]).transpose(1, 2), Shard(0)),
+        (pieces, dealt[0]),
+    ):
+        moved = redistribute(tensor, None, [wanted])
+        local = moved.to_local()
+        found.append((moved.stride(), local.is_contiguous(), moved.stride() == tensor.stride()))
+        if wanted == Partial():
+            total = local.clone()
+            torch.distributed.all_reduce(total)
+            assert torch.equal(total, full.t())
+    return found
+
+
+def test_strides_are_the_same_on_every_rank():
+    first, second = run_ranks(_strides, 2)
+    assert [each[0] for each in first] == [each[0] for each in second] == [(4, 1), (24, 4, 1), (24, 1, 6), (1, 6)]
+    # what stays everywhere keeps its own
+    assert [each[2] for each in first] == [False, False, True, True]
+    assert all(each[1] for each in [*first[:2], *second[:2]])
+
+
 @pytest.mark.slow
 def test_redistribute_is_dtensors_in_value_and_gradient():
     assert run_ranks(_compare_with_dtensor, 4) == [[]] * 4

@@ -126,11 +126,15 @@ def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op
     if place.dtype is not None and place.dtype != local.dtype:
         local = local.to(place.dtype)
     inside = dtensor.device_mesh.get_coordinate() is not None
+    target = place.layout(shape)
+    if source == target and not async_op:
+        # on every rank, also where the part is none, or several pieces, which would be copied
+        return _wrapped(local if inside else None, dtensor, place, local, stays=True)
     moved = redistribute_local(
         local if inside else None,
         shape,
         source,
-        place.layout(shape),
+        target,
         dtype=local.dtype,
         device=None if inside else torch.device(place.mesh.device_type),
         async_op=async_op,
@@ -146,14 +150,17 @@ def _when_arrived(handle: Handle, dtensor: DTensor, place: _Place, local: Tensor
     return _wrapped(handle.wait(), dtensor, place, local)
 
 
-def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor) -> DTensor:
-    """The rank's part as a DTensor; a part that did not move keeps the strides it had."""
+def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor, *, stays: bool = False) -> DTensor:
+    """The rank's part as a DTensor, of the same strides on every rank: those it had where all of the tensor stays."""
     shape = dtensor.shape
     # a stride of torch is at least 1, also where sizes are 0
     dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
-    stride = dtensor.stride() if moved is local else dense
+    stride = dtensor.stride() if stays else dense
     # from_local empties it, but takes the form of a tensor without dimensions from it
     part = moved if moved is not None else local.new_empty(0 if shape else ())
+    if not stays:
+        # what stayed on this rank alone has the strides it had
+        part = part.contiguous()
     if place.arrives_as is not None:
         # torch's operations forget orders of axes
         part = part.to(place.arrives_as)
