@@ -397,6 +397,42 @@ def _strides(rank: int, world_size: int) -> list[tuple[object, ...]]:
     return found
 
 
+def _shared_memory(rank: int, world_size: int) -> list[bool]:
+    """Whether a result shares its memory with a tensor of ones, to which nobody writes through it."""
+    from optim_redist import redistribute
+
+    device_mesh, found = init_device_mesh("cpu", (2,)), []
+    ones = torch.ones(1, 3)
+    for src, dst in (
+        (Replicate(), Shard(0)),
+        (Replicate(), Partial()),
+        (Replicate(), Replicate()),
+        (Shard(0), Shard(0)),
+        (Partial(), Partial()),
+    ):
+        tensor = distribute_tensor(ones, device_mesh, [Replicate() if src == Partial() else src])
+        if src == Partial():
+            tensor = DTensor.from_local(ones.clone(), device_mesh, [src])
+        moved = redistribute(tensor, None, [dst])
+        local, before = moved.to_local(), tensor.to_local().clone()
+        shares = local.numel() == 0 or local.data_ptr() == tensor.to_local().data_ptr()
+        if not shares:
+            local.add_(1)
+            assert torch.equal(tensor.to_local(), before)
+        found.append(local.numel() == 0 or shares)
+    # the same on every rank, by another mesh and in other words
+    other = init_device_mesh("cpu", (2, 1))
+    tensor = distribute_tensor(torch.ones(4, 3), device_mesh, [Shard(0)])
+    moved = redistribute(tensor, other, [Shard(0), Shard(0)])
+    return [*found, moved.to_local().data_ptr() == tensor.to_local().data_ptr()]
+
+
+def test_what_stays_on_some_ranks_has_memory_of_its_own():
+    first, second = run_ranks(_shared_memory, 2)
+    assert first == [False, False, True, True, True, True]
+    assert second == [True, False, True, True, True, True]
+
+
 def test_strides_are_the_same_on_every_rank():
     first, second = run_ranks(_strides, 2)
     assert [each[0] for each in first] == [each[0] for each in second] == [(4, 1), (24, 4, 1), (24, 1, 6), (1, 6)]

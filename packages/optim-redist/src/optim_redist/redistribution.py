@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
@@ -51,6 +52,20 @@ def _layout(
     return from_placements(mesh, [placement for _, placement in placements], shape, order)
 
 
+@lru_cache(maxsize=4096)
+def _stays(source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank's part is the same in both layouts, so that nobody's is copied."""
+    if source == target:
+        return True
+    ranks = source.mesh.ranks
+    # which of several contributions are kept depends on their axes
+    if source.partial or target.partial or set(ranks) != set(target.mesh.ranks):
+        return False
+    if any(source.local_shape(shape, rank) != target.local_shape(shape, rank) for rank in ranks):
+        return False
+    return canonical(source, shape) == canonical(target, shape)
+
+
 def redistribute(
     dtensor: DTensor,
     device_mesh: DeviceMesh | None = None,
@@ -64,7 +79,8 @@ def redistribute(
 ) -> Any:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
-    Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there.
+    Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there. What stays on all ranks
+    shares its memory with the tensor, all else has its own.
 
     Args:
         dtensor: any placements, masked partials excepted.
@@ -127,8 +143,7 @@ def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op
         local = local.to(place.dtype)
     inside = dtensor.device_mesh.get_coordinate() is not None
     target = place.layout(shape)
-    if source == target and not async_op:
-        # on every rank, also where the part is none, or several pieces, which would be copied
+    if not async_op and _stays(source, target, shape):
         return _wrapped(local if inside else None, dtensor, place, local, stays=True)
     moved = redistribute_local(
         local if inside else None,
@@ -151,16 +166,19 @@ def _when_arrived(handle: Handle, dtensor: DTensor, place: _Place, local: Tensor
 
 
 def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor, *, stays: bool = False) -> DTensor:
-    """The rank's part as a DTensor, of the same strides on every rank: those it had where all of the tensor stays."""
+    """The rank's part as a DTensor; strides, and whether it has memory of its own, are the same on every rank.
+
+    Where all of the tensor stays it is the part that was there, as it lies. Who writes to a part that stayed on this
+    rank alone would change a replica here, and none elsewhere.
+    """
     shape = dtensor.shape
     # a stride of torch is at least 1, also where sizes are 0
     dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
     stride = dtensor.stride() if stays else dense
     # from_local empties it, but takes the form of a tensor without dimensions from it
     part = moved if moved is not None else local.new_empty(0 if shape else ())
-    if not stays:
-        # what stayed on this rank alone has the strides it had
-        part = part.contiguous()
+    if moved is local and not stays:
+        part = local.clone(memory_format=torch.contiguous_format)
     if place.arrives_as is not None:
         # torch's operations forget orders of axes
         part = part.to(place.arrives_as)
