@@ -43,7 +43,7 @@ class Options:
 
     Args:
         model: names parameters and orders buckets by its backward pass; its modules wait for what they use, so that
-            gathers run into the next forward pass. What reads parameters otherwise calls ``wait()`` first.
+            gathers run into the next forward pass. What reads or writes parameters otherwise calls ``wait()`` first.
         mesh: a ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. Of two dimensions
             (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
             DTensors have meshes of their own, which cover the same ranks.
