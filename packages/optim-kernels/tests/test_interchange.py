@@ -266,10 +266,13 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is a DTensor; clip with optim_dist"):
         TritonMuonAdamW([{"kind": "adamw", "params": [sharded]}], max_norm=1.0)
     assert sharded.grad is not None
-    # torch adds up over ranks: kernels see no memory of a DTensor
-    norm = GradientNorms("triton" if is_interpreted() else "auto").norm([sharded.grad], 2.0)
     expected = torch.nn.utils.get_total_norm([whole.grad.float()])
-    torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
+    norms = GradientNorms("triton" if is_interpreted() else "auto")
+    # torch adds up over ranks: kernels see no memory of a DTensor, behind a plain gradient like it neither
+    for _ in range(3):
+        torch.testing.assert_close(norms.norm([whole.grad], 2.0), expected)
+        norm = norms.norm([sharded.grad], 2.0)
+        torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
     for p, optimizer in zip((whole, sharded), optimizers):
         optimizer.step(clip_factor=clip_factor(get_total_norm([p.grad]), 0.1))
     torch.testing.assert_close(sharded.full_tensor(), whole)
