@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_gradients_that_are_made_of_others(num_calls: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_element_is_scaled_once(num_tiles: int, dtype: torch.dtype) -> None:
     """However many turns a program has (in the interpreter there are four), with what is left over at the ends."""
-    sizes = [5, 4096 * num_tiles + 3, 4096, 8]
+    sizes = [0, 5, 4096 * num_tiles + 3, 0, 4096, 8]
     grads = [torch.arange(1, size + 1, dtype=torch.float32, device=DEVICE).to(dtype) for size in sizes]
     expected = [(grad.float() * 0.5).to(dtype) for grad in grads]
     assert GradientNorms("triton").scale_(grads, torch.tensor(0.5, device=DEVICE))
@@ -196,8 +197,9 @@ def test_norm_of_bf16_has_all_its_digits() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_clipping_is_torchs(norm_type: float, foreach: bool | None) -> None:
+@pytest.mark.parametrize(("impl", "foreach"), [("torch", None), ("triton", None), ("auto", False), ("auto", True)])
+def test_clipping_is_torchs(norm_type: float, impl: Any, foreach: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
     ours, theirs = ([p for p in parameters() if p.numel()] for _ in range(2))
     norm = clip_grad_norm_(ours, 2.0, norm_type, foreach=foreach)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 2.0, norm_type))
@@ -229,6 +231,7 @@ def test_sum_of_squares_is_fp64_and_fills_out() -> None:
     out = torch.zeros((), dtype=torch.float64, device=DEVICE)
     assert sum_of_squares(tensors, out=out) is out
     torch.testing.assert_close(out, exact, rtol=1e-6, atol=0)
+    assert sum_of_squares([]) == 0
 
 
 @settings(deadline=None, max_examples=25)
@@ -256,6 +259,32 @@ def test_gradients_that_are_not_dense_are_copied_for_as_long_as_they_are_read() 
         torch.testing.assert_close(total, expected.double().square(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("any_stream", [False, True])
+def test_lists_of_other_kinds_in_turn(any_stream: bool) -> None:
+    whole = torch.randn(60, 40, device=DEVICE)
+    half, spread = whole.bfloat16(), whole[::2, ::2]
+    lists = [[whole], [half], [spread], [whole, half], [half, whole], [whole, whole.t()], [spread, whole], [whole[:30]]]
+    norms = GradientNorms("triton", any_stream=any_stream)
+    for one, other in permutations(lists, 2):
+        for tensors in (one, other):
+            expected = torch.cat([tensor.flatten().double() for tensor in tensors]).norm()
+            torch.testing.assert_close(norms.norm(tensors, 2.0).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_that_are_not_dense_are_scaled_where_they_are(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
+    memory = torch.ones(300, 200, device=DEVICE)
+    params = [torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in ((150, 100), (200,))]
+    for p, grad in zip(params, (memory[::2, ::2], memory[1])):
+        p.grad = grad
+    expected = memory.clone()
+    for part in (expected[::2, ::2], expected[1]):
+        part.mul_(0.5 / 15200**0.5)
+    torch.testing.assert_close(clip_grad_norm_(params, 0.5), torch.tensor(15200**0.5, device=DEVICE))
+    torch.testing.assert_close(memory, expected)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one", "mixed"])
 def test_clipping_is_seen_by_autograd(impl: Any, dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +302,11 @@ def test_clipping_is_seen_by_autograd(impl: Any, dtypes: list[torch.dtype], monk
             penalty.backward()
 
 
-@pytest.mark.parametrize("norm_type", [0.0, 0.5, 3.0, math.inf, -1.0, -math.inf])
-def test_any_norm_of_empty_and_sparse_gradients(norm_type: float) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("norm_type", [0.0, 0.5, 2.0, 3.0, math.inf, -1.0, -math.inf])
+def test_any_norm_of_empty_and_sparse_gradients(norm_type: float, impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one adds nothing, not even to the smallest element; zeros of a sparse one count."""
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
     full = torch.tensor([3.0, -4.0], device=DEVICE)
     assert get_total_norm([torch.empty(0, device=DEVICE)], norm_type) == 0.0
     torch.testing.assert_close(get_total_norm([full.new_empty(0), full], norm_type), get_total_norm([full], norm_type))

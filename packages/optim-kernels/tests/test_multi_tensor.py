@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_kernels import multi_tensor
-from optim_kernels.multi_tensor import SIZE_SHIFT, TENSOR_SHIFT, UNIT, ChunkMap, ChunkSize, KnownKinds, TensorList
+from optim_kernels.multi_tensor import (
+    SIZE_SHIFT,
+    TENSOR_SHIFT,
+    UNIT,
+    ChunkMap,
+    ChunkSize,
+    KnownKinds,
+    TensorList,
+    is_dense,
+    sharing_memory,
+)
 
 CPU = torch.device("cpu")
 
@@ -96,6 +107,47 @@ def test_what_changes_at_the_same_address_is_seen(
     assert changed[0].data_ptr() == tensors[0].data_ptr()
     for each in (changed, tensors, changed[:1], tensors[:1], tensors, tensors, tensors, changed):
         assert TensorList(each, known).kinds == TensorList(each).kinds
+
+
+def test_lists_that_a_kernel_reads_otherwise_are_of_other_kinds() -> None:
+    memory = torch.randn(64)
+    x, y = memory[:24].view(2, 3, 4), memory[:12].view(3, 4)
+    lists = [
+        [x, x],
+        [x.view(torch.int32), x],
+        [x, x[:1]],
+        [x, x.transpose(1, 2)],
+        [x.transpose(1, 2), x],
+        # of one shape, or of the same strides
+        [x, memory.as_strided((3, 2, 4), (4, 12, 1))],
+        [x, memory.as_strided((3, 2, 4), (4, 16, 1))],
+        [x, memory.as_strided((2, 3, 4), (4, 16, 1))],
+        [y, y.t()],
+        [y, torch._neg_view(y)],
+        [torch._neg_view(y), y],
+        [x],
+    ]
+    kinds = [TensorList(tensors).kinds for tensors in lists]
+    assert all(one != other for one, other in combinations(kinds, 2))
+
+
+def test_elements_are_dense_where_they_fill_a_range_of_memory() -> None:
+    x = torch.randn(4, 3, 2, 5)
+    # the stride of a single element says nothing
+    for dense in (x, x.permute(2, 0, 3, 1), x[1], x.as_strided((24, 1, 5), (1, 7, 24)), x[:0]):
+        assert is_dense(dense)
+    gaps, overlaps = (x[:, :2], x[..., 0], x[::2]), (x[0, 0, 0].expand(3, 5), x.as_strided((4, 4), (1, 2)))
+    for each in (*gaps, *overlaps, *(each.mT for each in overlaps)):
+        assert not is_dense(each)
+
+
+def test_tensors_share_memory_where_one_begins_inside_the_other() -> None:
+    x = torch.randn(8, 6)
+    apart = [x[4:], x[:2, :3], x[:2, 3:], x[2:4], x[:0], x[1:1], torch.empty(3, device="meta"), x[0].to("meta")]
+    assert sharing_memory(apart) is None
+    assert sharing_memory([*apart, x.view(torch.int16).view(-1)[-1:]]) == (0, len(apart))
+    assert sharing_memory([x[7], *apart]) == (0, 1)
+    assert sharing_memory([x[2:4, :2], *apart]) == (0, 4)
 
 
 def test_what_changes_in_place_is_seen() -> None:
