@@ -216,6 +216,20 @@ def test_gradients_in_another_layout_than_their_parameter(impl: str) -> None:
     assert ours.state[p]["momentum_buffer"].stride() == p.stride()
 
 
+@IMPLS
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
+def test_layouts_of_gradients_may_change_between_steps(impl: str, is_turned: bool) -> None:
+    p = nn.Parameter(parameter(12, 8).detach().t()) if is_turned else parameter(8, 12)
+    q = nn.Parameter(p.detach().clone())
+    ours, theirs = muon([p], impl), muon([q], "torch")
+    for turned in (True, True, True, False, False, False, True):
+        q.grad = torch.randn(8, 12, device=DEVICE)
+        p.grad = q.grad.t().contiguous().t() if turned else q.grad.clone()
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
 def test_parameters_whose_layout_allows_no_view_are_named() -> None:
     conv = nn.Conv2d(3, 8, 3)
     optimizer = TritonMuon.keller([("conv", conv.weight)])
