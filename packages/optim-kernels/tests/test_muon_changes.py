@@ -76,6 +76,17 @@ def test_options_may_change_between_steps(impl: str, shape: tuple[int, ...], opt
     assert_alike(changed, given)
 
 
+def test_second_moments_may_come_and_go_between_steps() -> None:
+    p = parameter(8, 12)
+    q = nn.Parameter(p.detach().clone())
+    ours, theirs = muon([p], "triton"), muon([q], "torch")
+    for beta2 in (None, None, None, 0.9, 0.9, 0.5, None, None):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["beta2"] = beta2
+        steps(ours, theirs)
+        assert_alike(ours, theirs)
+
+
 @IMPLS
 @pytest.mark.parametrize(
     "kept_in", [lambda triple: triple, lambda triple: 5 * (triple,)], ids=["list", "tuple of lists"]
