@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_kernels.functional import muon_, muon_plan
 from optim_utils.param_groups import MatrixView
+from optim_utils.testing import run_ranks
 
 pytest.importorskip("triton")
 
@@ -331,6 +332,40 @@ def test_a_step_is_seen_by_autograd(impl: str) -> None:
         before = p._version
         steps(optimizer)
         assert p._version > before
+
+
+@IMPLS
+def test_empty_matrices_beside_others(impl: str) -> None:
+    p, q = parameter(8, 12), parameter(0, 12)
+    alone, beside = muon([p], impl), muon([q, nn.Parameter(p.detach().clone())], impl)
+    for _ in range(3):
+        steps(alone)
+        beside.param_groups[0]["params"][1].grad = p.grad
+        give_gradients(q)
+        beside.step()
+    assert torch.equal(beside.param_groups[0]["params"][1], p)
+
+
+def test_matrices_of_which_a_rank_has_a_part_are_refused() -> None:
+    run_ranks(_sharded, 2, backend="gloo")
+
+
+def _sharded(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    value, grad = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    plain = nn.Parameter(value.clone())
+    whole, part = (nn.Parameter(distribute_tensor(value.clone(), mesh, [place])) for place in (Replicate(), Shard(0)))
+    plain.grad = grad
+    for p, place in ((whole, Replicate()), (part, Shard(0))):
+        p.grad = distribute_tensor(grad, mesh, [place])
+    for p in (plain, whole):
+        muon([p], "torch").step()
+    assert torch.equal(whole.full_tensor(), plain)
+    with pytest.raises(RuntimeError, match=r"is a DTensor of shape \(8, 12\) of which this rank holds \(4, 12\); Muon"):
+        muon([part], "torch").step()
+    assert torch.equal(part.full_tensor(), value)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")

@@ -78,5 +78,9 @@ def test_parameters_go_through_plain_torch() -> None:
     steps = torch.zeros((), device=DEVICE)
     with pytest.raises(ValueError, match=r"params\[0\], .* is negated lazily; give its resolve_neg"):
         functional.adamw_([p.detach()], [normal(1)], [m], [v], steps=steps, **hyper)
-    with pytest.raises(ValueError, match=r"exp_avgs\[0\], .* is negated lazily"):
-        functional.adamw_([normal(0)], [normal(1)], [torch._neg_view(m)], [v], steps=steps, **hyper)
+    largest, master = torch.zeros_like(v), normal(0)
+    tensors = {"exp_avgs": m, "exp_avg_sqs": v, "max_exp_avg_sqs": largest, "masters": master}
+    for name in tensors:
+        given = {key: [torch._neg_view(x) if key == name else x] for key, x in tensors.items()}
+        with pytest.raises(ValueError, match=rf"{name}\[0\], .* is negated lazily"):
+            functional.adamw_([normal(0).half()], [normal(1)], **given, steps=steps, **hyper)
