@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from random_tensors import DEVICE
 from torch import nn
 
-from optim_kernels import TritonMuon, TritonMuonAdamW
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
 from optim_kernels._impl import is_interpreted
 from optim_utils.param_groups import route_parameters
 
@@ -320,3 +321,16 @@ def test_a_checkpoint_with_options_of_adamw_that_it_lacks_is_refused() -> None:
     assert optimizer.param_groups[0]["lr"] == 3e-4
     optimizer.load_state_dict(torch.optim.AdamW(rest, lr=0.5).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40 + 3, 2**64 - 1])
+@pytest.mark.parametrize("make", [TritonMuon, TritonAdamW])
+def test_random_bits_of_any_seed(make: Any, seed: int) -> None:
+    """Seeds of torch's own generators have up to 64 bits; the kernels take the bits that plain torch takes."""
+    params = [nn.Parameter(torch.ones(16, 24, device=DEVICE).bfloat16()) for _ in range(3)]
+    for p, impl, own in zip(params, ("torch", "triton", "torch"), (seed, seed, seed + 1)):
+        # it decays alone, which all compute exactly alike
+        p.grad = torch.zeros_like(p)
+        make([p], lr=0.01, weight_decay=0.1, stochastic_rounding=True, seed=own, impl=impl).step()
+    assert torch.equal(params[0], params[1])
+    assert not torch.equal(params[0], params[2])

@@ -262,7 +262,7 @@ def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
         (fields.GROUP, t.group),
         (fields.PLACE, t.place),
         (fields.START, matrix.offset),
-        (fields.SEED, t.seed),
+        (fields.SEED, t.seed & 0xFFFFFFFF),
     ):
         row[column] = value
     return row
