@@ -97,6 +97,14 @@ def another_moment(optimizer: torch.optim.Optimizer) -> None:
     state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
 
 
+def another_state(optimizer: torch.optim.Optimizer) -> None:
+    """What was there may be the user's own copy now."""
+    for p, state in list(optimizer.state.items()):
+        optimizer.state[p] = {key: value.clone() for key, value in state.items()}
+        for value in state.values():
+            value.fill_(7.0)
+
+
 def denser(optimizer: torch.optim.Optimizer) -> None:
     """As Gaussian splatting does: a parameter makes place for a larger one that takes over its state."""
     group = optimizer.param_groups[0]
@@ -147,6 +155,7 @@ EDITS = [
     no_state,
     another_count,
     another_moment,
+    another_state,
     denser,
     moved_states,
     refilled_states,

@@ -331,6 +331,28 @@ def test_hyperparameters_may_be_written_where_they_are() -> None:
     assert (p < 1.0).all()
 
 
+def test_numbers_of_a_plan_may_be_written_where_they_are() -> None:
+    params, grads, first, second = ([torch.ones(6, device=DEVICE) for _ in range(2)] for _ in range(4))
+    steps = [torch.zeros((), device=DEVICE) for _ in range(2)]
+    groups, plan = [0, 1], AdamWPlan()
+    scalars = [AdamWScalars(lr, 0.9, 0.99, 1e-8, 0.0) for lr in (0.0, 0.1)]
+    for moving in (1, 0):
+        groups[:] = [1 - moving, moving]
+        before = [p.clone() for p in params]
+        plan.prepare(params, grads, first, second, steps=steps, groups=groups)
+        plan.step(grads, scalars)
+        assert [not torch.equal(p, old) for p, old in zip(params, before)] == [moving == 0, moving == 1]
+
+
+def test_strides_of_single_elements_do_not_matter() -> None:
+    p, m = (torch.ones(6, device=DEVICE).as_strided((6, 1), (1, stride)) for stride in (5, 7))
+    g, v = (torch.ones(6, 1, device=DEVICE) for _ in range(2))
+    plan = AdamWPlan.build([p], [g], [m], [v], steps=[torch.zeros((), device=DEVICE)])
+    plan.step([g], [AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.0)])
+    assert (p < 1.0).all()
+    assert plan.num_copied == 0
+
+
 @pytest.mark.parametrize("which", ["params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"])
 @pytest.mark.parametrize("how", ["moved", "transposed"])
 def test_a_plan_follows_tensors_whose_memory_is_replaced(which: str, how: str) -> None:

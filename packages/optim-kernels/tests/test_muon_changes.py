@@ -126,6 +126,22 @@ def test_a_parameter_follows_the_options_of_the_group_it_moves_to(impl: str) -> 
 
 
 @IMPLS
+def test_parameters_that_come_to_a_group_and_leave_it(impl: str) -> None:
+    p, q = parameter(8, 12), parameter(8, 12)
+    optimizer = muon([p], impl)
+    params = optimizer.param_groups[0]["params"]
+    for change, moving in ((None, [p]), (lambda: params.append(q), [p, q]), (params.pop, [p]), (params.pop, [])):
+        if change is not None:
+            change()
+        for _ in range(3):
+            give_gradients(p, q)
+            before = [x.detach().clone() for x in (p, q)]
+            optimizer.step()
+            moved = [x for x, old in zip((p, q), before) if not torch.equal(x, old)]
+            assert list(map(id, moved)) == list(map(id, moving))
+
+
+@IMPLS
 @pytest.mark.parametrize("key", ["momentum_buffer", "second_momentum_buffer"])
 def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
     """As code does that moves states to the host between steps and back."""
