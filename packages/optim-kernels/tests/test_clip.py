@@ -259,16 +259,17 @@ def test_gradients_that_are_not_dense_are_copied_for_as_long_as_they_are_read() 
         torch.testing.assert_close(total, expected.double().square(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("any_stream", [False, True])
-def test_lists_of_other_kinds_in_turn(any_stream: bool) -> None:
+def test_lists_of_other_kinds_in_turn(any_stream: bool, norm_type: float) -> None:
     whole = torch.randn(60, 40, device=DEVICE)
     half, spread = whole.bfloat16(), whole[::2, ::2]
     lists = [[whole], [half], [spread], [whole, half], [half, whole], [whole, whole.t()], [spread, whole], [whole[:30]]]
     norms = GradientNorms("triton", any_stream=any_stream)
     for one, other in permutations(lists, 2):
         for tensors in (one, other):
-            expected = torch.cat([tensor.flatten().double() for tensor in tensors]).norm()
-            torch.testing.assert_close(norms.norm(tensors, 2.0).double(), expected, rtol=1e-6, atol=0)
+            expected = torch.cat([tensor.flatten().double() for tensor in tensors]).norm(norm_type)
+            torch.testing.assert_close(norms.norm(tensors, norm_type).double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -105,12 +105,23 @@ def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> 
 
 
 @IMPLS
-def test_options_that_are_wrong_by_now_are_refused(impl: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("nd", "conv", "nd must be"),
+        ("master_weights", "split16", r"master_weights='split16' is for .*, param_groups\[0\].* is torch.float32"),
+        ("ns_coefficients", "sharp", "sharp"),
+    ],
+)
+def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value: Any, words: str) -> None:
     optimizer, _ = twins(impl, 8, 12)
-    steps(optimizer)
-    optimizer.param_groups[0]["nd"] = "conv"
-    with pytest.raises(ValueError, match="nd must be"):
+    steps(optimizer, count=2)
+    (p,) = optimizer.param_groups[0]["params"]
+    before = p.detach().clone()
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=words):
         steps(optimizer)
+    assert torch.equal(p, before)
 
 
 @IMPLS

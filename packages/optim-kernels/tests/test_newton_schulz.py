@@ -191,6 +191,7 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
         ({"coefficients": ((1.0, 2.0),)}, "triple"),
         ({"coefficients": torch.ones(3)}, "triple"),
         ({"restarts": (3, 2)}, "restarts"),
+        ({"restarts": (2, 2)}, "restarts must be increasing"),
         ({"restarts": 2}, "restarts must be"),
         ({"restarts": "fast"}, "restarts must be"),
         ({"restarts": (1.5,)}, "restarts must be"),
