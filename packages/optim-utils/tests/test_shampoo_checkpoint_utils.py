@@ -376,6 +376,9 @@ def test_a_container_with_nothing_to_fill_is_never_missing():
         (torch.tensor(0, dtype=torch.uint8), 300, "dtype"),
         (torch.tensor(0), 10**30, "dtype"),
         (torch.tensor(True), 5, "dtype"),
+        # a number of a later kind, whatever its value
+        (torch.tensor(0), 1.0, "dtype"),
+        (torch.tensor(True), 1.0, "dtype"),
         (torch.zeros((), dtype=torch.float16), 1e9, "dtype"),
         (torch.zeros(()), 10**400, "dtype"),
         (torch.zeros((), dtype=torch.complex64), 1e300j, "dtype"),
