@@ -369,6 +369,8 @@ def test_a_container_with_nothing_to_fill_is_never_missing():
         (torch.zeros(2), torch.zeros(3), "shape"),
         (torch.zeros(2), 5, "type"),
         (torch.zeros(2), "x", "type"),
+        (torch.zeros(2), torch.ones(2).to_sparse(), "type"),
+        (torch.zeros(2).to_sparse(), torch.ones(2), "type"),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int64), "dtype"),
         (torch.zeros((), dtype=torch.int64), 2.5, "dtype"),
         (torch.zeros(()), 2j, "dtype"),
@@ -407,6 +409,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(live, loaded, k
         (torch.zeros((), dtype=torch.bfloat16), 0.1),
         (torch.zeros((), dtype=torch.float16), math.inf),
         (torch.zeros((), dtype=torch.complex64), 2),
+        (torch.zeros((), dtype=torch.complex64), 1 + 2j),
     ],
     ids=str,
 )
