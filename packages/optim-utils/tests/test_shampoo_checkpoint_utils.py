@@ -418,6 +418,14 @@ def test_a_number_fills_a_0_dim_tensor_that_holds_it(live, number):
     assert live == torch.tensor(number, dtype=live.dtype)
 
 
+@pytest.mark.parametrize("size", [3, 200])
+def test_a_tensor_may_be_loaded_from_its_own_transpose(size):
+    live = torch.randn(size, size)
+    expected = live.t().clone()
+    assert update_param_state_dict_object({"t": live}, {"t": live.t()}).ok
+    assert torch.equal(live, expected)
+
+
 def test_a_number_fills_a_tensor_whatever_the_default_device_is():
     live = torch.zeros(())
     with torch.device("meta"):
