@@ -77,6 +77,20 @@ def test_options_may_change_between_steps(impl: str, shape: tuple[int, ...], opt
     assert_alike(changed, given)
 
 
+def test_groups_of_one_plan_have_hyperparameters_of_their_own() -> None:
+    params = [parameter(8, 12) for _ in range(3)]
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    hyper = [{"lr": 0.1}, {"lr": 0.0}, {"lr": 0.02, "weight_decay": 0.5, "momentum": 0.5}]
+    ours, theirs = (
+        muon([{"params": [p], **own} for p, own in zip(each, hyper)], impl)
+        for each, impl in ((params, "triton"), (copies, "torch"))
+    )
+    steps(ours, theirs, count=3)
+    assert len(ours.plans()) == 1
+    for p, q in zip(params, copies):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+
+
 def test_second_moments_may_come_and_go_between_steps() -> None:
     p = parameter(8, 12)
     q = nn.Parameter(p.detach().clone())
