@@ -1,9 +1,9 @@
 """The one door to Triton: what kernels need beside ``triton.language``, compiled and interpreted alike.
 
 Kernel modules import ``triton`` and ``tl`` from here, and nothing imports them before a kernel is wanted: the package
-works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks four things,
-and each has one helper: products of bf16 (``dot``), autotuning (``tuned``), rounding when a value is narrowed
-(``narrow``), and the types of arguments (``wide``).
+works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks three things,
+and each has one helper: products of bf16 (``dot``), rounding when a value is narrowed (``narrow``), and the types of
+arguments (``wide``). Nothing is autotuned: tiles are chosen by shape.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ __all__ = [
     "sqrt_rn",
     "tl",
     "triton",
-    "tuned",
     "wait_for_previous",
     "wide",
 ]
@@ -165,14 +164,6 @@ def narrow(x, dtype: tl.constexpr):
 def wide(number):
     """The 64-bit number that an argument is annotated as; the interpreter gives it the type of its value."""
     return number.to(tl.int64)
-
-
-def tuned(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:
-    """``triton.autotune(configs, key)`` on a GPU; in the interpreter, which cannot time, the first configuration."""
-    if not INTERPRETED.value:
-        return triton.autotune(configs=list(configs), key=list(key))
-    first = configs[0].kwargs
-    return triton.heuristics({name: lambda _, value=value: value for name, value in first.items()})
 
 
 def current_stream(device: torch.device) -> int:
