@@ -14,6 +14,7 @@ from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, ex
 
 from optim_redist import Block, Chunk, Cyclic, Layout, Mesh, Topology, bounds
 from optim_redist._methods.direct import direct_phases
+from optim_redist.errors import RedistError
 from optim_redist.lower_bounds import crossing
 from optim_redist.problem import Problem
 
@@ -254,3 +255,21 @@ def test_every_group_of_the_source_and_target_ranks() -> None:
     problem = Problem((8, 9), src, dst)
     for group in combinations(range(10), 3):
         assert crossing(problem, group)[0] <= sum(crossing(problem, (rank,))[0] for rank in group)
+
+
+def test_nodes_are_the_ranks_of_a_host() -> None:
+    mesh, shape = Mesh([2, 2], names=["outer", "inner"]), (8, 8)
+    src, dst = Layout(mesh, ["outer", None]), Layout(mesh, [None, "outer"])
+    blocks = Topology.from_hosts(["a", "a", "b", "b"])
+    assert bounds(shape, src, dst, blocks) == bounds(shape, src, dst, Topology.nodes(2))
+    assert blocks.groups(range(4)) == Topology.nodes(2).groups(range(4))
+    # rank 0 and rank 2, as on the mesh's second axis
+    in_turn = Topology.from_hosts(["a", "b", "a", "b"])
+    assert bounds(shape, src, dst, in_turn) == bounds(shape, src, dst, Topology.from_mesh_axis(mesh, "inner"))
+    assert [ranks for _, ranks, _ in in_turn.groups(range(4))] == [(0, 2), (1, 3)]
+    # of unlike nodes the largest says how much all may bring
+    unlike = Topology.from_hosts(["b", "a", "a", "a"], bandwidth=1e9)
+    assert unlike.groups(range(4)) == [("node", (0,), 3e9), ("node", (1, 2, 3), 3e9)]
+    assert not Topology.from_hosts(["a"] * 4).groups(range(4))
+    with pytest.raises(RedistError, match="hosts is empty; give the host name of every rank"):
+        Topology.from_hosts([])

@@ -119,7 +119,12 @@ class Topology:
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str], *, bandwidth: float = _PORT_BANDWIDTH) -> Topology:
-        """Ranks of the same host name form a node: ``hosts[r]`` is where rank r runs."""
+        """Ranks of the same host name form a node: ``hosts[r]`` is where rank r runs.
+
+        ``bandwidth`` is one rank's share of the border of the largest node; where nodes differ all have that border.
+        """
+        if not hosts:
+            raise RedistError("hosts is empty; give the host name of every rank, rank 0's first")
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
