@@ -11,7 +11,6 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
-from triton.runtime.jit import KernelInterface
 
 from optim_kernels import TritonAdamW, TritonMuon, _triton, newton_schulz
 
@@ -172,17 +171,16 @@ def test_hooks_hear_of_launches_on_a_gpu(hooks: Any) -> None:
 @pytest.mark.skipif(not _triton.INTERPRETED.value, reason="kernels are interpreted without a GPU alone")
 def test_every_launch_says_how_sums_of_products_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's default depends on its version and on the environment."""
+    from triton.runtime.interpreter import GridExecutor
+
     launched: dict[str, Any] = {}
-    bound = KernelInterface.__getitem__
+    launch = GridExecutor.__call__
 
-    def listen(self: Any, grid: Any) -> Any:
-        def launch(*args: Any, **options: Any) -> Any:
-            launched[self.fn.__name__] = options.get("enable_fp_fusion")
-            return bound(self, grid)(*args, **options)
+    def listen(self: Any, *args: Any, **options: Any) -> Any:
+        launched[self.fn.__name__] = options.get("enable_fp_fusion")
+        return launch(self, *args, **options)
 
-        return launch
-
-    monkeypatch.setattr(KernelInterface, "__getitem__", listen)
+    monkeypatch.setattr(GridExecutor, "__call__", listen)
     params = [torch.nn.Parameter(torch.randn(*shape).bfloat16()) for shape in ((40, 24), (24, 40))]
     for p in params:
         p.grad = torch.randn(p.shape).bfloat16()
