@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import combinations, product
 from math import ceil, prod
 from typing import Any
@@ -271,5 +272,6 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     unlike = Topology.from_hosts(["b", "a", "a", "a"], bandwidth=1e9)
     assert unlike.groups(range(4)) == [("node", (0,), 3e9), ("node", (1, 2, 3), 3e9)]
     assert not Topology.from_hosts(["a"] * 4).groups(range(4))
-    with pytest.raises(RedistError, match="hosts is empty; give the host name of every rank"):
-        Topology.from_hosts([])
+    for wrong in ([], "", "node0"):
+        with pytest.raises(RedistError, match=rf"hosts is {re.escape(repr(wrong))}; give a list of the host name"):
+            Topology.from_hosts(wrong)

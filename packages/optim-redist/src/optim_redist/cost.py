@@ -123,8 +123,9 @@ class Topology:
 
         ``bandwidth`` is one rank's share of the border of the largest node; where nodes differ all have that border.
         """
-        if not hosts:
-            raise RedistError("hosts is empty; give the host name of every rank, rank 0's first")
+        # a string is a sequence of its letters
+        if isinstance(hosts, str) or not hosts:
+            raise RedistError(f"hosts is {hosts!r}; give a list of the host name of every rank, rank 0's first")
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
