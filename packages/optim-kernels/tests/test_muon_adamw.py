@@ -1,6 +1,7 @@
 """TritonMuonAdamW: kinds of groups, equality with its parts, clipping, nanochat's checkpoints."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -321,6 +322,18 @@ def test_a_checkpoint_with_options_of_adamw_that_it_lacks_is_refused() -> None:
     assert optimizer.param_groups[0]["lr"] == 3e-4
     optimizer.load_state_dict(torch.optim.AdamW(rest, lr=0.5).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, None, torch.tensor(3)], ids=repr)
+@pytest.mark.parametrize("make", [TritonMuon, TritonAdamW])
+def test_seeds_that_are_no_whole_numbers_are_refused(make: Any, seed: Any) -> None:
+    p, q = (nn.Parameter(torch.ones(16, 24, device=DEVICE)) for _ in range(2))
+    with pytest.raises(ValueError, match=re.escape(f"seed must be an int, got {seed!r}")):
+        make([p], lr=0.01, seed=seed)
+    optimizer = make([p], lr=0.01)
+    with pytest.raises(ValueError, match="seed must be an int"):
+        optimizer.add_param_group({"params": [q], "seed": seed})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("seed", [-1, 2**40 + 3, 2**64 - 1])

@@ -31,6 +31,7 @@ from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import step_with_torch
 from optim_kernels._optimizers.base import (
     check_capture,
+    check_seed,
     checked_factor,
     hooked_step,
     log_fallback,
@@ -152,6 +153,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
     def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
         check_impl(group["impl"])
+        check_seed(group["seed"])
         for param in group["params"]:
             check_storage(param, names[param], group["state_dtype"], group["master_weights"])
             reason = why_not_kernels(param, group)

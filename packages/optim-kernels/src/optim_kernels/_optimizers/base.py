@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -165,6 +166,12 @@ def checked_factor(clip_factor: Any) -> Tensor | None:
         )
     factor: Tensor = whole(clip_factor)
     return factor
+
+
+def check_seed(seed: Any) -> None:
+    """Raise ``ValueError`` unless a group's ``seed`` is a whole number, of Python's or NumPy's."""
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an int, got {seed!r}")
 
 
 def check_capture(optimizer: Optimizer) -> None:

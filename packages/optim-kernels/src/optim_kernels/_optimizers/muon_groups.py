@@ -18,6 +18,7 @@ from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
+from optim_kernels._optimizers.base import check_seed
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
 
@@ -182,6 +183,7 @@ def check_choices(group: Mapping[str, Any]) -> None:
     if group["momentum_dtype"] not in (None, *MOMENT_DTYPES):
         raise ValueError(f"momentum_dtype must be None or one of {MOMENT_DTYPES}, got {group['momentum_dtype']!r}")
     check_impl(group["impl"])
+    check_seed(group["seed"])
     rule_of(group)
     ns_config_of(group)
 
