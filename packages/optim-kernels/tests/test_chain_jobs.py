@@ -13,7 +13,6 @@ from torch import Tensor
 from optim_kernels import NSConfig, reference
 from optim_kernels._newton_schulz.chain_jobs import (
     BLOCK,
-    ENTRY_FIELDS,
     JOB_FIELDS,
     TILE_END,
     Job,
@@ -24,8 +23,8 @@ from optim_kernels._newton_schulz.chain_jobs import (
     jobs_of,
     num_squares,
     places,
-    tile_list,
 )
+from optim_kernels._newton_schulz.chain_list import ENTRY_FIELDS, NO_TILE, tile_list
 
 CONFIGS = [
     NSConfig(coefficients=name, steps=steps, method=method, restarts=restarts)
@@ -186,7 +185,9 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
     entries, table = tile_list(groups, m), job_table(groups, m)
     assert entries.dtype == torch.int32
     assert entries.shape[1:] == (ENTRY_FIELDS,)
-    assert len({tuple(entry) for entry in entries.tolist()}) == len(entries)
+    assert len(entries) % 2 == 0
+    tiles_of_list = [entry for entry in entries.tolist() if entry[1] != NO_TILE]
+    assert len(set(map(tuple, tiles_of_list))) == len(tiles_of_list)
     assert table.shape == (sum(len(group.jobs) for group in groups), JOB_FIELDS)
     jobs = [(group, number) for group in groups for number in range(len(group.jobs))]
     side = -(-m // BLOCK)
@@ -198,11 +199,11 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
         for group in groups
         for number, job in enumerate(group.jobs)
     }
-    assert len(entries) == sum(
+    assert len(tiles_of_list) == sum(
         group.count * tiles[group.first, number] for group in groups for number in range(len(group.jobs))
     )
     done = dict.fromkeys((matrix for group in groups for matrix in group.numbers), 0)
-    for number, matrix, row, column in entries.tolist():
+    for number, matrix, row, column in tiles_of_list:
         group, number_in_group = jobs[number]
         job = group.jobs[number_in_group]
         needed = sum(tiles[group.first, earlier] for earlier in range(number_in_group))
@@ -222,6 +223,30 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
     )
 
 
+@pytest.mark.parametrize(("config", "m", "batches"), CHAINS, ids=lambda value: str(value)[-30:])
+def test_two_that_are_drawn_together(config: NSConfig, m: int, batches: list[tuple[int, int]]) -> None:
+    """Neither waits for the other; and all that have a neighbour in their row are with one."""
+    groups = members(config, m, *batches)
+    shared: dict[tuple[int, int], int] = {}
+    without = 0
+    for first, second in tile_list(groups, m).view(-1, 2, ENTRY_FIELDS).tolist():
+        without += (first[1] == NO_TILE) + (second[1] == NO_TILE)
+        assert first[1] != NO_TILE
+        if first[1] == second[1]:
+            assert first[0] == second[0]
+            if first[2] == second[2]:
+                assert second[3] == first[3] + BLOCK
+                shared[first[0], first[1]] = shared.get((first[0], first[1]), 0) + 1
+    side = -(-m // BLOCK)
+    jobs = [(group, job) for group in groups for job in group.jobs]
+    for number, (group, job) in enumerate(jobs):
+        width = {Kind.RECTANGLE: -(-group.n // BLOCK), Kind.FULL: side}.get(job.kind)
+        wanted = sum((row + 1 if width is None else width) // 2 for row in range(side))
+        assert all(shared.get((number, matrix), 0) == wanted for matrix in group.numbers)
+    # at most one behind each job of each matrix
+    assert without <= sum(len(group.jobs) * group.count for group in groups)
+
+
 def test_matrices_advance_alike() -> None:
     """Wherever the list is cut, all matrices have done the same share of their work, but for one job."""
     m = 256
@@ -235,6 +260,8 @@ def test_matrices_advance_alike() -> None:
         len(job.tiles(m, group.n)) * cost / totals[group.first] for (group, job), cost in zip(jobs, costs, strict=True)
     )
     for job, matrix, _, _ in entries:
+        if matrix == NO_TILE:
+            continue
         work[matrix] += costs[job]
         shares = [work[each] / totals[each] for each in work]
         assert max(shares) - min(shares) <= 2 * largest
@@ -275,6 +302,8 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
         return squares[buffer, along, rows].mT
 
     for number, matrix, row, column in entries:
+        if matrix == NO_TILE:
+            continue
         c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length, low, apart, whole = map(float, table[number])
         c, d, q, scale, kind, a, b, length = map(int, (c, d, q, scale, kind, a, b, length))
         x, first = where[matrix]

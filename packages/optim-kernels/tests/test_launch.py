@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +122,30 @@ def test_an_unknown_version_is_launched_its_own_way(
     ours, theirs = calls
     assert ours[:6] + ours[7:] == theirs[:6] + theirs[7:]
     assert ours[7] is triton.knobs.runtime.launch_enter_hook
+
+
+def test_clusters(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first launch on as many programs to a cluster, and their own memory behind that of the kernel."""
+    compiled = compiled_kernel(lambda *args: calls.append(args))
+    compiled.__dict__.update(metadata=SimpleNamespace(shared=1000), packed_metadata=(12, 1, 1000))
+    seen: list[Any] = []
+
+    class Kernel:
+        def warmup(self, *arguments: Any, **options: Any) -> CompiledKernel:
+            seen.append((arguments, options))
+            return compiled
+
+    monkeypatch.setattr(torch.cuda, "device", lambda number: nullcontext())
+    monkeypatch.setattr(_triton, "INTERPRETED", SimpleNamespace(value=False))
+    launch = _triton.Launch(Kernel(), GRID, CONSTANTS, cluster=_triton.Cluster(2, 64), num_warps=4)
+    device = torch.device("cuda", 1)
+    launch._first(device, (8, 0.5))
+    assert seen == [((8, 0.5, *CONSTANTS), {"grid": GRID, **_triton.FUSED, "num_warps": 4})]
+    launch.again((9, 0.5))
+    # another launch of the same kernel
+    _triton.Launch(Kernel(), GRID, CONSTANTS, cluster=_triton.Cluster(2, 64))._first(device, (10, 0.5))
+    assert [call[5] for call in calls] == 3 * [(12, 2, 1008 + 64)]
+    assert [call[9] for call in calls] == [8, 9, 10]
 
 
 def test_which_versions_are_known() -> None:

@@ -9,7 +9,7 @@ arguments (``wide``). Nothing is autotuned: tiles are chosen by shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ __all__ = [
     "NO_OVERLAP",
     "SHORT_LAUNCH",
     "TRITON_DTYPES",
+    "Cluster",
     "Launch",
     "after_previous",
     "before_next",
@@ -179,11 +180,12 @@ def can_overlap(device: torch.device) -> bool:
 
 # Triton's versions whose compiled kernels are launched by
 #     run(grid x, grid y, grid z, stream, function, packed metadata, launch metadata, enter hook, exit hook, *arguments)
+# with (warps, programs of a cluster, bytes of shared memory) packed.
 SHORT_LAUNCH = ((3, 5), (3, 9))
 
 
 def has_short_launch(version: str) -> bool:
-    """Whether `Launch` may call a compiled kernel of this version of Triton past ``kernel[grid]``."""
+    """Whether `Launch` may call a compiled kernel of this version of Triton past ``kernel[grid]``, and in clusters."""
     first, last = SHORT_LAUNCH
     return first <= tuple(int(part) for part in version.split(".")[:2]) <= last
 
@@ -196,6 +198,24 @@ def has_launch_hooks() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+class Cluster(NamedTuple):
+    """How a kernel that is compiled for programs by themselves is launched in clusters of them.
+
+    Args:
+        size: programs of a cluster; grids count clusters then.
+        bytes: of each program's shared memory, behind what Triton has given out: the kernel's own.
+    """
+
+    size: int
+    bytes: int
+
+    def apply(self, compiled: Any) -> None:
+        """Launch this compiled kernel so from now on; `has_short_launch` says whether Triton does."""
+        warps, _, _ = compiled.packed_metadata
+        shared = -(-compiled.metadata.shared // 16) * 16 + self.bytes
+        compiled.packed_metadata = (warps, self.size, shared)
+
+
 class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
@@ -204,10 +224,22 @@ class Launch:
     tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``. The compiled
     kernel's own ``kernel[grid]`` prepares for hooks whether there are any or not, and takes longer for it than for the
     launch; where there are none, launches go past it.
+
+    Args:
+        cluster: programs are launched in clusters.
     """
 
-    def __init__(self, kernel: Any, grid: int | tuple[int, int, int], constants: Sequence[Any], **options: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int | tuple[int, int, int],
+        constants: Sequence[Any],
+        *,
+        cluster: Cluster | None = None,
+        **options: Any,
+    ) -> None:
         self._kernel = kernel
+        self._cluster = cluster
         self._grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         self._constants = tuple(constants)
         self._options = {**FUSED, **options}
@@ -232,7 +264,13 @@ class Launch:
             return
         number = torch.cuda.current_device() if device.index is None else device.index
         with torch.cuda.device(number):
-            self._keep(self._kernel[self._grid](*arguments, *self._constants, **self._options), number)
+            if self._cluster is None:
+                self._keep(self._kernel[self._grid](*arguments, *self._constants, **self._options), number)
+                return
+            compiled = self._kernel.warmup(*arguments, *self._constants, grid=self._grid, **self._options)
+            self._cluster.apply(compiled)
+            compiled[self._grid](*arguments, *self._constants)
+            self._keep(compiled, number)
 
     def _keep(self, compiled: Any, device: int) -> None:
         """Launch this compiled kernel from now on, which is loaded on the device of this number."""

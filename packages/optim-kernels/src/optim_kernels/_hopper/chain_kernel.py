@@ -1,11 +1,11 @@
 """All products of a Newton–Schulz iteration on many matrices in one launch, for Hopper in Gluon.
 
 The products of one matrix depend on each other, those of different matrices do not. So tiles of all products are put
-into one list (`_newton_schulz.chain_jobs`), in an order in which whatever a tile reads comes before it, and the
-programs take them from there one by one:
+into one list (`_newton_schulz.chain_list`), in an order in which whatever a tile reads comes before it, and two
+programs at a time take two of them from there (`pairs`):
 
-    scout          draws the next tile from a counter, waits until `done` of its matrix says that what it reads is
-                   there, and posts it (`mail`)
+    scout          draws the next two tiles with the other program's, waits until `done` of its own's matrix says that
+                   what it reads is there, and posts it (`mail`)
     producer       copies the operands of posted tiles, as in `ping_pong_kernels` (`chain_producer`)
     consumer 0, 1  multiply in turn, as there, and put results into a buffer (`chain_tiles`)
     porter 0, 1    call for C, into that buffer; store what a consumer puts there; and when a tile is in memory add 1 to
@@ -14,8 +14,8 @@ programs take them from there one by one:
 The scout is up to two tiles ahead, so nobody waits for its three round trips to memory.
 
 No launch waits for the last tile of the one before it. It cannot deadlock, however many of its programs the chip
-holds: of all unfinished tiles the first was drawn by a program that runs, that has finished every tile it drew before,
-and that waits for none.
+holds: of all unfinished tiles the first was drawn by two programs that run, that have finished every tile they drew
+before, and of whose two tiles neither waits for the other or for a later one.
 
 Matrices share their short side. X is [matrices, m, n], or where they differ in length [panels, m, BLOCK]: each matrix
 in as many panels of BLOCK columns as it has, whose last columns may be left over.
@@ -41,6 +41,7 @@ from optim_kernels._hopper.chain_tiles import (
 )
 from optim_kernels._hopper.mail import allocate_mail, post, read_done, receive
 from optim_kernels._hopper.overlap import wait_for_previous
+from optim_kernels._hopper.pairs import draw, join_pair, open_pair, rank
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -49,9 +50,10 @@ from optim_kernels._hopper.ring import (
     blocks_of,
 )
 from optim_kernels._hopper.turns import BLOCK
-from optim_kernels._newton_schulz import chain_jobs as chain
+from optim_kernels._newton_schulz import chain_jobs, chain_list
 
-ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain.ENTRY_FIELDS), gl.constexpr(chain.JOB_FIELDS)
+ENTRY_FIELDS, JOB_FIELDS = gl.constexpr(chain_list.ENTRY_FIELDS), gl.constexpr(chain_jobs.JOB_FIELDS)
+NO_TILE = gl.constexpr(chain_list.NO_TILE)
 # Of a job's numbers, those that only the scout needs.
 KIND, NEEDED, A, B, LENGTH = (gl.constexpr(field) for field in range(8, 13))
 IS_WHOLE = gl.constexpr(15)
@@ -61,34 +63,41 @@ IS_WHOLE = gl.constexpr(15)
 def _scout(mail, schedule, flags: gl.constexpr):
     DEPTH: gl.constexpr = flags[0]
     entries, jobs, matrices, state, counter, total = schedule
-    next_tile = state + counter
+    me = rank(total)
+    join_pair(total)
     # nobody touches memory before the first post
     wait_for_previous(total)
     step = 0
     number = 0
-    tile = gl.atomic_add(next_tile, 1, sem="relaxed")
-    while tile < total:
-        entry = entries + tile * ENTRY_FIELDS
+    draws = 0
+    pair = draw(me, state + counter, draws)
+    while 2 * pair < total:
+        entry, other = entries + (2 * pair + me) * ENTRY_FIELDS, entries + (2 * pair + 1 - me) * ENTRY_FIELDS
         job, matrix, row, column = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        numbers = jobs + job * JOB_FIELDS
-        kind = place_in_job(numbers, KIND)
-        x, squares = gl.load(matrices + 2 * matrix), gl.load(matrices + 2 * matrix + 1)
-        # square operands are numbered over all matrices, the others are buffers of X
-        a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
-        b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
-        K = place_in_job(numbers, LENGTH)
-        # as far as A is there as it is; from then on it is read in its mirror image
-        is_whole = (kind == GRAM) | (place_in_job(numbers, IS_WHOLE) != 0)
-        of_a = gl.where(is_whole, K, gl.minimum(row + BLOCK, K))
-        needed = place_in_job(numbers, NEEDED)
-        while read_done(state + matrix) < needed:
-            pass
-        post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K, of_a))
-        step += gl.cdiv(K, DEPTH)
-        number += 1
-        tile = gl.atomic_add(next_tile, 1, sem="relaxed")
+        is_shared = (gl.load(other) == job) & (gl.load(other + 1) == matrix) & (gl.load(other + 2) == row)
+        if matrix != NO_TILE:
+            numbers = jobs + job * JOB_FIELDS
+            kind = place_in_job(numbers, KIND)
+            x, squares = gl.load(matrices + 2 * matrix), gl.load(matrices + 2 * matrix + 1)
+            # square operands are numbered over all matrices, the others are buffers of X
+            a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
+            b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
+            K = place_in_job(numbers, LENGTH)
+            # as far as A is there as it is; from then on it is read in its mirror image
+            is_whole = (kind == GRAM) | (place_in_job(numbers, IS_WHOLE) != 0)
+            of_a = gl.where(is_whole, K, gl.minimum(row + BLOCK, K))
+            needed = place_in_job(numbers, NEEDED)
+            while read_done(state + matrix) < needed:
+                pass
+            meets = is_shared.to(gl.int32)
+            post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K, of_a, meets))
+            step += gl.cdiv(K, DEPTH)
+            number += 1
+        draws += 1
+        pair = draw(me, state + counter, draws)
     for last in gl.static_range(2):
-        post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        post(mail, number + last, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    join_pair(number)
 
 
 @gluon.jit
@@ -118,7 +127,8 @@ def _consume(
     turns = 0
     loads = 0
     fills = 0
-    job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, ME, 4)
+    join_pair(turns)
+    job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a, _meets = receive(mail, ME, 4)
     while job >= 0:
         numbers = jobs + job * JOB_FIELDS
         of_tile = (numbers, matrix, row, column, step, turns, loads, fills, K, of_a)
@@ -129,7 +139,8 @@ def _consume(
         else:
             loads, fills = square_tile(ME, of_tile, kind, diagonals, shared, scales, dtype, flags)
         turns += 1
-        job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a = receive(mail, 2 * turns + ME, 4)
+        job, matrix, row, column, kind, step, a, b, _x, _squares, K, of_a, _meets = receive(mail, 2 * turns + ME, 4)
+    join_pair(turns)
 
 
 # the second row of scales is aligned or not, which would compile everything twice
@@ -177,6 +188,7 @@ def chain_kernel(
     # of each consumer: C is there, its buffer is filled, the buffer is free again; it may multiply
     page, turn = (barriers(2), barriers(2), barriers(2)), barriers(2)
     mail = allocate_mail()
+    open_pair(total)
     fence_async_shared()
     ring = (blocks, ready, empty)
     schedule = (entries, jobs, matrices, state, counter, total)

@@ -29,6 +29,7 @@ from optim_kernels._hopper.chain_tiles import (
     record_of,
 )
 from optim_kernels._hopper.mail import fence_proxies, receive, wait_for_stores
+from optim_kernels._hopper.pairs import join_pair
 from optim_kernels._hopper.ring import barrier, load, store
 from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._hopper.update_kernel import fetch_tile
@@ -78,7 +79,8 @@ def carry(
     mine = (buffers.index(ME), c_ready.index(ME), filled.index(ME), free.index(ME))
     turns = 0
     fills = 0
-    job, matrix, row, column, kind, _step, _a, _b, x, squares, _K, _of_a = receive(mail, ME, 1)
+    join_pair(turns)
+    job, matrix, row, column, kind, _step, _a, _b, x, squares, _K, _of_a, _meets = receive(mail, ME, 1)
     while job >= 0:
         fence_proxies(job)
         numbers = jobs + job * JOB_FIELDS
@@ -114,4 +116,5 @@ def carry(
         wait_for_stores(turns)
         barrier()
         gl.atomic_add(state + matrix, 1, sem="release", scope="gpu")
-        job, matrix, row, column, kind, _step, _a, _b, x, squares, _K, _of_a = receive(mail, 2 * turns + ME, 1)
+        job, matrix, row, column, kind, _step, _a, _b, x, squares, _K, _of_a, _meets = receive(mail, 2 * turns + ME, 1)
+    join_pair(turns)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from optim_kernels._hopper.chain_panels import place_of
 from optim_kernels._hopper.chain_tiles import GRAM, RECTANGLE
 from optim_kernels._hopper.mail import fence_proxies, receive
+from optim_kernels._hopper.pairs import join_pair, meet
 from optim_kernels._hopper.ring import as_blocks, load
 from optim_kernels._hopper.turns import BLOCK
 
@@ -170,9 +171,13 @@ def produce(operands, ring, mail, flags: gl.constexpr):
     # blocks of a mirror image, and of X on the right: [K, rows] and [K, columns], not [rows, K] and [columns, K]
     slots = (blocks, as_blocks(blocks, mirror_desc, 2 * STAGES), ready, empty)
     number = 0
-    job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
+    meetings = 0
+    join_pair(number)
+    job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a, meets = receive(mail, number, 1)
     while job >= 0:
         fence_proxies(job)
+        if meets != 0:
+            meetings = meet(meetings)
         if kind == GRAM:
             _gram_tile(gram_descs, a, (x, row, column), slots, step, K, flags)
         elif kind == RECTANGLE:
@@ -181,4 +186,5 @@ def produce(operands, ring, mail, flags: gl.constexpr):
         else:
             _square_tile(descs, (a, b, row, column), slots, step, K, of_a, flags)
         number += 1
-        job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a = receive(mail, number, 1)
+        job, _matrix, row, column, kind, step, a, b, x, _squares, K, of_a, meets = receive(mail, number, 1)
+    join_pair(number)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from optim_kernels._hopper.ring import barrier, barriers
 
 # Numbers of a post, and of the box, which has room for a power of two.
-POST = gl.constexpr(12)
+POST = gl.constexpr(13)
 BOX = gl.constexpr(16)
 
 
@@ -92,6 +92,7 @@ def receive(mail, number, NUM_WARPS: gl.constexpr):
         _pick(content, at, 9),
         _pick(content, at, 10),
         _pick(content, at, 11),
+        _pick(content, at, 12),
     )
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from optim_kernels._kernels.normalize import Start
@@ -27,12 +28,13 @@ from optim_kernels._newton_schulz.chain_jobs import (
     jobs_of,
     num_squares,
     places,
-    tile_list,
 )
+from optim_kernels._newton_schulz.chain_list import tile_list
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import empty_matrices, is_readable
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
+from optim_kernels._triton import Cluster, has_short_launch
 from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
@@ -107,6 +109,8 @@ def takes_step_chain(
 def _can_chain(config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cuda" or dtype.itemsize != 2 or not has_gluon(device.index):
         return False
+    if not has_short_launch(triton.__version__):
+        return False
     return config.steps > 0 and not config.row_factors
 
 
@@ -120,6 +124,7 @@ class ChainLaunch:
 
     def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, **update: Any) -> None:
         from optim_kernels._hopper import chain_kernel as kernels
+        from optim_kernels._hopper.pairs import PAIR_BYTES
         from optim_kernels._hopper.ring import descriptor
 
         self._chain, self._num_squares, self._has_diagonals = chain, chain.num_squares, chain.has_diagonals
@@ -127,7 +132,7 @@ class ChainLaunch:
         options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
         self._launch = BlockLaunch(
             kernels.chain_kernel,
-            min(len(chain.entries), num_multiprocessors(chain.entries.device.index)),
+            min(len(chain.entries), num_multiprocessors(chain.entries.device.index)) // 2,
             [
                 (side, depth),
                 (depth, side),
@@ -147,6 +152,7 @@ class ChainLaunch:
             ),
             describe=descriptor,
             num_warps=4,
+            cluster=Cluster(2, PAIR_BYTES),
             launch_pdl=True,
         )
 

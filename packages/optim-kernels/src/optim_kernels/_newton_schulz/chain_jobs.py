@@ -1,13 +1,9 @@
-"""The products of a Newton–Schulz iteration as a list of jobs, and the tiles of all of them in an order to run.
+"""The products of a Newton–Schulz iteration as a list of jobs; `chain_list` has the order in which their tiles run.
 
 A job is one product, for every matrix of a batch. It reads and writes buffers of each matrix: square ones [m, m], and
 rectangular ones [m, n]. Of a symmetric result only the tiles on and below the diagonal are stored, and who reads it
 finds the others in their mirror images. A tile waits until all tiles of its matrix's earlier jobs are done: with no
 more buffers than the iteration needs, every job reads or overwrites something of the one before it.
-
-Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices advance alike, those
-of different shapes too: a job starts in the list where as much of its matrix's work is done as of the others'. So what
-a tile waits for was drawn long before it, and in the end all last products are there to fill the chip.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from optim_kernels._newton_schulz.config import NSConfig
 
 # Side of a tile.
 BLOCK = 128
-# Numbers of a tile's entry in the list, and of a job's in the table.
-ENTRY_FIELDS, JOB_FIELDS = 4, 16
+# Numbers of a job in the table.
+JOB_FIELDS = 16
 # What a tile takes beside its products, as a length of its sums.
 TILE_END = 180
 # What R is multiplied with where its digits are in two numbers: ‖R‖ ≤ 1, and low ones shall not be subnormal.
@@ -229,32 +225,6 @@ class Members:
     @property
     def numbers(self) -> range:
         return range(self.first, self.first + self.count)
-
-
-def tile_list(groups: Sequence[Members], m: int) -> Tensor:
-    """Every tile in order: int32 [tiles, ENTRY_FIELDS], (job, matrix, row, column).
-
-    Jobs are numbered over all groups.
-    """
-    units: list[tuple[float, int, Tensor]] = []
-    first_job = 0
-    for group in groups:
-        tiles = [job.tiles(m, group.n) for job in group.jobs]
-        work = [len(each) * (job.length(m, group.n) + TILE_END) for job, each in zip(group.jobs, tiles, strict=True)]
-        for number, (corners, before) in enumerate(zip(tiles, accumulate(work, initial=0))):
-            rows, columns = torch.tensor(corners, dtype=torch.int32, device="cpu").unbind(1)
-            entries = torch.stack([torch.full_like(rows, first_job + number), rows, rows, columns], 1)
-            for index, matrix in enumerate(group.numbers):
-                # the matrices of a job one after another
-                progress = (before + work[number] * index / group.count) / sum(work)
-                units.append((progress, matrix, entries))
-        first_job += len(group.jobs)
-    units.sort(key=lambda unit: unit[:2])
-    result = torch.cat([entries for _, _, entries in units])
-    matrices = torch.tensor([matrix for _, matrix, _ in units], dtype=torch.int32, device="cpu")
-    counts = torch.tensor([len(entries) for _, _, entries in units], device="cpu")
-    result[:, 1] = matrices.repeat_interleave(counts)
-    return result
 
 
 def job_table(groups: Sequence[Members], m: int) -> Tensor:
