@@ -14,9 +14,9 @@ from optim_kernels._kernels import moment_codes
 from optim_kernels._kernels.approximations import power_approx
 from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._triton import tl, triton
-from optim_kernels.functional import adamw_
+from optim_kernels.functional import _adamw_launch, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import code_chunks
+from optim_kernels.functional._adamw_tuning import Tuning, code_chunks
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -145,6 +145,37 @@ def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     assert sizes[-1].size <= int(moment_codes.MOST_BLOCKS) * CODE_BLOCK
     assert sizes[-1].extent is None
     assert all(each.extent is not None and each.extent % each.size == 0 for each in sizes[:-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("numel", [4096, 4097, 5000, 6000, 7168])
+def test_one_warp_or_four_a_program(numel: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a tile for each: the same bytes, also beside blocks that are all zero, tiny or not finite."""
+    generator = torch.Generator().manual_seed(numel)
+    start = torch.randn(numel, generator=generator)
+    grads = [torch.randn(numel, generator=generator) * scale for scale in (1.0, 1e-4)]
+    for grad, tiny in zip(grads, (1e-19, 1e-38)):
+        grad[: CODE_BLOCK // 2] = tiny
+        grad[CODE_BLOCK : 2 * CODE_BLOCK] = 0
+        grad[-300:-20] = tiny
+    grads[1][1000], grads[1][3000] = torch.inf, torch.nan
+    results = []
+    for blocks in (1, 4):
+        tile = blocks * CODE_BLOCK
+        tuned = Tuning(tiles * tile, tile, tile, num_warps=blocks)
+        monkeypatch.setattr(_adamw_launch, "tuning", lambda *_, tuned=tuned: tuned)
+        p = torch.nn.Parameter(start.to(DEVICE))
+        optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
+        for grad in grads:
+            p.grad = grad.to(DEVICE)
+            optimizer.step()
+        results.append((p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]))
+    (p, m, v), (q, *found) = results
+    assert torch.equal(p.view(torch.int32), q.view(torch.int32))
+    for one, four in zip((m, v), found, strict=True):
+        assert torch.equal(one.codes, four.codes)
+        assert torch.equal(one.scale.view(torch.int32), four.scale.view(torch.int32))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter

@@ -100,9 +100,9 @@ def adamw(
     default: dict[str, Any] = {"amsgrad": False, "master": 0, "stochastic": False, "num_slices": 1}
     dtypes = {"param": param, "grad": grad or param, "exp_avg": first, "exp_avg_sq": second}
     has_codes = "uint8" in (first, second)
-    tile, warps = (256, 1) if has_codes else (1024, 4)
-    chunk = 2048 if not has_codes else 768 if alone else 0
-    constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": min(tile, 256), "F": default | dtypes | stored}
+    tile, warps = (256, 1) if has_codes and not alone else (1024, 4)
+    chunk = 0 if has_codes and not alone else 2048
+    constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": tile if has_codes else 256, "F": default | dtypes | stored}
     # alone in a step, or the first of several launches
     kernel, overlap = ("adamw_kernel_of_one", 1) if alone else ("adamw_kernel", 2)
     options = {"num_warps": warps, "maxnreg": 72} | OVERLAPPING

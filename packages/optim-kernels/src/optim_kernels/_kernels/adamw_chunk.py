@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from optim_kernels._kernels.adamw_tiles import NO_MASTER, read_tile, scales_of_chunk, store_scales, store_tile, widened
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
+from optim_kernels._kernels.moment_codes import BLOCK
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import div_rn, tl, triton
 
@@ -46,7 +47,7 @@ def update_chunk(
         factors: where the clip factor and the gradient scale are.
         num_others: programs that work on tensors with this step count; the last to come here stores the next count.
     """
-    scales = scales_of_chunk(scale_addresses, first, end, F)
+    scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)

@@ -244,13 +244,13 @@ def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scales_of_chunk(scale_addresses, first, end, F: tl.constexpr):
+def scales_of_chunk(scale_addresses, first, end, WARPS: tl.constexpr, F: tl.constexpr):
     """The scales of a chunk's codes, first moments' and second ones', and whether one of the last is very small."""
     m_scales, v_scales, underflows = 0.0, 0.0, False
     if F.exp_avg == tl.uint8:
-        m_scales = read_scales(scale_addresses[0], first, end)
+        m_scales = read_scales(scale_addresses[0], first, end, WARPS)
     if F.exp_avg_sq == tl.uint8:
-        v_scales = read_scales(scale_addresses[1], first, end)
+        v_scales = read_scales(scale_addresses[1], first, end, WARPS)
         underflows = may_underflow(v_scales)
     return m_scales, v_scales, underflows
 

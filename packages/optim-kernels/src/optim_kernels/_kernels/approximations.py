@@ -21,16 +21,6 @@ def rcp_approx(x):
 
 
 @triton.jit
-def reciprocal(x):
-    """``1 / x`` rounded correctly, for numbers whose reciprocal is a normal one: an approximation and a Newton step."""
-    y = rcp_approx(x)
-    if not INTERPRETED:
-        # an interpreter's fma may round twice
-        y = tl.fma(tl.fma(-y, x, 1.0), y, y)
-    return y
-
-
-@triton.jit
 def sqrt_approx(x):
     """The square root in one instruction, good to 2 ulp; subnormal numbers count as zero."""
     if INTERPRETED:

@@ -1,6 +1,7 @@
 """Moments in 8 bits: CUBIC8 for the first, QUINTIC8_UNSIGNED for the second, as ``optim_utils.low_bit`` defines them.
 
-A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = m / 2**D`` for code m:
+A tile is a block of 256 elements for each warp, eight of them in a row for each thread. With ``a`` a block's largest
+magnitude and ``f = m / 2**D`` for code m:
 
     decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
     encode:  scale = a / peak, y = |x| · peak / a, m = y^(1/3) or y^(1/5) in units of 2**-D, rounded
@@ -8,24 +9,25 @@ A tile is one block of 256 elements. With ``a`` its largest magnitude and ``f = 
 The root is estimated by the GPU's approximate logarithm and power, a little too low, and rounded by adding a number so
 large that its last bit is worth ``2**-D``: the low byte of the sum is m. What is a little too high is rounded as well,
 by adding all of it to one such number, for only the sum is wanted: if it is that of the codes, nothing lies between. In
-a twelfth of the blocks it is not; there y is compared with the edge between the two codes, as the format says it. There
-end also blocks with a code of zero, which only zero may have, and blocks with numbers that are not finite, or whose
-largest one has no reciprocal: for those the sum is NaN or something else that no codes give.
+a twelfth of the blocks it is not; in tiles with one of them y is compared with the edge between the two codes, as the
+format says it. There end also blocks with a code of zero, which only zero may have, and blocks with numbers that are
+not finite, or whose largest one has no reciprocal: for those the sum is NaN or something else that no codes give.
 """
 
 from __future__ import annotations
 
-from optim_kernels._kernels.approximations import known_again, power_approx, rcp_approx, reciprocal
+from optim_kernels._kernels.approximations import known_again, power_approx, rcp_approx
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 BLOCK = tl.constexpr(256)  # elements that share a scale
 _LOG2_BLOCK = tl.constexpr(8)
-MOST_BLOCKS = tl.constexpr(32)  # of a chunk
+_WARP = tl.constexpr(32)  # threads
+MOST_BLOCKS = tl.constexpr(32)  # of a chunk, for each warp
 _FIRST_PEAK = tl.constexpr(127.0**3 / 2.0**21)
 _SECOND_PEAK = tl.constexpr(0.9806207418441772)  # (255 / 256)**5, multiplied in fp32
 
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
-_SMALL, _LARGE = tl.constexpr(2.0**-80), tl.constexpr(2.0**120)
+_SMALL = tl.constexpr(2.0**-80)
 _RAISE = tl.constexpr(2.0**100)
 _LARGE_SHARE = tl.constexpr(2.0**-126)  # of 2**116 it is less than half of a unit of the sum, of 2**126 256 units
 _LEAST_SCALE = tl.constexpr(2.0**-100)
@@ -88,9 +90,16 @@ def _fractions_of_word(word, upper: tl.constexpr, origin: tl.constexpr):
 
 
 @triton.jit
-def read_scales(address, first, end):
-    """The scales of the blocks from element ``first`` up to ``end``, at most 32 of them: a thread of a warp has one."""
-    blocks = tl.arange(0, MOST_BLOCKS)
+def _blocks(WARPS: tl.constexpr):
+    """For each thread the block of a chunk whose scale it keeps: a warp has every ``WARPS``-th."""
+    threads = tl.arange(0, _WARP * WARPS)
+    return threads % _WARP * WARPS + threads // _WARP
+
+
+@triton.jit
+def read_scales(address, first, end, WARPS: tl.constexpr):
+    """The scales of the blocks from element ``first`` up to ``end``, at most 32 for each warp: a thread has one."""
+    blocks = _blocks(WARPS)
     pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
     return tl.load(pointer + blocks, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK, other=0.0)
 
@@ -98,30 +107,45 @@ def read_scales(address, first, end):
 @triton.jit
 def write_scales(address, first, end, scales):
     """Store what ``read_scales`` read."""
-    blocks = tl.arange(0, MOST_BLOCKS)
+    blocks = _blocks(scales.shape[0] // _WARP)
     pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
     tl.store(pointer + blocks, scales, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK)
 
 
 @triton.jit
-def scale_of(scales, block):
-    """The scale of one block, for each of its elements."""
-    blocks = tl.arange(0, MOST_BLOCKS)
+def _of_warps(x):
+    """A thread's number (of ``[32 * warps]``) by warps: ``[warps, 32]``."""
+    return tl.reshape(x, [x.shape[0] // _WARP, _WARP])
+
+
+@triton.jit
+def _for_threads(x):
+    """A warp's number (of ``[warps]``) for each of its threads."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], _WARP]), [x.shape[0] * _WARP])
+
+
+@triton.jit
+def _for_elements(x):
+    """A thread's number (of ``[32 * warps]``) for each of its elements."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], BLOCK // _WARP]), [x.shape[0] * (BLOCK // _WARP)])
+
+
+@triton.jit
+def scale_of(scales, tile):
+    """The scales of one tile's blocks, for each of their elements."""
     if INTERPRETED:
-        own = tl.where(blocks == block, scales.to(tl.int32, bitcast=True), 0)
-        scale = tl.sum(own, axis=0).to(tl.float32, bitcast=True)
+        own = tl.where(tl.arange(0, _WARP)[None, :] == tile, _of_warps(scales.to(tl.int32, bitcast=True)), 0)
+        scale = _for_threads(tl.sum(own, axis=1)).to(tl.float32, bitcast=True)
     else:
-        # a warp has the block alone, and each thread eight elements of it
-        own = tl.inline_asm_elementwise(
+        scale = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
             "=f,f,r",
-            [scales, tl.full([MOST_BLOCKS], block, tl.int32)],
+            [scales, tl.full([scales.shape[0]], tile, tl.int32)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
-        scale = tl.reshape(tl.broadcast_to(own[:, None], [MOST_BLOCKS, BLOCK // MOST_BLOCKS]), [BLOCK])
-    return scale
+    return _for_elements(scale)
 
 
 @triton.jit
@@ -131,9 +155,9 @@ def may_underflow(scales):
 
 
 @triton.jit
-def with_scale(scales, block, scale):
-    """``scales`` with that of one block replaced."""
-    return tl.where(tl.arange(0, MOST_BLOCKS) == block, scale, scales)
+def with_scale(scales, tile, largest):
+    """``scales`` with those of one tile's blocks replaced."""
+    return tl.where(tl.arange(0, scales.shape[0]) % _WARP == tile, largest, scales)
 
 
 @triton.jit
@@ -157,7 +181,7 @@ def decode_second(codes, scale, underflows):
 
 @triton.jit
 def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Codes of a block's first and second moments, those that are wanted, and their largest magnitudes.
+    """Codes of a tile's first and second moments, those that are wanted, and the largest magnitudes of its blocks.
 
     Codes are eight in two words (int32) of a thread, in the order of its elements.
     """
@@ -171,7 +195,7 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
     if SECOND:
         v_words, v_largest, estimate = _round_second(v, estimate)
         doubts = _doubts(estimate) | _zeros(v_words)
-    # in a twelfth of the blocks
+    # if so in a twelfth of the blocks
     if _anywhere(doubts):
         if FIRST:
             m_words = _settled_first(m, m_largest, m_words, m_doubts)
@@ -182,9 +206,9 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def _round_first(x, estimate):
-    """Codes of the first moments of a block, its largest magnitude, and ``estimate`` with these codes in it."""
+    """Codes of the first moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
     largest = _largest(x, True)
-    root = power_approx(tl.abs(x) * (rcp_approx(largest) * (_FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
+    root = power_approx(tl.abs(x) * _for_elements(rcp_approx(largest) * (_FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     # half of the large number is added once more, so that below zero the low byte is two's complement
@@ -199,9 +223,9 @@ def _round_first(x, estimate):
 
 @triton.jit
 def _round_second(x, estimate):
-    """Codes of the second moments of a block, its largest magnitude, and ``estimate`` with these codes in it."""
+    """Codes of the second moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
     largest = _largest(x, False)
-    root = power_approx(tl.abs(x) * (rcp_approx(largest) * (_SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
+    root = power_approx(tl.abs(x) * _for_elements(rcp_approx(largest) * (_SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
     words = _packed(root + 32768.0)
     total, codes = estimate
     total = _with_roots(total, root, WIDER)
@@ -388,7 +412,7 @@ def _largest_of_three(a, b, c):
 
 @triton.jit
 def _largest(x, SIGNED: tl.constexpr):
-    """The largest magnitude of a block, NaN if one is; without ``SIGNED`` no number is below zero."""
+    """For each thread its block's largest magnitude, NaN if one is; without ``SIGNED`` no number is below zero."""
     # first within a thread, then over the warp, which has an instruction for integers: patterns of magnitudes are
     # ordered as the numbers are, and NaN is the largest
     if INTERPRETED:
@@ -404,18 +428,14 @@ def _largest(x, SIGNED: tl.constexpr):
         x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x.to(tl.int32, bitcast=True))
         own = _largest_of_three(_largest_of_three(_largest_of_three(x0, x1, x2), x3, x4), x5, x6)
         own = tl.maximum(own, x7)
-    return tl.max(own, axis=0).to(tl.float32, bitcast=True)
+    return _for_threads(tl.max(_of_warps(own), axis=1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scaled(x, largest, PEAK: tl.constexpr):
-    """The block's magnitudes with the largest brought to PEAK, as the format says it."""
-    x = tl.abs(x)
-    if (largest >= _SMALL) & (largest <= _LARGE):
-        y = x * (reciprocal(largest) * PEAK)
-    else:
-        finite = largest <= _FP32_MAX
-        up = tl.where(largest < _SMALL, _RAISE, 1.0)
-        factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)
-        y = tl.where(finite, x, 0.0) * up * factor
-    return y
+    """Magnitudes with the largest of each block brought to PEAK, as the format says it."""
+    # small numbers, whose reciprocal may be infinite, are raised before
+    up = tl.where(largest < _SMALL, _RAISE, 1.0)
+    finite = largest <= _FP32_MAX
+    factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)
+    return tl.where(_for_elements(finite), tl.abs(x), 0.0) * _for_elements(up) * _for_elements(factor)

@@ -11,8 +11,10 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# elements of a chunk of a lone small tensor in codes
-ONE_CHUNK = 3 * CODE_BLOCK
+# a tile of a lone small tensor in codes, a block for each of four warps, and the elements for a multiprocessor up to
+# which a chunk is one such tile, or two
+FOUR_BLOCKS = 4 * CODE_BLOCK
+MOST_IN_ONE, MOST_IN_TWO = 12 * FOUR_BLOCKS, 48 * FOUR_BLOCKS
 
 
 class Tuning(NamedTuple):
@@ -32,14 +34,17 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a tile is a block, so that
-    its scale is one number, and a warp has it alone.
+    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a warp has a block of the
+    tile alone. In a list it is the whole program, which waits for no other warp; in a small tensor, whose programs
+    hardly begin before they end, four warps have one program between them.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
         if is_interpreted():
             return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
-        is_small = len(numels) == 1 and numels[0] <= num_multiprocessors * 64 * ONE_CHUNK
-        return Tuning(ONE_CHUNK if is_small else 0, CODE_BLOCK, CODE_BLOCK, 1, 72)
+        if len(numels) == 1 and numels[0] <= num_multiprocessors * MOST_IN_TWO:
+            tiles = 1 if numels[0] <= num_multiprocessors * MOST_IN_ONE else 2
+            return Tuning(tiles * FOUR_BLOCKS, FOUR_BLOCKS, FOUR_BLOCKS, 4, 72)
+        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, 72)
     if is_interpreted():
         return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
