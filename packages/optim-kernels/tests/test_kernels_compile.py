@@ -32,6 +32,7 @@ from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE
 
 COMPILE = """
 import json
+import re
 import sys
 import traceback
 from importlib import import_module
@@ -59,7 +60,11 @@ def compiled(module, name, constants, types, options):
     made = triton.compile(
         ASTSource(kernel, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
     )
-    return len(made.asm["cubin"]), made.metadata.shared
+    lines = made.asm["ttgir"].splitlines()
+    layouts = dict(line.split(" = ", 1) for line in lines if line.startswith("#blocked"))
+    shuffled = [line.split("-> tensor<")[1].split(", ", 1)[1] for line in lines if "shfl.sync.idx" in line]
+    shuffled = [re.sub("#blocked[0-9]*", lambda name: layouts[name[0]], layout) for layout in shuffled]
+    return len(made.asm["cubin"]), made.metadata.shared, shuffled
 
 for kind in json.load(sys.stdin):
     try:
@@ -117,6 +122,7 @@ ADAMW = {
 } | {
     "AdamW, random bits": adamw("bfloat16", alone=False, grad="float32", stochastic=True),
     "AdamW, slices and fp32 masters": adamw("float16", alone=True, param="float16", num_slices=2, master=1),
+    "AdamW, uint8 beside float32, alone": adamw("uint8", alone=True, param="float32"),
     "AdamW, AMSGrad and low halves": adamw(("uint8", "bfloat16"), alone=False, amsgrad=True, master=2),
 }
 
@@ -302,20 +308,29 @@ KINDS = ADAMW | CLIP | NORMALIZE | MOMENTUM | UPDATE | PRODUCTS
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, tuple[int, int] | str]:
-    """Of every kind the bytes of code and of shared memory, or why there are none."""
+def compiled() -> dict[str, tuple[int, int, list[str]] | str]:
+    """Of every kind the bytes of code and shared memory and the layouts of what is shuffled, or why there are none."""
     found = lines_of(COMPILE, count=len(KINDS), stdin=json.dumps(list(KINDS.values())))
     return dict(zip(KINDS, found, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int] | str]) -> None:
+def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int, list[str]] | str]) -> None:
     found = compiled[name]
     assert not isinstance(found, str), found[-3000:]
-    code, shared = found
+    code, shared, shuffled = found
     assert code > 1000
     assert shared <= 232_448  # bytes that a program on Hopper may have
+    # a warp has the scales of its own blocks where each thread has one, in their order
+    assert bool(shuffled) == ("uint8" in json.dumps(KINDS[name]))
+    warps = KINDS[name][-1].get("num_warps")
+    plain = f"sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], order = [0]"
+    row = f"sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPerCTA = [1, {warps}], order = [1, 0]"
+    for layout in shuffled:
+        assert layout.startswith(("#ttg.blocked<{" + plain, "#ttg.slice<{dim = 0, parent = #ttg.blocked<{" + row)), (
+            layout
+        )
 
 
 def test_no_kernel_is_left_out() -> None:
