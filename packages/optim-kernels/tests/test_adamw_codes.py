@@ -10,7 +10,7 @@ from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
-from optim_kernels._kernels import moment_codes
+from optim_kernels._kernels import moment_codes, moment_scales
 from optim_kernels._kernels.approximations import power_approx
 from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._triton import tl, triton
@@ -142,7 +142,7 @@ def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     """And the chunks of a list go from few blocks at its front, whose programs come last, to as many as that."""
     sizes = code_chunks(132)
     assert [each.size for each in sizes] == sorted(each.size for each in sizes)
-    assert sizes[-1].size <= int(moment_codes.MOST_BLOCKS) * CODE_BLOCK
+    assert sizes[-1].size <= int(moment_scales.MOST_BLOCKS) * CODE_BLOCK
     assert sizes[-1].extent is None
     assert all(each.extent is not None and each.extent % each.size == 0 for each in sizes[:-1])
 

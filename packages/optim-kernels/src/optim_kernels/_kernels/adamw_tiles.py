@@ -21,6 +21,8 @@ from optim_kernels._kernels.moment_codes import (
     decode_first,
     decode_second,
     encode,
+)
+from optim_kernels._kernels.moment_scales import (
     may_underflow,
     read_scales,
     scale_of,
@@ -148,10 +150,10 @@ def read_tile(
 def widened(
     tile,
     scales,
-    block,
+    number,
     F: tl.constexpr,
 ):
-    """``(p, g, m, v, w)`` of a tile in fp32; of codes it is ``block``."""
+    """``(p, g, m, v, w)`` of a tile in fp32; with codes it is tile ``number`` of the chunk."""
     p, low, g, m, v, w = tile
     m_scales, v_scales, underflows = scales
     if F.master == _SPLIT16:
@@ -159,11 +161,11 @@ def widened(
     else:
         p = _widened(p, F.param)
     if F.exp_avg == tl.uint8:
-        m = decode_first(m, scale_of(m_scales, block))
+        m = decode_first(m, scale_of(m_scales, number))
     else:
         m = _widened(m, F.exp_avg)
     if F.exp_avg_sq == tl.uint8:
-        v = decode_second(v, scale_of(v_scales, block), underflows)
+        v = decode_second(v, scale_of(v_scales, number), underflows)
     else:
         v = _widened(v, F.exp_avg_sq)
     if F.amsgrad:
@@ -179,7 +181,7 @@ def store_tile(
     offset,
     mask,
     scales,
-    block,
+    number,
     p,
     m,
     v,
@@ -188,7 +190,7 @@ def store_tile(
     F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of ``block``.
+    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of tile ``number``.
 
     The mask is one of elements if ``MASKED``; else one bit for all, so that stores stay wide.
     """
@@ -213,13 +215,13 @@ def store_tile(
     if F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8:
         m_words, v_words, m_largest, v_largest = encode(m, v, F.exp_avg == tl.uint8, F.exp_avg_sq == tl.uint8)
     if F.exp_avg == tl.uint8:
-        m_scales = with_scale(m_scales, block, m_largest)
+        m_scales = with_scale(m_scales, number, m_largest)
         _store_codes(m_address, offset, keep, m_words, MASKED)
     else:
         m = _rounded(m, F.exp_avg, random, offset, _STREAM_EXP_AVG, F.stochastic, MASKED)
         tl.store(_pointer(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask)
     if F.exp_avg_sq == tl.uint8:
-        v_scales = with_scale(v_scales, block, v_largest)
+        v_scales = with_scale(v_scales, number, v_largest)
         _store_codes(v_address, offset, keep, v_words, MASKED)
     else:
         v = _rounded(v, F.exp_avg_sq, random, offset, _STREAM_EXP_AVG_SQ, F.stochastic, MASKED)
@@ -232,7 +234,7 @@ def store_tile(
 
 @triton.jit
 def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
-    """Write a block's codes that ``mask`` says, as ``store_tile`` has it."""
+    """Write a tile's codes that ``mask`` says, as ``store_tile`` has it."""
     pointer = _pointer(address, tl.uint8, not MASKED) + offset
     if MASKED:
         codes = codes_one_by_one(words)

@@ -17,20 +17,19 @@ not finite, or whose largest one has no reciprocal: for those the sum is NaN or 
 from __future__ import annotations
 
 from optim_kernels._kernels.approximations import known_again, power_approx, rcp_approx
+from optim_kernels._kernels.moment_scales import (
+    FIRST_PEAK,
+    FP32_MAX,
+    SECOND_PEAK,
+    for_elements,
+    for_threads,
+    of_warps,
+)
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
-BLOCK = tl.constexpr(256)  # elements that share a scale
-_LOG2_BLOCK = tl.constexpr(8)
-_WARP = tl.constexpr(32)  # threads
-MOST_BLOCKS = tl.constexpr(32)  # of a chunk, for each warp
-_FIRST_PEAK = tl.constexpr(127.0**3 / 2.0**21)
-_SECOND_PEAK = tl.constexpr(0.9806207418441772)  # (255 / 256)**5, multiplied in fp32
-
-_FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _SMALL = tl.constexpr(2.0**-80)
 _RAISE = tl.constexpr(2.0**100)
 _LARGE_SHARE = tl.constexpr(2.0**-126)  # of 2**116 it is less than half of a unit of the sum, of 2**126 256 units
-_LEAST_SCALE = tl.constexpr(2.0**-100)
 # An H200's estimate of a root is off by -5.3e-7 to 7.4e-7, from the first edge between two codes on, and by another
 # 1.6e-7, as its number is not rounded as that of the format. This much lower it is never too high, and this much wider
 # then never too low.
@@ -90,77 +89,6 @@ def _fractions_of_word(word, upper: tl.constexpr, origin: tl.constexpr):
 
 
 @triton.jit
-def _blocks(WARPS: tl.constexpr):
-    """For each thread the block of a chunk whose scale it keeps: a warp has every ``WARPS``-th."""
-    threads = tl.arange(0, _WARP * WARPS)
-    return threads % _WARP * WARPS + threads // _WARP
-
-
-@triton.jit
-def read_scales(address, first, end, WARPS: tl.constexpr):
-    """The scales of the blocks from element ``first`` up to ``end``, at most 32 for each warp: a thread has one."""
-    blocks = _blocks(WARPS)
-    pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
-    return tl.load(pointer + blocks, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK, other=0.0)
-
-
-@triton.jit
-def write_scales(address, first, end, scales):
-    """Store what ``read_scales`` read."""
-    blocks = _blocks(scales.shape[0] // _WARP)
-    pointer = address.to(tl.pointer_type(tl.float32)) + (first >> _LOG2_BLOCK)
-    tl.store(pointer + blocks, scales, mask=blocks < (end - first + BLOCK - 1) >> _LOG2_BLOCK)
-
-
-@triton.jit
-def _of_warps(x):
-    """A thread's number (of ``[32 * warps]``) by warps: ``[warps, 32]``."""
-    return tl.reshape(x, [x.shape[0] // _WARP, _WARP])
-
-
-@triton.jit
-def _for_threads(x):
-    """A warp's number (of ``[warps]``) for each of its threads."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], _WARP]), [x.shape[0] * _WARP])
-
-
-@triton.jit
-def _for_elements(x):
-    """A thread's number (of ``[32 * warps]``) for each of its elements."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], BLOCK // _WARP]), [x.shape[0] * (BLOCK // _WARP)])
-
-
-@triton.jit
-def scale_of(scales, tile):
-    """The scales of one tile's blocks, for each of their elements."""
-    if INTERPRETED:
-        own = tl.where(tl.arange(0, _WARP)[None, :] == tile, _of_warps(scales.to(tl.int32, bitcast=True)), 0)
-        scale = _for_threads(tl.sum(own, axis=1)).to(tl.float32, bitcast=True)
-    else:
-        scale = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
-            "=f,f,r",
-            [scales, tl.full([scales.shape[0]], tile, tl.int32)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return _for_elements(scale)
-
-
-@triton.jit
-def may_underflow(scales):
-    """Whether products of fractions and one of these scales may underflow."""
-    return tl.max(((scales < _LEAST_SCALE) & (scales > 0.0)).to(tl.int32), axis=0) != 0
-
-
-@triton.jit
-def with_scale(scales, tile, largest):
-    """``scales`` with those of one tile's blocks replaced."""
-    return tl.where(tl.arange(0, scales.shape[0]) % _WARP == tile, largest, scales)
-
-
-@triton.jit
 def decode_first(codes, scale):
     """First moments from signed codes."""
     f = _fractions(codes, True)
@@ -208,7 +136,7 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
 def _round_first(x, estimate):
     """Codes of the first moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
     largest = _largest(x, True)
-    root = power_approx(tl.abs(x) * _for_elements(rcp_approx(largest) * (_FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
+    root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     # half of the large number is added once more, so that below zero the low byte is two's complement
@@ -225,7 +153,7 @@ def _round_first(x, estimate):
 def _round_second(x, estimate):
     """Codes of the second moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
     largest = _largest(x, False)
-    root = power_approx(tl.abs(x) * _for_elements(rcp_approx(largest) * (_SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
+    root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
     words = _packed(root + 32768.0)
     total, codes = estimate
     total = _with_roots(total, root, WIDER)
@@ -274,7 +202,7 @@ def _settled_second(x, largest, words, doubts):
 @triton.jit
 def _exact_first(x, largest):
     """The codes of ``_round_first`` as the format says them, whatever the block holds."""
-    y = _scaled(x, known_again(largest), _FIRST_PEAK)
+    y = _scaled(x, known_again(largest), FIRST_PEAK)
     f = (power_approx(y * (1.0 - 3 * LOWER), 1 / 3) + 65536.0) - 65536.0
     h = f + 0.00390625
     # h³ has at most 24 bits, so this difference has the sign of the exact one
@@ -285,7 +213,7 @@ def _exact_first(x, largest):
 @triton.jit
 def _exact_second(x, largest):
     """The codes of ``_round_second`` as the format says them; what is positive gets at least code 1."""
-    y = _scaled(x, known_again(largest), _SECOND_PEAK)
+    y = _scaled(x, known_again(largest), SECOND_PEAK)
     m = tl.maximum(power_approx(y * (1.0 - 5 * LOWER), 1 / 5), 0.00390625) + 32768.0
     h = m - 32767.998046875
     square = h * h
@@ -307,13 +235,6 @@ def codes_one_by_one(words):
     low = tl.join(tl.join(w0, w1), tl.join(w0 >> 16, w1 >> 16))
     codes = tl.join(low, low >> 8)
     return tl.reshape(codes, [8 * w0.shape[0]]).to(tl.uint8)
-
-
-@triton.jit
-def scales_of_largest(largest, FIRST: tl.constexpr):
-    """The scales of blocks whose largest magnitudes these are."""
-    PEAK: tl.constexpr = _FIRST_PEAK if FIRST else _SECOND_PEAK
-    return tl.where(largest <= _FP32_MAX, tl.minimum(largest * (1 / PEAK), _FP32_MAX), float("nan"))
 
 
 @triton.jit
@@ -428,7 +349,7 @@ def _largest(x, SIGNED: tl.constexpr):
         x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x.to(tl.int32, bitcast=True))
         own = _largest_of_three(_largest_of_three(_largest_of_three(x0, x1, x2), x3, x4), x5, x6)
         own = tl.maximum(own, x7)
-    return _for_threads(tl.max(_of_warps(own), axis=1)).to(tl.float32, bitcast=True)
+    return for_threads(tl.max(of_warps(own), axis=1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -436,6 +357,6 @@ def _scaled(x, largest, PEAK: tl.constexpr):
     """Magnitudes with the largest of each block brought to PEAK, as the format says it."""
     # small numbers, whose reciprocal may be infinite, are raised before
     up = tl.where(largest < _SMALL, _RAISE, 1.0)
-    finite = largest <= _FP32_MAX
+    finite = largest <= FP32_MAX
     factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)
-    return tl.where(_for_elements(finite), tl.abs(x), 0.0) * _for_elements(up) * _for_elements(factor)
+    return tl.where(for_elements(finite), tl.abs(x), 0.0) * for_elements(up) * for_elements(factor)

@@ -65,7 +65,7 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
 
     To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
     So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
-    of a warp that a multiprocessor's registers hold. None has more blocks than ``_kernels.moment_codes.MOST_BLOCKS``.
+    of a warp that a multiprocessor's registers hold. None has more blocks than ``_kernels.moment_scales.MOST_BLOCKS``.
     """
     programs = 28 * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
