@@ -149,11 +149,11 @@ def test_a_warp_holds_the_scales_of_a_chunk() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
 @pytest.mark.parametrize("tiles", [1, 2])
-@pytest.mark.parametrize("numel", [4096, 4097, 5000, 6000, 7168])
-def test_one_warp_or_four_a_program(numel: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("numel", "offset"), [(4096, 0), (4097, 0), (5000, 0), (6000, 1), (7168, 0)])
+def test_one_warp_or_four_a_program(numel: int, offset: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of a tile for each: the same bytes, also beside blocks that are all zero, tiny or not finite."""
     generator = torch.Generator().manual_seed(numel)
-    start = torch.randn(numel, generator=generator)
+    start = torch.randn(offset + numel, generator=generator)
     grads = [torch.randn(numel, generator=generator) * scale for scale in (1.0, 1e-4)]
     for grad, tiny in zip(grads, (1e-19, 1e-38)):
         grad[: CODE_BLOCK // 2] = tiny
@@ -165,7 +165,7 @@ def test_one_warp_or_four_a_program(numel: int, tiles: int, monkeypatch: pytest.
         tile = blocks * CODE_BLOCK
         tuned = Tuning(tiles * tile, tile, tile, num_warps=blocks)
         monkeypatch.setattr(_adamw_launch, "tuning", lambda *_, tuned=tuned: tuned)
-        p = torch.nn.Parameter(start.to(DEVICE))
+        p = torch.nn.Parameter(start.to(DEVICE, copy=True)[offset:])
         optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
         for grad in grads:
             p.grad = grad.to(DEVICE)
