@@ -17,7 +17,7 @@ from dist_cases import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_kernels import TritonAdamW
@@ -152,6 +152,36 @@ def on_shards(rank, world_size):
 
 def test_shards():
     run_ranks(on_shards, 3)
+
+
+def masters_come_later(rank, world_size, folder):
+    """A checkpoint without masters goes into an optimizer that has some, which then has to step what was loaded."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = [torch.randn(7, 5, generator=torch.Generator().manual_seed(n)).to(BF16) for n in range(2)]
+    for form in ("plain", "cut"):
+
+        def build(value, form=form, **options):
+            parameter = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]) if form == "cut" else value.clone())
+            return parameter, TritonDistAdamW([("w", parameter)], lr=0.01, **options)
+
+        saved, optimizer = build(whole[0])
+        saved.grad = torch.ones_like(saved)
+        optimizer.step()
+        checkpoint.save(f"{folder}/{form}", None, optimizer)
+        loaded, optimizer = build(whole[1], master_weights="fp32")
+        checkpoint.load(f"{folder}/{form}", None, optimizer)
+        optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+        loaded.grad = torch.ones_like(loaded)
+        optimizer.step()
+        optimizer.wait()
+        for parameter in (saved, loaded):
+            assert isinstance(parameter, DTensor) == (form == "cut")
+        values = [p.full_tensor() if isinstance(p, DTensor) else p for p in (saved, loaded)]
+        assert torch.equal(*values), form
+
+
+def test_masters_that_were_not_saved_are_made_of_what_is_loaded(tmp_path):
+    run_ranks(masters_come_later, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

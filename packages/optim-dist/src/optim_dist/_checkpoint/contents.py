@@ -122,16 +122,25 @@ def restore(
 ) -> None:
     """Write values and state of this rank's shards, then gather the parameters."""
     shards = {specs[shard.index].name: shard for shard in optimizer.shards()}
+    layouts = _layouts(optimizer, specs)
+    # values before states: a master that was not saved is made of its parameter
+    values: list[Part] = []
+    for name, shard in shards.items():
+        if specs[shard.index].sharding:
+            values += _rows_read(optimizer, saved[name], parts.get(name, {}), shard, {VALUE: saved[name].dtype})
+        elif shard.value.numel():
+            in_memory_order(shard.value).copy_(parts[name][VALUE])
+    for part in from_rows(values, layouts, optimizer.communicator):
+        shards[part.name].value.copy_(part.local)
     rows: list[Part] = []
     for name, shard in shards.items():
         entry, mine = saved[name], parts.get(name, {})
-        if specs[shard.index].sharding:
-            rows += _rows_read(optimizer, entry, mine, shard)
-        elif shard.value.numel():
-            in_memory_order(shard.value).copy_(mine[VALUE])
         if not entry.state and not entry.scalars:
             continue
         state = optimizer.new_state(shard)
+        if specs[shard.index].sharding:
+            in_pieces = {key: description.dtype for key, description in entry.state.items() if description.in_pieces}
+            rows += _rows_read(optimizer, entry, mine, shard, in_pieces)
         for key, description in entry.state.items():
             if not specs[shard.index].sharding:
                 state[key] = _shaped(mine.get(key), description, shard)
@@ -145,21 +154,17 @@ def restore(
         for key, value in entry.scalars.items():
             state[key] = state.get(key, torch.zeros((), dtype=torch.float32)).fill_(value)
         optimizer.state[shard.parameter] = state
-    for part in from_rows(rows, _layouts(optimizer, specs), optimizer.communicator):
-        shard = shards[part.name]
-        if part.key == VALUE:
-            shard.value.copy_(part.local)
-        else:
-            assert isinstance(shard.parameter, DTensor), "only DTensors lie in rows"
-            optimizer.state[shard.parameter][part.key] = as_parameter_lies(part.local, shard.parameter)
+    for part in from_rows(rows, layouts, optimizer.communicator):
+        parameter = shards[part.name].parameter
+        assert isinstance(parameter, DTensor), "only DTensors lie in rows"
+        optimizer.state[parameter][part.key] = as_parameter_lies(part.local, parameter)
     optimizer.gather_parameters()
 
 
 def _rows_read(
-    optimizer: DistOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard
+    optimizer: DistOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard, wanted: Mapping[str, str]
 ) -> Iterator[Part]:
-    """The rows of a DTensor that this rank has read, values and state."""
-    wanted = {VALUE: entry.dtype, **{key: state.dtype for key, state in entry.state.items() if state.in_pieces}}
+    """The rows of a DTensor that this rank has read, of the ``wanted`` keys and their dtypes."""
     for key, dtype in wanted.items():
         flat = mine.get(key, torch.empty(0, dtype=getattr(torch, dtype), device=shard.value.device))
         yield Part(entry.name, key, as_rows(flat, entry.shape, optimizer.communicator), tuple(entry.shape))
