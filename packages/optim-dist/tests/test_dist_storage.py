@@ -184,6 +184,54 @@ def test_masters_that_were_not_saved_are_made_of_what_is_loaded(tmp_path):
     run_ranks(masters_come_later, 2, str(tmp_path))
 
 
+def parameters_come_after_state_dict(rank, world_size):
+    """``torch.distributed.checkpoint`` asks for the state to fill before the parameters are loaded."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    before, after = (torch.randn(8, 6, generator=torch.Generator().manual_seed(n)).to(BF16) for n in range(2))
+    plain, cut = nn.Parameter(before.clone()), nn.Parameter(distribute_tensor(before, mesh, [Shard(0)]))
+    for how in ("fp32", "split16"):
+        groups = [{"params": [plain, cut], "lr": 0.0, "weight_decay": 0.0}]
+        optimizer = TritonDistAdamW(groups, master_weights=how, process_group=mesh.get_group())
+        listed = optimizer.state_dict()["state"]
+        assert [sorted(state) for state in listed.values()] == [sorted({*listed[0], *listed[1]})] * 2
+        with torch.no_grad():
+            plain.copy_(after)
+            cut.copy_(distribute_tensor(after, mesh, [Shard(0)]))
+        for parameter in (plain, cut):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.wait()
+        assert torch.equal(plain, after), how
+        assert torch.equal(cut.full_tensor(), after), how
+        optimizer.close()
+
+
+def test_parameters_may_be_loaded_after_state_dict():
+    run_ranks(parameters_come_after_state_dict, 2)
+
+
+def test_what_has_no_gradient_in_the_first_step_after_a_load_gets_its_masters_too():
+    def build(**options):
+        pair = [nn.Parameter(torch.ones(4, dtype=BF16)) for _ in range(2)]
+        return pair, TritonDistAdamW(pair, lr=1e-4, **options)
+
+    (first, second), saved = build()
+    for parameter in (first, second):
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    (first, second), optimizer = build(master_weights="fp32", amsgrad=True)
+    state = saved.state_dict()
+    state["param_groups"][0] |= {"amsgrad": True}
+    optimizer.load_state_dict(state)
+    for used in ((first,), (first, second)):
+        optimizer.zero_grad()
+        for parameter in used:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for parameter in (first, second):
+        assert {"master", "max_exp_avg_sq"} <= optimizer.state[parameter].keys()
+
+
 @pytest.mark.parametrize(
     "build",
     [

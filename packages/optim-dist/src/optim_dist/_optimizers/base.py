@@ -54,11 +54,12 @@ class DistOptimizer(PlannedOptimizer):
     _routes: ClassVar[Mapping[RouteName, Route]]
 
     grad_norm: Tensor | None
-    _was_loaded = False  # states may lack what the options of this optimizer want
+    _with_all_keys: set[int]  # by id the parameters whose states have all that their options want
     _consolidated: Consolidated | None = None
 
     def _connect(self) -> None:
         self._caches: dict[object, dict[Any, Any]] = {}
+        self._with_all_keys = set()
         self._factor: Tensor | None = None
         self._consolidated = None
         self.grad_norm = None
@@ -95,7 +96,6 @@ class DistOptimizer(PlannedOptimizer):
             with self.begun_together("step()"):
                 self._outdate("step()")
                 self._update(self._context(clip_factor))
-                self._was_loaded = False
                 self._restart()
             if self._options.debug:
                 self._bucketed.check_replicas("after the step, ")
@@ -173,8 +173,9 @@ class DistOptimizer(PlannedOptimizer):
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
-        if not state or self._was_loaded:
+        if not state or id(shard.parameter) not in self._with_all_keys:
             self._complete(shard, state)
+            self._with_all_keys.add(id(shard.parameter))
         return state
 
     @_not_compiled
@@ -239,6 +240,16 @@ class DistOptimizer(PlannedOptimizer):
         self._complete(shard, state)
         return state
 
+    def completed_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state with all that its options want, made where it is missing."""
+        kept = self.state[shard.parameter]
+        state = dict(kept)
+        if not kept or id(shard.parameter) not in self._with_all_keys:
+            self._complete(shard, state)
+            # a master is made anew by the first step: its parameter may be loaded before that
+            kept.update({key: value for key, value in state.items() if key not in kept and key != "master"})
+        return state
+
     def _complete(self, shard: Shard, state: dict[str, Any]) -> None:
         route = self._routes[self.plan.parameters[shard.index].route]
         route.complete_state(shard, self.param_groups[shard.group], state)
@@ -278,7 +289,7 @@ class DistOptimizer(PlannedOptimizer):
             state_dict = interchange.unwrapped_state(self, state_dict)
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
-        self._was_loaded = True
+        self._with_all_keys.clear()
         self._outdate("load_state_dict()")
         self._show_state()
 

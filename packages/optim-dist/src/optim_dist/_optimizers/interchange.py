@@ -28,9 +28,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         shard = mine.get(index)
         if shard is not None:
-            state = optimizer.state[entry.parameter]
-            if not state:
-                state.update(optimizer.new_state(shard))
+            state = optimizer.completed_state(shard)
         else:
             nothing = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             state = optimizer.new_state(make_shard(entry, index, 0, spec.numel, nothing))

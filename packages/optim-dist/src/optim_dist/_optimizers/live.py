@@ -50,6 +50,10 @@ class LiveOptimizer(Optimizer):
         """A fresh state for a shard, as its first step would find it."""
         raise NotImplementedError
 
+    def completed_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state with all that its options want, made where it is missing."""
+        raise NotImplementedError
+
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         raise NotImplementedError
