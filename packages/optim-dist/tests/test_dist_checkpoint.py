@@ -270,6 +270,39 @@ def test_other_views_are_refused_before_anything_is_written(tmp_path):
     assert not parameter.any()
 
 
+def test_groups_in_another_order_are_refused_before_anything_is_written(tmp_path):
+    def build_with(order):
+        model = nn.Linear(3, 4)
+        groups = {"weight": {"weight_decay": 0.1}, "bias": {"weight_decay": 0.0}}
+        listed = [{"params": [(name, getattr(model, name))], **groups[name]} for name in order]
+        return model, TritonDistAdamW(listed)
+
+    checkpoint.save(tmp_path / "x", *build_with(("weight", "bias")))
+    model, optimizer = build_with(("bias", "weight"))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.load(tmp_path / "x", model, optimizer)
+    assert "weight: in group 0, this optimizer has it in group 1" in str(raised.value)
+    assert "bias: in group 1, this optimizer has it in group 0" in str(raised.value)
+    assert_equal(list(model.parameters()), before, "untouched")
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
+def test_checkpoints_of_version_0_3_which_name_no_members_load(tmp_path):
+    model = nn.Linear(3, 4)
+    checkpoint.save(tmp_path / "x", model, TritonDistAdamW(model.parameters()))
+    common = torch.load(tmp_path / "x" / "common.pt", weights_only=True)
+    del common["members"]
+    torch.save(common, tmp_path / "x" / "common.pt")
+    content = (tmp_path / "x" / "common.pt").read_bytes()
+    change_manifest(lambda m: m["files"].update({"common.pt": [len(content), hashlib.sha256(content).hexdigest()]}))(
+        tmp_path / "x"
+    )
+    again = nn.Linear(3, 4)
+    checkpoint.load(tmp_path / "x", again, TritonDistAdamW(again.parameters()))
+    assert_equal(list(again.parameters()), list(model.parameters()), "loaded")
+
+
 def test_a_model_that_gives_a_name_twice_is_refused(tmp_path):
     model, other = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4, 4))
     optimizer = TritonDistAdamW([("first", model.weight), ("weight", other)])

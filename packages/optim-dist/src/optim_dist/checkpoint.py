@@ -31,6 +31,7 @@ from optim_dist._checkpoint.contents import (
     compare_groups,
     compare_rest,
     describe_state,
+    group_members,
     group_options,
     load_groups,
     load_rest,
@@ -97,7 +98,8 @@ def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = 
             temporary.mkdir(parents=True, exist_ok=True)
             written[file] = _write(temporary / file, packed(mine))
             if communicator.rank == 0:
-                common = {"groups": group_options(opt), "model": rest, "extra": extra}
+                groups = {"groups": group_options(opt), "members": group_members(specs)}
+                common = {**groups, "model": rest, "extra": extra}
                 written[manifests.COMMON] = _write(temporary / manifests.COMMON, packed_readable(common))
         every = communicator.gather_json([written, describe_state(opt, specs)])
         with raised_together(communicator, failed):
@@ -135,7 +137,8 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         problems += manifests.compare(manifest, specs)
         common = _read(folder, manifests.COMMON, manifest)
         problems += compare_rest(common["model"], rest)
-        problems += compare_groups(common["groups"], opt)
+        # those of version 0.3 have no members
+        problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
         for saved_rank in range(communicator.rank, manifest.world_size, communicator.world_size):
             contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
             problems += _compare_contents(contents[saved_rank], saved_rank, manifest)

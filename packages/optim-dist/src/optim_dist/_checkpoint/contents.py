@@ -182,13 +182,28 @@ def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
     return [without_numpy_scalars(group) for group in groups]
 
 
-def compare_groups(saved: list[dict[str, Any]], optimizer: DistOptimizer) -> list[str]:
-    """How the saved groups differ from this optimizer's in number, size and views."""
+def group_members(specs: list[ParameterSpec]) -> dict[str, int]:
+    """Which group each trained parameter is in."""
+    return {spec.name: spec.group for spec in specs}
+
+
+def compare_groups(
+    saved: list[dict[str, Any]], members: Mapping[str, int], optimizer: DistOptimizer, specs: list[ParameterSpec]
+) -> list[str]:
+    """How the saved groups differ from this optimizer's in number, size, members and views."""
     found, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
     if found != mine:
         return [f"param_groups: sizes {found}, this optimizer has {mine}"]
+    problems = [
+        f"{spec.name}: in group {members[spec.name]}, this optimizer has it in group {spec.group}; "
+        "list groups in the order in which they were saved"
+        for spec in specs
+        if members.get(spec.name, spec.group) != spec.group
+    ]
     pairs = enumerate(zip(saved, optimizer.param_groups))
-    return [f"group {number} {OTHER_VIEWS}" for number, (theirs, ours) in pairs if has_other_views(theirs, ours)]
+    return problems + [
+        f"group {number} {OTHER_VIEWS}" for number, (theirs, ours) in pairs if has_other_views(theirs, ours)
+    ]
 
 
 def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:
