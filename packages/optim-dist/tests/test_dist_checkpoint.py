@@ -288,6 +288,24 @@ def test_groups_in_another_order_are_refused_before_anything_is_written(tmp_path
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
 
 
+def test_buffers_and_frozen_parameters_of_another_kind_of_number_are_refused(tmp_path):
+    def build_in(dtype):
+        model = nn.Linear(2, 2)
+        model.register_buffer("seen", torch.full((2,), 1.5).to(dtype))
+        model.frozen = nn.Parameter(torch.full((3,), 1.5).to(dtype), requires_grad=False)
+        return model, TritonDistAdamW(model.parameters())
+
+    checkpoint.save(tmp_path / "x", *build_in(torch.float32))
+    model, optimizer = build_in(torch.int64)
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.load(tmp_path / "x", model, optimizer)
+    for name in ("seen", "frozen"):
+        assert f"{name}: dtype float32, this run has int64" in str(raised.value)
+    model, optimizer = build_in(torch.bfloat16)
+    checkpoint.load(tmp_path / "x", model, optimizer)
+    assert torch.equal(model.seen, torch.full((2,), 1.5, dtype=torch.bfloat16))
+
+
 def test_checkpoints_of_version_0_3_which_name_no_members_load(tmp_path):
     model = nn.Linear(3, 4)
     checkpoint.save(tmp_path / "x", model, TritonDistAdamW(model.parameters()))

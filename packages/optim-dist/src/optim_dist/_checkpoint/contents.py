@@ -248,7 +248,15 @@ def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     for name in mine.keys() & saved.keys():
         if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
             problems.append(f"{name}: shape {tuple(saved[name].shape)}, this run has {tuple(mine[name].shape)}")
+        elif isinstance(mine[name], Tensor) and not _fits_dtype(saved[name], mine[name]):
+            dtypes = dtype_name(saved[name].dtype), dtype_name(mine[name].dtype)
+            problems.append(f"{name}: dtype {dtypes[0]}, this run has {dtypes[1]}")
     return sorted(problems)
+
+
+def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
+    """Whether torch would load it as it is, or round it; as integers numbers would be others."""
+    return saved.dtype == mine.dtype or (saved.is_floating_point() and mine.is_floating_point())
 
 
 def _flat(value: Tensor, shard: Shard) -> Tensor:
