@@ -327,3 +327,37 @@ def test_parts_of_permuted_tensors(order, sizes, data):
         for (offsets, lengths), piece in part.chunks():
             rebuilt[tuple(slice(o, o + n) for o, n in zip(offsets, lengths))] = piece
     assert torch.equal(rebuilt, stored)
+
+
+def load_steps_that_are_numbers(rank, world_size):
+    """As torch before 1.12 saved them; torch's optimizers still load them."""
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    for parameter in (*model.parameters(), *twin.parameters()):
+        nn.init.ones_(parameter)
+    torchs, ours = torch.optim.AdamW(twin.parameters(), lr=0.01), TritonDistAdamW(model.parameters())
+
+    def step(module, optimizer, gradient):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+
+    step(twin, torchs, 1.0)
+    saved = torchs.state_dict()
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    model.load_state_dict(twin.state_dict())
+    ours.load_full_state_dict(saved)
+    full = ours.full_state_dict()
+    if rank == 0:
+        assert all(torch.equal(state["step"], torch.tensor(1.0)) for state in full["state"].values())
+    torchs.load_state_dict(saved)
+    step(twin, torchs, 5.0)
+    step(model, ours, 5.0)
+    ours.wait()
+    for mine, theirs in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_steps_that_are_numbers_are_loaded(world_size):
+    run_ranks(load_steps_that_are_numbers, world_size)

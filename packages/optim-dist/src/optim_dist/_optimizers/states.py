@@ -280,6 +280,9 @@ def listed_parameters(optimizer: Optimizer) -> dict[int, int]:
 
 def _placed(key: str, value: Any, parameter: Tensor) -> Any:
     """A copy on the parameter's device, laid out as new state is: the kernels read memory, whatever was loaded."""
+    if key == "step" and isinstance(value, int | float):
+        # torch before 1.12 counted by numbers
+        return torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
     if not isinstance(value, Tensor):
         return value
     copied = value.detach().to(parameter.device, copy=True)
