@@ -455,3 +455,13 @@ def test_redistribute_needs_placements():
 
     with pytest.raises(UnsupportedError, match="placements"):
         redistribute(None)
+
+
+def test_redistribute_refuses_arguments_of_other_types_by_name():
+    from optim_redist import redistribute
+
+    with pytest.raises(UnsupportedError, match=r"takes a DTensor, got Tensor.*DTensor.from_local"):
+        redistribute(torch.ones(4), None, [Shard(0)])
+    for name in ("forward_dtype", "backward_dtype"):
+        with pytest.raises(UnsupportedError, match=f"{name} must be a torch.dtype or None, got 'bf16'"):
+            redistribute(torch.ones(4), None, [Shard(0)], **{name: "bf16"})

@@ -288,6 +288,32 @@ def test_unknown_choices_are_refused() -> None:
         plan(*args, topology=Topology.from_mesh_axis(Mesh(2), 0))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("cost_model", "h200x8", "cost_model must be a CommModel, got 'h200x8'"),
+        ("topology", 4, "topology must be a Topology, got 4"),
+        ("memory_limit", "1GiB", "memory_limit must be a number of bytes, got '1GiB'"),
+        ("memory_limit", float("nan"), "memory_limit must be a number of bytes, got nan"),
+        ("planners", "direct", "planners is 'direct'; give a list"),
+    ],
+    ids=str,
+)
+def test_options_of_another_type_are_refused_by_name(option: str, value: Any, words: str) -> None:
+    with pytest.raises(RedistError, match=words):
+        plan((8,), "bf16", Layout(Mesh(4), [0]), Layout(Mesh(4), [None]), **{option: value})
+
+
+def test_texts_are_no_layouts() -> None:
+    layout: Any = Layout(Mesh(4), [0])
+    text: Any = "S(0)"
+    nothing: Any = None
+    with pytest.raises(LayoutError, match=r"src must be a Layout, got 'S\(0\)'; parse_layout"):
+        plan((8,), "bf16", text, layout)
+    with pytest.raises(LayoutError, match="dst must be a Layout, got None"):
+        bounds((8,), layout, nothing)
+
+
 # -- the verifier finds what is wrong
 
 

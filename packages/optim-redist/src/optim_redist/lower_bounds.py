@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from optim_redist._inside import Inside
 from optim_redist._mesh import int_tuple
 from optim_redist.layout import Layout
-from optim_redist.problem import Problem
+from optim_redist.problem import Problem, check_layouts
 
 if TYPE_CHECKING:
     from optim_redist.cost import Topology
@@ -108,8 +108,9 @@ def bounds(
     ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
 
     Raises:
-        LayoutError: if a layout does not fit the shape.
+        LayoutError: if a layout does not fit the shape, or is none.
     """
+    check_layouts(src, dst)
     return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst), topology, itemsize=itemsize)
 
 

@@ -10,6 +10,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._dtypes import check_started, dtype_name, itemsize
@@ -26,7 +28,7 @@ from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step
 from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
-from optim_redist.problem import Problem
+from optim_redist.problem import Problem, check_layouts
 
 if TYPE_CHECKING:
     from optim_redist.pictures import PictureFormat
@@ -236,11 +238,12 @@ def plan(
         budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
 
     Raises:
-        LayoutError: if a layout does not fit the shape.
+        LayoutError: if a layout does not fit the shape, or is none.
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
         UnsupportedError: for an unknown dtype, and if the target has a reduction pending that elements of this dtype
             cannot start.
-        RedistError: for unknown ``planners``, and where none of those that were named fits.
+        RedistError: for unknown ``planners``, where none of those that were named fits, and for a ``cost_model``,
+            ``topology`` or ``memory_limit`` that is none.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
@@ -248,6 +251,7 @@ def plan(
     key = (tuple(shape), name, src, dst, relabel, cost_model, topology, *options)
     known = _plans.find(key)
     if known is None:
+        _check_arguments(src, dst, cost_model, topology, memory_limit, planners)
         shape = int_tuple(shape, "sizes")
         if dst.partial:
             check_started(Problem(shape, src, dst).started_ops, name)
@@ -259,6 +263,23 @@ def plan(
         known = _as_written(_decided(shape, itemsize(name), src, dst, model, *options), name, src, dst)
         _plans.put(key, known)
     return known
+
+
+def _check_arguments(
+    src: Any, dst: Any, cost_model: Any, topology: Any, memory_limit: Any, planners: Sequence[str] | None
+) -> None:
+    """Raise for what would be found out far from where it was given, in words that do not name it."""
+    check_layouts(src, dst)
+    if not isinstance(cost_model, CommModel | None):
+        raise RedistError(f"cost_model must be a CommModel, got {cost_model!r}; CommModel.preset(name) has known ones")
+    if not isinstance(topology, Topology | None):
+        raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
+    # a limit of NaN would be above nothing and below nothing
+    if memory_limit is not None and (not isinstance(memory_limit, Real) or isnan(memory_limit)):
+        raise RedistError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
+    # a string is a sequence of its letters
+    if isinstance(planners, str):
+        raise RedistError(f"planners is {planners!r}; give a list of names")
 
 
 def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Plan:

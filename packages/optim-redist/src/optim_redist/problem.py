@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optim_redist._inside import Groups, Part
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
+from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intersect
 from optim_redist.layout import Block, Layout, Mesh
 from optim_redist.overlap import Division, overlap
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 Point = tuple[int, ...]
 _NOTHING = (0, 0)
 _WHOLE: Division = (None, ())
+
+
+def check_layouts(src: Any, dst: Any) -> None:
+    """Raise ``LayoutError`` for what is no ``Layout``, a text for example."""
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
 
 
 class Problem:

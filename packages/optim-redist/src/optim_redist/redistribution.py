@@ -94,6 +94,14 @@ def redistribute(
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
+    for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
+        if not isinstance(dtype, torch.dtype | None):
+            raise UnsupportedError(f"{name} must be a torch.dtype or None, got {dtype!r}")
+    if not isinstance(dtensor, DTensor):
+        raise UnsupportedError(
+            f"redistribute takes a DTensor, got {type(dtensor).__name__}; make one of this rank's part by "
+            "DTensor.from_local, or give the part to redistribute_local"
+        )
     mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
     order = tuple((_counted(dim, dtensor.ndim), axes) for dim, axes in (as_shard_order(shard_order) or {}).items())
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
