@@ -173,6 +173,40 @@ def test_tangents_are_refused() -> None:
         newton_schulz(forward_ad.make_dual(x, x.cos()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (0, 4)], ids=str)
+def test_vmap_is_the_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, *shape, dtype=dtype, device=DEVICE)
+    expected = newton_schulz(x)
+    twice = torch.vmap(torch.vmap(newton_schulz))
+    torch.testing.assert_close(twice(x), expected)
+    moved = torch.vmap(newton_schulz, in_dims=-1, out_dims=-1)(x.movedim(0, -1))
+    torch.testing.assert_close(moved, expected.movedim(0, -1))
+    torch.testing.assert_close(torch.compile(twice, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_gradients_of_torch_func_are_those_of_backward() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return newton_schulz(x).square().sum() * x.sum()
+
+    x = torch.randn(3, 4, 6, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(x[0]) + loss(x[1]) + loss(x[2]), x)
+    each = torch.vmap(torch.func.grad(loss))(x.detach())
+    torch.testing.assert_close(each, expected)
+    (outside,) = torch.autograd.grad(torch.vmap(loss)(x).sum(), x)
+    torch.testing.assert_close(outside, expected)
+    second = torch.func.jacrev(torch.func.grad(loss))(x[0].detach())
+    torch.testing.assert_close(second, torch.autograd.functional.hessian(loss, x[0].detach()))
+
+
+def test_transforms_of_torch_func_refuse_what_calls_refuse() -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"takes matrices \[..., M, N\], got shape \(4,\)"):
+        torch.vmap(newton_schulz)(x)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(newton_schulz, (x,), (x,))
+
+
 @gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return all(x is None or (type(x) in PLAIN_TYPES and not (wants_grad and x.requires_grad)) for x in tensors)
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for others in a transform of ``torch.func`` (``vmap``, ``grad``): it has no memory."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _refuse_tangents(*tensors: Tensor | None) -> None:
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(

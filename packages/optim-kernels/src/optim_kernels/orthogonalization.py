@@ -1,4 +1,4 @@
-"""Newton–Schulz orthogonalisation as a function with gradients, usable inside ``torch.compile``.
+"""Newton–Schulz orthogonalisation as a function with gradients, usable inside ``torch.compile`` and ``torch.func``.
 
     X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import Impl, check_impl, is_plain, use_triton
+from optim_kernels._impl import Impl, check_impl, is_plain, is_transformed, use_triton
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, config_of, hashable
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
@@ -99,7 +99,8 @@ def newton_schulz(
     ``dtype``).
 
     Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
-    used. ``out`` (same shape, any dtype and strides) receives the result.
+    used. ``torch.func`` transforms it too (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape,
+    any dtype and strides) receives the result.
 
     A list gives a list. On CUDA its matrices of one shape are done together where that is faster, and their results
     are parts of one tensor.
@@ -158,7 +159,12 @@ def _values(config: NSConfig) -> Values:
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
-    if x.layout is torch.strided and is_plain(x):
+    is_at_once = x.layout is torch.strided and is_plain(x)
+    if is_transformed(x):
+        _check(x)
+        transformed: Tensor = _Transformed.apply(x, config_of(*values), impl)
+        return transformed
+    if is_at_once:
         return _forward(x, values, impl)
     _check(x)
     result: Tensor = _operator(x, *_taken_apart(*values), impl)
@@ -304,6 +310,36 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _operator.register_autograd(_backward, setup_context=_save)
+
+
+@_operator.register_vmap
+def _(_: Any, in_dims: Sequence[int | None], x: Tensor, *apart_and_impl: Any) -> tuple[Tensor, int]:
+    dim = in_dims[0]
+    assert dim is not None  # there is no other tensor
+    return _operator(x.movedim(dim, 0), *apart_and_impl), 0
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator inside the transforms of ``torch.func``: torch makes operators that these cannot differentiate."""
+
+    @staticmethod
+    def forward(x: Tensor, config: NSConfig, impl: Impl) -> Tensor:
+        return _forward(x, _values(config), impl)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.config, _ = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        with without_autocast(x):
+            return newton_schulz_backward(x, grad, ctx.config), None, None
+
+    @staticmethod
+    def vmap(_: Any, in_dims: tuple[int, None, None], x: Tensor, config: NSConfig, impl: Impl) -> tuple[Tensor, int]:
+        return _Transformed.apply(x.movedim(in_dims[0], 0), config, impl), 0
 
 
 def newton_schulz_backward(x: Tensor, grad: Tensor, config: NSConfig) -> Tensor:
