@@ -255,6 +255,13 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
         TritonAdamW([torch.nn.Parameter(torch.zeros(3))], **options)
 
 
+@pytest.mark.parametrize(("option", "instead"), [({"fused": True}, "fused=None"), ({"impl": "triton"}, "impl='auto'")])
+def test_who_asks_for_kernels_in_vain_is_told_what_to_change(option: dict[str, Any], instead: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=DEVICE))
+    with pytest.raises(RuntimeError, match=f"give it to a group with {instead}$"):
+        TritonAdamW([param], **option)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, once a process
 def test_wrong_inputs_are_refused_by_name() -> None:
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=DEVICE))

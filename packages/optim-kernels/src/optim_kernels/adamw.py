@@ -158,10 +158,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             check_storage(param, names[param], group["state_dtype"], group["master_weights"])
             reason = why_not_kernels(param, group)
             if reason is not None and (group["fused"] or group["impl"] == "triton"):
-                asked = "fused=True" if group["fused"] else "impl='triton'"
+                asked, instead = ("fused=True", "fused=None") if group["fused"] else ("impl='triton'", "impl='auto'")
                 raise RuntimeError(
                     f"{asked} asks for the kernels, but {names[param]} cannot have them: {reason}; give it to a group "
-                    "with impl='auto'"
+                    f"with {instead}"
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
