@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
 import pytest
 import torch
-from random_tensors import random_parameters
+from random_tensors import DEVICE, random_parameters
 from torch import Tensor
 
 from optim_kernels import TritonAdamW, TritonMuonAdamW, clip_factor, get_total_norm
@@ -218,6 +219,31 @@ def test_options_that_a_state_lacks_keep_their_values() -> None:
     ours.load_state_dict(torch.optim.AdamW([p], lr=0.25).state_dict())
     group = ours.param_groups[0]
     assert [group[key] for key in ("lr", "max_norm", "stochastic_rounding", "seed")] == [0.25, 0.5, True, 5]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"fused": False}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("own", [{"impl": "auto"}, {"impl": "torch"}, {"foreach": False}], ids=str)
+def test_what_computed_the_steps_before_does_not_choose_the_implementation(
+    options: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """torch's ``fused=True``, which the CPU has too, asked for kernels that are not there."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 12, device=DEVICE)) for _ in range(2)]
+    for param in params:
+        param.grad = param.detach().cos()
+    theirs, ours = torch.optim.AdamW(params[:1], lr=0.1, **options), TritonAdamW(params[1:], **own)
+    theirs.step()
+    # what is loaded is taken over, and both go on
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    params[1].data.copy_(params[0].data)
+    group = ours.param_groups[0]
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.1, None, own.get("foreach"))
+    for optimizer in (theirs, ours):
+        optimizer.step()
+    torch.testing.assert_close(params[1], params[0])
+    # and a demand outlives the load
+    asking = TritonAdamW([torch.nn.Parameter(torch.zeros(12, device=DEVICE))], fused=False)
+    asking.load_state_dict(ours.state_dict())
+    assert asking.param_groups[0]["fused"] is False
 
 
 def test_states_that_hold_nothing() -> None:

@@ -45,8 +45,9 @@ from optim_kernels.multi_tensor import TensorList, is_capturing
 
 __all__ = ["TritonAdamW"]
 
-# What belongs to this instance rather than to a checkpoint: a loaded state is converted to it.
-_OWN_OPTIONS = ("state_dtype", "master_weights", "impl")
+# What belongs to this instance rather than to a checkpoint: a loaded state is converted to it. What computed the steps
+# before (torch's fused kernel, say) does not decide what computes the next ones, maybe on another machine.
+_OWN_OPTIONS = ("state_dtype", "master_weights", "impl", "foreach", "fused")
 
 _group_params = itemgetter("params")
 # What a prepared step depends on; the other options are read anew by every step, or when a state is made.
@@ -262,8 +263,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.
 
-        Options that it lacks keep their values. A master that it lacks is made by the next step, of the parameter as it
-        is then: the model's own state may be loaded before or after.
+        Options that it lacks keep their values, and so does what chooses the implementation: ``impl``, ``foreach`` and
+        ``fused``. A master that it lacks is made by the next step, of the parameter as it is then: the model's own
+        state may be loaded before or after.
         """
         not_options = ("params", "param_names")
         self._own_groups = [
