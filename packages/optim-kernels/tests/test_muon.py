@@ -392,6 +392,8 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"nd": "conv"}, "nd must be"),
         ({"split_rows": 5}, "do not divide"),
         ({"split_rows": (1, 2)}, "add up"),
+        ({"split_rows": True}, "split_rows must be None, .* got True for"),
+        ({"split_rows": 3.0}, "split_rows must be None, .* got 3.0 for"),
         ({"missing_grad": "ignore"}, "missing_grad"),
         ({"master_weights": "fp32"}, "is for"),
         ({"impl": "cuda"}, "impl must be"),

@@ -6,7 +6,7 @@ read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal, get_args
@@ -243,6 +243,11 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
     rows = (matrix_shape or shape)[-2]
     if split_rows is None:
         return _view(shape, matrix_shape)
+    # True is an int: every row would be a matrix of its own
+    if isinstance(split_rows, bool) or not isinstance(split_rows, int | Iterable):
+        raise ValueError(
+            f"split_rows must be None, a number of rows or a sequence of such, got {split_rows!r} for {name}"
+        )
     if isinstance(split_rows, int):
         if split_rows < 1 or rows % split_rows:
             raise ValueError(f"the {rows} rows of {name} do not divide into blocks of split_rows={split_rows}")
