@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint
 from optim_dist._optimizers.state_part import StatePart, boxes
 from optim_utils.testing import run_ranks
 
@@ -361,3 +361,89 @@ def load_steps_that_are_numbers(rank, world_size):
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_steps_that_are_numbers_are_loaded(world_size):
     run_ranks(load_steps_that_are_numbers, world_size)
+
+
+def flattened(rank, world_size):
+    """Masters of bf16 parameters hold what these cannot; torch takes the keys to load from the optimizer."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    device, dtype = device_of(rank), torch.bfloat16
+    for form, fresh in product(("plain", "cut"), (False, True)):
+
+        def build(form=form):
+            net = nn.Linear(32, 24, bias=False, device=device, dtype=dtype)
+            with torch.no_grad():
+                net.weight.copy_(normal((24, 32), 19))
+            if form == "cut":
+                fully_shard(net, mesh=mesh_of(world_size))
+            return net, TritonDistAdamW(net.named_parameters(), lr=0.01, master_weights="fp32", bucket_mb=1e-5)
+
+        def step(net, optimizer):
+            net.weight.grad = torch.ones_like(net.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = optimizer.full_state_dict()
+            return found["state"][0] if found else {}
+
+        net, optimizer = build()
+        step(net, optimizer)
+        values, state = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer, options=options)
+        again, restored = build()
+        set_model_state_dict(again, copy.deepcopy(values))
+        if fresh:
+            with pytest.raises(
+                ValueError, match=r"the state to load of weight is empty.*call get_optimizer_state_dict"
+            ):
+                set_optimizer_state_dict(again, restored, state, options=options)
+            continue
+        get_optimizer_state_dict(again, restored, options=options)
+        set_optimizer_state_dict(again, restored, copy.deepcopy(state), options=options)
+        found, wanted = step(again, restored), step(net, optimizer)
+        assert found.keys() == wanted.keys(), form
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), form
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_flattened_states_bring_masters_back(backend):
+    if world_sizes(backend, (2,)):
+        run_ranks(flattened, 2, backend=backend)
+
+
+def looked_at(rank, world_size, folder):
+    """One rank alone asks for ``state_dict()`` before there is a state, of ranks and of what had no gradient yet."""
+    for form, first in product(("plain", "cut"), (True, False)):
+        mesh, device = mesh_of(world_size), device_of(rank)
+
+        def build(form=form, mesh=mesh, device=device):
+            values = [normal(shape, 23).to(device) for shape in ((8, 6), (6, 8), (331,))]
+            if form == "cut":
+                values = [distribute_tensor(value, mesh, [Shard(0)]) for value in values]
+            parameters = [nn.Parameter(value) for value in values]
+            groups = [
+                {"kind": "muon", "params": parameters[:2], "impl": "torch"},
+                {"kind": "adamw", "params": parameters[2:]},
+            ]
+            return parameters, TritonDistMuonAdamW(groups, bucket_mb=1e-5)
+
+        parameters, optimizer = build()
+        if not first:
+            parameters[0].grad = torch.ones_like(parameters[0])
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 1:
+            optimizer.state_dict()
+        full = optimizer.full_state_dict()
+        where = f"{folder}/{form}-{first}"
+        checkpoint.save(where, None, optimizer)
+        _, restored = build()
+        checkpoint.load(where, None, restored)
+        again = restored.full_state_dict()
+        assert full.keys() == again.keys()
+        for number, state in full.get("state", {}).items():
+            assert all(torch.equal(again["state"][number][key], value) for key, value in state.items()), form
+        assert not (first and full.get("state"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_rank_may_look_at_its_state(backend, tmp_path):
+    if world_sizes(backend, (2,)):
+        run_ranks(looked_at, 2, str(tmp_path), backend=backend)

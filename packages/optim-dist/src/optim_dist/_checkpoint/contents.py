@@ -69,7 +69,7 @@ def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str,
     parts: dict[str, dict[str, Tensor]] = {}
     cut: list[Part] = []
     for shard in optimizer.shards():
-        spec, state = specs[shard.index], optimizer.state.get(shard.parameter, {})
+        spec, state = specs[shard.index], optimizer.kept_state(shard)
         tensors = {VALUE: shard.value, **{key: value for key, value in state.items() if key not in SCALARS}}
         if not spec.sharding:
             parts[spec.name] = {key: _flat(value, shard).cpu() for key, value in tensors.items()}
@@ -88,7 +88,7 @@ def describe_state(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict
     """This rank's state keys and scalars by parameter, as JSON takes them."""
     described = {}
     for shard in optimizer.shards():
-        state = optimizer.state.get(shard.parameter, {})
+        state = optimizer.kept_state(shard)
         if state:
             keys = {key: [dtype_name(v.dtype), list(v.shape)] for key, v in state.items() if key not in SCALARS}
             scalars = {key: float(value) for key, value in state.items() if key in SCALARS}

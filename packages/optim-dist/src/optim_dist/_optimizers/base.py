@@ -36,6 +36,8 @@ from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
 
+MASTER_KEYS = {"master", "master_low"}
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -55,11 +57,13 @@ class DistOptimizer(PlannedOptimizer):
 
     grad_norm: Tensor | None
     _with_all_keys: set[int]  # by id the parameters whose states have all that their options want
+    _made_to_show: dict[int, set[str]]  # by id the keys that states have for torch alone, on this rank perhaps alone
     _consolidated: Consolidated | None = None
 
     def _connect(self) -> None:
         self._caches: dict[object, dict[Any, Any]] = {}
         self._with_all_keys = set()
+        self._made_to_show = {}
         self._factor: Tensor | None = None
         self._consolidated = None
         self.grad_norm = None
@@ -174,6 +178,9 @@ class DistOptimizer(PlannedOptimizer):
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
         if not state or id(shard.parameter) not in self._with_all_keys:
+            # its parameter may have been loaded since
+            for key in self._made_to_show.pop(id(shard.parameter), set()) & MASTER_KEYS:
+                del state[key]
             self._complete(shard, state)
             self._with_all_keys.add(id(shard.parameter))
         return state
@@ -246,9 +253,16 @@ class DistOptimizer(PlannedOptimizer):
         state = dict(kept)
         if not kept or id(shard.parameter) not in self._with_all_keys:
             self._complete(shard, state)
-            # a master is made anew by the first step: its parameter may be loaded before that
-            kept.update({key: value for key, value in state.items() if key not in kept and key != "master"})
+            made = {key: value for key, value in state.items() if key not in kept}
+            # torch takes from a flattened state only the keys that it finds in ours
+            kept.update(made)
+            self._made_to_show.setdefault(id(shard.parameter), set()).update(made)
         return state
+
+    def kept_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
+        shown = self._made_to_show.get(id(shard.parameter), set())
+        return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
 
     def _complete(self, shard: Shard, state: dict[str, Any]) -> None:
         route = self._routes[self.plan.parameters[shard.index].route]
@@ -290,6 +304,7 @@ class DistOptimizer(PlannedOptimizer):
         with states.dtypes_kept(self):
             super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
         self._with_all_keys.clear()
+        self._made_to_show.clear()
         self._outdate("load_state_dict()")
         self._show_state()
 

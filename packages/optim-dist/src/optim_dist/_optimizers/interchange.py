@@ -51,6 +51,11 @@ def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dic
     state = dict(state_dict["state"])
     for index, (spec, entry) in enumerate(zip(optimizer.plan.parameters, optimizer.entries)):
         place = listed[id(entry.parameter)]
+        if place < len(numbers) and index in mine and state.get(numbers[place]) == {}:
+            raise ValueError(
+                f"the state to load of {entry.name} is empty: of a flattened state torch's set_optimizer_state_dict "
+                "takes only the keys that the optimizer has; call get_optimizer_state_dict on it before"
+            )
         if spec.sharding or place >= len(numbers):
             continue  # torch's own error says that groups differ
         if "plan" not in state_dict and numbers[place] not in state and not entry.parameter.requires_grad:

@@ -54,6 +54,10 @@ class LiveOptimizer(Optimizer):
         """A shard's state with all that its options want, made where it is missing."""
         raise NotImplementedError
 
+    def kept_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
+        raise NotImplementedError
+
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         raise NotImplementedError

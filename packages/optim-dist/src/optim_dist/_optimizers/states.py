@@ -134,7 +134,7 @@ def full_state_dict(
     optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
 ) -> dict[str, Any]:
     """One-process state on the CPU of chunk ``to``'s owner, each piece sent once by its own; ``{}`` elsewhere."""
-    plan, mine = optimizer.plan, {shard.index: optimizer.state.get(shard.parameter, {}) for shard in shards}
+    plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
     described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
     listed = listed_parameters(optimizer)
     # copies of tensors in groups too: schedulers change an lr in place
