@@ -11,6 +11,7 @@ from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, is_wanted
+from optim_dist._optimizers.step_checks import missing_on_all
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
     MuonEntry,
@@ -150,7 +151,7 @@ def is_missing(item: Item, context: StepContext) -> bool:
     if item.shard.gradient is not None if count is None else count.item() > 0:
         return False
     if is_wanted(item.shard, item.group, "raise"):
-        raise RuntimeError(f"{item.shard.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
+        raise RuntimeError(missing_on_all(item.shard.name))
     return True
 
 

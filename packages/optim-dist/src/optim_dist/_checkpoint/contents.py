@@ -20,11 +20,9 @@ from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
-    OTHER_VIEWS,
     WHOLE_KEYS,
     as_parameter_lies,
     cut_like,
-    has_other_views,
     in_memory_order,
     make_views_plain,
     on_one_rank,
@@ -190,7 +188,7 @@ def group_members(specs: list[ParameterSpec]) -> dict[str, int]:
 def compare_groups(
     saved: list[dict[str, Any]], members: Mapping[str, int], optimizer: DistOptimizer, specs: list[ParameterSpec]
 ) -> list[str]:
-    """How the saved groups differ from this optimizer's in number, size, members and views."""
+    """How the saved groups differ from this optimizer's in number, size, members, kind and views."""
     found, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
     if found != mine:
         return [f"param_groups: sizes {found}, this optimizer has {mine}"]
@@ -200,10 +198,8 @@ def compare_groups(
         for spec in specs
         if members.get(spec.name, spec.group) != spec.group
     ]
-    pairs = enumerate(zip(saved, optimizer.param_groups))
-    return problems + [
-        f"group {number} {OTHER_VIEWS}" for number, (theirs, ours) in pairs if has_other_views(theirs, ours)
-    ]
+    faults = [optimizer.group_fault(number, theirs) for number, theirs in enumerate(saved)]
+    return problems + [f"group {number} {fault}" for number, fault in enumerate(faults) if fault]
 
 
 def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:

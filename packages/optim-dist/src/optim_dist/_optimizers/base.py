@@ -33,10 +33,11 @@ from optim_dist._optimizers.construction import Entry, local
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.norm import norm_over_ranks
 from optim_dist._optimizers.planned import PlannedOptimizer
-from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
+from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
 
-MASTER_KEYS = {"master", "master_low"}
+# the options of a group that say what its states hold, and in which dtypes; beside that beta2 is not None
+STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -64,6 +65,7 @@ class DistOptimizer(PlannedOptimizer):
         self._caches: dict[object, dict[Any, Any]] = {}
         self._with_all_keys = set()
         self._made_to_show = {}
+        self._storage: list[list[Any]] = []
         self._factor: Tensor | None = None
         self._consolidated = None
         self.grad_norm = None
@@ -90,6 +92,7 @@ class DistOptimizer(PlannedOptimizer):
                 loss = closure()
         with torch.no_grad():
             self._reduce()
+            self._check_missing()
             step_checks.check_scaler(self, self._bucketed.is_eager)
             if self._options.max_norm is not None:
                 self.clip_grad_norm_(self._options.max_norm)
@@ -99,6 +102,7 @@ class DistOptimizer(PlannedOptimizer):
                 step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
             with self.begun_together("step()"):
                 self._outdate("step()")
+                self._follow_storage()
                 self._update(self._context(clip_factor))
                 self._restart()
             if self._options.debug:
@@ -120,12 +124,34 @@ class DistOptimizer(PlannedOptimizer):
         self.check_open()
         self._communicator.check_ranks()
         step_checks.check_listed(self.param_groups, self._listed)
+        self._check_views()
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()
         self._resident.check()
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
                 self._factor = None  # of gradients that were dropped since
+
+    def _check_missing(self) -> None:
+        """Refuse what groups with ``missing_grad="raise"`` lack: on all ranks, where its owner alone would find it.
+
+        Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
+        """
+        counts = self._bucketed.counts
+        if counts is None or all(group.get("missing_grad") != "raise" for group in self.param_groups):
+            return
+        for index, (spec, entry) in enumerate(zip(self.plan.parameters, self._entries)):
+            p, group = entry.parameter, self.param_groups[entry.group]
+            is_needed = not spec.sharding and p.requires_grad and group.get("missing_grad") == "raise"
+            if is_needed and p.grad is None and not counts[index].item():
+                raise RuntimeError(step_checks.missing_on_all(entry.name))
+
+    def _follow_storage(self) -> None:
+        """Complete states anew once groups were told to store them otherwise."""
+        storage = [[*map(group.get, STORAGE_OPTIONS), group.get("beta2") is None] for group in self.param_groups]
+        if storage != self._storage:
+            self._with_all_keys.clear()
+            self._storage = storage
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
@@ -302,7 +328,7 @@ class DistOptimizer(PlannedOptimizer):
         if self._communicator.world_size > 1:
             state_dict = interchange.unwrapped_state(self, state_dict)
         with states.dtypes_kept(self):
-            super().load_state_dict(states.with_complete_groups(state_dict, self.param_groups))
+            super().load_state_dict(states.with_complete_groups(self, state_dict))
         self._with_all_keys.clear()
         self._made_to_show.clear()
         self._outdate("load_state_dict()")

@@ -58,6 +58,10 @@ class LiveOptimizer(Optimizer):
         """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
         raise NotImplementedError
 
+    def group_fault(self, number: int, saved: dict[str, Any]) -> str:
+        """Why a saved group cannot be taken over by one of ours; empty if it can."""
+        raise NotImplementedError
+
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from optim_dist._optimizers import agreement, construction
+from optim_dist._optimizers import agreement, construction, states
 from optim_dist._optimizers.construction import Entry
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options
@@ -21,6 +21,9 @@ from optim_dist.plan import Plan, RouteName, plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
+
+# the options of a group that say how its parameters are matrices
+VIEW_OPTIONS = ("nd", "split_rows", "views")
 
 
 class PlannedOptimizer(LiveOptimizer):
@@ -56,6 +59,8 @@ class PlannedOptimizer(LiveOptimizer):
         self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
         self.plan = Plan(self._communicator.world_size, (), ())
         self._entries: list[Entry] = []
+        self._planned_views: list[list[MatrixView | None]] = []
+        self._view_options: list[list[Any]] = []
         self._extend(found)
         self._register()
 
@@ -84,6 +89,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
         self._listed = [list(group["params"]) for group in self.param_groups]
+        self._note_views()
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
         self._show_state()
@@ -129,6 +135,39 @@ class PlannedOptimizer(LiveOptimizer):
         if refused is not None:
             raise refused
         return found
+
+    def _note_views(self) -> None:
+        """Remember how new groups read their parameters as matrices, which the plan was made for."""
+        for group in self.param_groups[len(self._planned_views) :]:
+            self._planned_views.append(list(self._views(group)))
+            self._view_options.append(_view_options(group))
+
+    def _check_views(self) -> None:
+        """Refuse groups that were told to read their parameters as other matrices than the plan was made for."""
+        options = [*map(_view_options, self.param_groups)]
+        if options == self._view_options:
+            return
+        for index, (group, planned) in enumerate(zip(self.param_groups, self._planned_views)):
+            if list(self._views(group)) != planned:
+                now, then = options[index], self._view_options[index]
+                changed = [name for name, new, old in zip(VIEW_OPTIONS, now, then) if new != old]
+                raise RuntimeError(
+                    f"{', '.join(changed)} of param_groups[{index}] changed after the optimizer was built, whose plan "
+                    "is for the matrices of that time; build a new optimizer"
+                )
+        self._view_options = options
+
+    def group_fault(self, number: int, saved: dict[str, Any]) -> str:
+        """Why a saved group cannot be taken over by one of ours; empty if it can."""
+        group = self.param_groups[number]
+        taken = {**group, **saved, **{key: group[key] for key in ("params", "views") if key in group}}
+        if self._route_name(taken) != self._route_name(group):
+            return (
+                f"was saved with kind={self._route_name(taken)!r}, this optimizer has kind="
+                f"{self._route_name(group)!r}; list groups in the order in which they were saved"
+            )
+        is_alike = not states.has_other_views(saved, group) and list(self._views(taken)) == self._planned_views[number]
+        return "" if is_alike else states.OTHER_VIEWS
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
@@ -196,3 +235,9 @@ class PlannedOptimizer(LiveOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "plan"):
             self._connect()
+
+
+def _view_options(group: dict[str, Any]) -> list[Any]:
+    """What a group says of its matrices, apart from the group, which may change."""
+    found = [group.get(name) for name in VIEW_OPTIONS]
+    return [list(value) if isinstance(value, list | tuple) else value for value in found]

@@ -15,6 +15,9 @@ from optim_dist.buckets import Bucket
 from optim_dist.plan import ParameterSpec
 from optim_utils.param_groups import MatrixView
 
+# what a state may hold beside a 16-bit parameter to complete it
+MASTER_KEYS = frozenset({"master", "master_low"})
+
 
 @dataclass(eq=False)
 class Shard:

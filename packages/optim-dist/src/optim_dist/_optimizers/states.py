@@ -79,16 +79,16 @@ def make_views_plain(state_dict: dict[str, Any]) -> None:
             group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
 
 
-def with_complete_groups(state_dict: dict[str, Any], mine: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Saved groups with our values for options that they lack, and with our views if they were saved with those."""
-    saved_groups = state_dict["param_groups"]
+    saved_groups, mine = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) != len(mine):
         return state_dict  # torch's own error says so
     completed = []
     for number, (group, saved) in enumerate(zip(mine, saved_groups)):
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if has_other_views(saved, group):
-            raise ValueError(f"group {number} {OTHER_VIEWS}")
+        if fault := optimizer.group_fault(number, saved):
+            raise ValueError(f"group {number} {fault}")
         completed.append({**kept, **saved, **({"views": group["views"]} if "views" in group else {})})
     return {**state_dict, "param_groups": completed}
 
