@@ -1,5 +1,8 @@
 """Groups that are told something else after the optimizer was built, by the loop or by what is loaded."""
 
+import copy
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,3 +155,50 @@ def no_gradient_at_all(rank, world_size):
 def test_a_gradient_that_no_rank_has_is_an_error_on_all(backend):
     if world_sizes(backend, (2,)):
         run_ranks(no_gradient_at_all, 2, backend=backend)
+
+
+def own_storage(rank, world_size, folder):
+    """Masters and momentum are stored as the optimizer that loads wants them, as in one of a single device."""
+    formats = (None, "fp32", "split16")
+    for form, before, after, dtype in product(("plain", "cut"), formats, formats, (None, torch.float32)):
+        p = parameter((16, 8), form, world_size, torch.bfloat16)
+        saved = muon(p, master_weights=before)
+        for number in range(3):
+            step((p, saved), number=number)
+        value = p.full_tensor() if form == "cut" else p
+        full = [saved.full_state_dict()]
+        dist.broadcast_object_list(full, src=0)
+        where = f"{folder}/{form}-{before}-{after}-{dtype}"
+        checkpoint.save(where, None, saved)
+        own = {"master_weights": after, "momentum_dtype": dtype, "lr": 0.02}
+        twin = nn.Parameter(value.detach().clone())
+        theirs = TritonMuon([{"params": [twin], "impl": "torch", **own}])
+        theirs.load_state_dict(copy.deepcopy(full[0]))
+        step((twin, theirs), number=3)
+        for how in ("checkpoint", "full"):
+            q = nn.Parameter(place(value.detach(), form, world_size))
+            ours = muon(q, **own)
+            if how == "full":
+                ours.load_full_state_dict(full[0])
+            else:
+                checkpoint.load(where, None, ours)
+            step((q, ours), number=3)
+            what = (form, before, after, dtype, how)
+            assert ours.param_groups[0]["master_weights"] == after, what
+            found = [ours.full_state_dict()]
+            dist.broadcast_object_list(found, src=0)
+            state = found[0]["state"][0]
+            assert {key: value.dtype for key, value in state.items()} == {
+                key: value.dtype for key, value in theirs.state[twin].items()
+            }, what
+            # updates of 16-bit DTensors travel in 16 bits
+            close = {"rtol": 0.0, "atol": 0.0} if form == "plain" else {"rtol": 2**-7, "atol": 1e-3}
+            torch.testing.assert_close(q.full_tensor() if form == "cut" else q, twin, **close)
+            if after == "fp32":
+                torch.testing.assert_close(state["master"].cpu(), theirs.state[twin]["master"].cpu(), **close)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_loaded_does_not_choose_how_muon_stores_it(backend, tmp_path):
+    if world_sizes(backend, (2,)):
+        run_ranks(own_storage, 2, str(tmp_path), backend=backend)

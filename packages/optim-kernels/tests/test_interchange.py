@@ -318,3 +318,32 @@ def test_hooks_of_the_users_have_the_last_word_on_a_state_dict() -> None:
     assert str(saved["optimizer"]) == str(expected)
     assert str(optimizer.to_torch_state_dict()["optimizer"]) == str(expected_of_torch)
     optimizer.load_state_dict(saved)
+
+
+def test_masters_of_shards_are_converted() -> None:
+    run_ranks(_converted, 2, backend="gloo")
+
+
+def _converted(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    value, gradient = torch.randn(16, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+
+    def sharded(whole: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(whole.chunk(world_size)[rank].clone(), mesh, [Shard(0)])
+
+    for before, after in (("split16", "fp32"), ("fp32", "split16")):
+        found = []
+        for make in (sharded, torch.clone):
+            p = torch.nn.Parameter(make(value))
+            saved, loaded = (TritonAdamW([p], lr=0.01, impl="torch", master_weights=how) for how in (before, after))
+            for optimizer in (saved, loaded):
+                p.grad = make(gradient)
+                optimizer.step()
+                loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+            key = {"fp32": "master", "split16": "master_low"}[after]
+            found += [[p.detach(), loaded.state[p][key]]]
+        for cut, whole in zip(*found):
+            assert torch.equal(cut.to_local(), whole.chunk(world_size)[rank]), (before, after)

@@ -25,3 +25,16 @@ def local(tensor: Any) -> Any:
 def whole(tensor: Any) -> Any:
     """All of a DTensor, on every rank; any other tensor (or ``None``) itself."""
     return tensor.full_tensor() if tensor is not None and is_dtensor(tensor) else tensor
+
+
+def placed_like(part: Tensor, tensor: Any) -> Tensor:
+    """What is here of a tensor that is spread as the DTensor ``tensor`` is; of any other tensor ``part`` is all."""
+    if not is_dtensor(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = tensor.shape, tensor.stride()
+    spread: Tensor = DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+    return spread

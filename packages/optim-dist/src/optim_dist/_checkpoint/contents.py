@@ -18,7 +18,7 @@ from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import layout_of, local
-from optim_dist._optimizers.shards import Shard
+from optim_dist._optimizers.shards import MASTER_KEYS, Shard
 from optim_dist._optimizers.states import (
     WHOLE_KEYS,
     as_parameter_lies,
@@ -136,6 +136,9 @@ def restore(
         if not entry.state and not entry.scalars:
             continue
         state = optimizer.new_state(shard)
+        if MASTER_KEYS & entry.state.keys():
+            # of another kind of masters, from which the next step makes its own
+            state = {key: value for key, value in state.items() if key not in MASTER_KEYS}
         if specs[shard.index].sharding:
             in_pieces = {key: description.dtype for key, description in entry.state.items() if description.in_pieces}
             rows += _rows_read(optimizer, entry, mine, shard, in_pieces)

@@ -160,7 +160,9 @@ class PlannedOptimizer(LiveOptimizer):
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
         """Why a saved group cannot be taken over by one of ours; empty if it can."""
         group = self.param_groups[number]
-        taken = {**group, **saved, **{key: group[key] for key in ("params", "views") if key in group}}
+        taken = {**group, **saved, "params": group["params"]}
+        if "views" in group:
+            taken["views"] = group["views"]
         if self._route_name(taken) != self._route_name(group):
             return (
                 f"was saved with kind={self._route_name(taken)!r}, this optimizer has kind="

@@ -31,6 +31,9 @@ from optim_utils.param_groups import MatrixView
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
 
+# of Muon's groups what belongs to the optimizer that loads: a loaded state is brought into its formats
+OWN_OPTIONS = ("views", "momentum_dtype", "master_weights", "impl")
+
 OTHER_VIEWS = (
     "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"
 )
@@ -80,7 +83,7 @@ def make_views_plain(state_dict: dict[str, Any]) -> None:
 
 
 def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Saved groups with our values for options that they lack, and with our views if they were saved with those."""
+    """Saved groups with our values for options that they lack; Muon's with our storage, and our views if they fit."""
     saved_groups, mine = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) != len(mine):
         return state_dict  # torch's own error says so
@@ -89,7 +92,8 @@ def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
-        completed.append({**kept, **saved, **({"views": group["views"]} if "views" in group else {})})
+        own = {key: group[key] for key in OWN_OPTIONS if "views" in group and key in group}
+        completed.append({**kept, **saved, **own})
     return {**state_dict, "param_groups": completed}
 
 

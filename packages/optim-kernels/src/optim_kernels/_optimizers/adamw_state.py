@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import is_dtensor
+from optim_kernels._dtensors import is_dtensor, local, placed_like
 from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
@@ -209,6 +209,9 @@ def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str,
     if own in saved:
         dtype = torch.float32 if own == "master" else torch.int16
         return {own: saved[own].to(device=param.device, dtype=dtype)}
+    # what is here of a DTensor: their bits cannot be viewed as those of another dtype
     if own == "master":
-        return {own: join_master(param.detach(), saved["master_low"].to(param.device))}
-    return {own: split_master(saved["master"].to(param.device))[1]}
+        made = join_master(local(param.detach()), local(saved["master_low"].to(param.device)))
+    else:
+        made = split_master(local(saved["master"].to(param.device)))[1]
+    return {own: placed_like(made, param)}
