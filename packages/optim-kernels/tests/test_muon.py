@@ -394,6 +394,8 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"split_rows": (1, 2)}, "add up"),
         ({"split_rows": True}, "split_rows must be None, .* got True for"),
         ({"split_rows": 3.0}, "split_rows must be None, .* got 3.0 for"),
+        ({"split_rows": "ab"}, "split_rows must be None, .* got 'ab' for"),
+        ({"split_rows": (2.0, 2.0)}, "split_rows must be None, .* got .2.0, 2.0. for"),
         ({"missing_grad": "ignore"}, "missing_grad"),
         ({"master_weights": "fp32"}, "is for"),
         ({"impl": "cuda"}, "impl must be"),

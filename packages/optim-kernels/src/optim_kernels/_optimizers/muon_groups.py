@@ -244,7 +244,8 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
     if split_rows is None:
         return _view(shape, matrix_shape)
     # True is an int: every row would be a matrix of its own
-    if isinstance(split_rows, bool) or not isinstance(split_rows, int | Iterable):
+    blocks = tuple(split_rows) if isinstance(split_rows, Iterable) else (split_rows,)
+    if any(isinstance(block, bool) or not isinstance(block, int) for block in blocks):
         raise ValueError(
             f"split_rows must be None, a number of rows or a sequence of such, got {split_rows!r} for {name}"
         )
@@ -252,9 +253,9 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
         if split_rows < 1 or rows % split_rows:
             raise ValueError(f"the {rows} rows of {name} do not divide into blocks of split_rows={split_rows}")
         return _view(shape, matrix_shape, num_heads=(rows // split_rows,))
-    if sum(split_rows) != rows:
-        raise ValueError(f"split_rows={tuple(split_rows)} does not add up to the {rows} rows of {name}")
-    return _view(shape, matrix_shape, split=tuple(split_rows))
+    if sum(blocks) != rows:
+        raise ValueError(f"split_rows={blocks} does not add up to the {rows} rows of {name}")
+    return _view(shape, matrix_shape, split=blocks)
 
 
 @lru_cache(maxsize=1024)
