@@ -277,6 +277,29 @@ def test_a_parameter_may_become_a_view_of_itself(view: Any, impl: Any) -> None:
     torch.testing.assert_close(*runs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("exchange", [False, True], ids=["turned", "exchanged"])
+def test_a_state_may_become_a_view_of_itself(exchange: bool, impl: Any) -> None:
+    """At the address that it had, while the parameter stays as it is."""
+    runs = []
+    for make in (torch.optim.AdamW, TritonAdamW):
+        torch.manual_seed(0)
+        (p,) = make_params(((8, 8),))
+        optimizer: Any = make([p], lr=0.1) if make is torch.optim.AdamW else TritonAdamW([p], lr=0.1, impl=impl)
+        for _ in range(3):
+            optimizer.step()
+        state = optimizer.state[p]
+        optimizer.step()
+        if exchange:
+            state["exp_avg"] = state["exp_avg"].t()
+        else:
+            state["exp_avg"].data = state["exp_avg"].data.t()
+        give_gradients([p])
+        optimizer.step()
+        runs.append(p)
+    torch.testing.assert_close(*runs, rtol=2e-5, atol=2e-6)
+
+
 def test_a_gradient_that_becomes_sparse_is_refused_without_kernels_too() -> None:
     (p,) = make_params(((6, 5),))
     optimizer = TritonAdamW([p], impl="torch")

@@ -375,3 +375,15 @@ def test_a_plan_follows_tensors_whose_memory_is_replaced(which: str, how: str) -
         reference.adamw_(grads=problem.grads, **theirs, **OPTIONS)
         problem.check()
     assert how != "moved" or all(torch.equal(memory, values) for memory, values in old)
+
+
+@pytest.mark.parametrize("which", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
+def test_a_plan_sees_that_a_moment_was_turned_at_its_address(which: str) -> None:
+    problem = Problem((FP32, FP32, FP32, FP32), [(4, 4), (5,)], amsgrad=True)
+    plan = AdamWPlan()
+    for _ in range(3):
+        adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **OPTIONS)
+    moment = problem.lists[which][0]
+    moment.data = moment.data.t()
+    with pytest.raises(ValueError, match=rf"{which}\[0\] must be like params\[0\], .* strides \(4, 1\)"):
+        adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **OPTIONS)

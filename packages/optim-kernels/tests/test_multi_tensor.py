@@ -20,6 +20,7 @@ from optim_kernels.multi_tensor import (
     ChunkMap,
     ChunkSize,
     KnownKinds,
+    KnownPlaces,
     TensorList,
     is_dense,
     sharing_memory,
@@ -107,6 +108,26 @@ def test_what_changes_at_the_same_address_is_seen(
     assert changed[0].data_ptr() == tensors[0].data_ptr()
     for each in (changed, tensors, changed[:1], tensors[:1], tensors, tensors, tensors, changed):
         assert TensorList(each, known).kinds == TensorList(each).kinds
+
+
+@pytest.mark.parametrize("with_guards", [True, False], ids=["guards", "plain"])
+@pytest.mark.parametrize("change", [*CHANGES.values(), Tensor.clone], ids=[*CHANGES, "address"])
+def test_places_are_of_one_address_dtype_shape_and_layout(
+    change: Callable[[Tensor], Tensor], with_guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_guards:
+        monkeypatch.setattr(multi_tensor, "TensorGuards", None)
+    tensors = [torch.randn(4, 3), torch.randn(7)]
+    places = KnownPlaces(tensors)
+    whole = tensors[0].data
+    for _ in range(3):
+        for _ in range(3):
+            assert places.are_those_of(tensors)
+        tensors[0].data = change(whole)
+        assert not places.are_those_of(tensors)
+        assert not places.are_those_of(tensors)
+        tensors[0].data = whole
+    assert not places.are_those_of(tensors[:1])
 
 
 def test_lists_that_a_kernel_reads_otherwise_are_of_other_kinds() -> None:

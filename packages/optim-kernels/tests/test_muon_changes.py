@@ -182,6 +182,38 @@ def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
     assert_alike(changed, left)
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter of a library's own class."""
+
+
+@IMPLS
+@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
+def test_a_state_may_be_exchanged(impl: str, kind: type[nn.Parameter]) -> None:
+    changed, written = (muon([kind(p)], impl) for p in torch.randn(8, 12, device=DEVICE).expand(2, 8, 12).clone())
+    steps(changed, written, count=3)
+    (ours,), (theirs,) = changed.state.values(), written.state.values()
+    ours["momentum_buffer"] = torch.ones_like(ours["momentum_buffer"])
+    theirs["momentum_buffer"].fill_(1.0)
+    steps(changed, written)
+    assert_alike(changed, written)
+
+
+@IMPLS
+@pytest.mark.parametrize("exchange", [False, True], ids=["turned", "exchanged"])
+def test_a_state_may_become_a_view_of_itself(impl: str, exchange: bool) -> None:
+    """At the address that it had, while the parameter stays as it is."""
+    changed, written = twins(impl, 8, 8)
+    steps(changed, written, count=3)
+    (ours,), (theirs,) = changed.state.values(), written.state.values()
+    theirs["momentum_buffer"].copy_(theirs["momentum_buffer"].t().clone())
+    if exchange:
+        ours["momentum_buffer"] = ours["momentum_buffer"].t()
+    else:
+        ours["momentum_buffer"].data = ours["momentum_buffer"].data.t()
+    steps(changed, written)
+    assert_alike(changed, written)
+
+
 @IMPLS
 def test_a_parameter_may_be_transposed_where_it_is(impl: str) -> None:
     changed, moved = twins(impl, 8, 8)

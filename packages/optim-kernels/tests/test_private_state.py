@@ -1,4 +1,4 @@
-"""TritonAdamW asks where the tensors of its states are once somebody may have changed them, and not before."""
+"""The optimizers ask where the tensors of their states are once somebody may have changed them, not before."""
 
 from __future__ import annotations
 
@@ -13,20 +13,37 @@ import torch
 from random_tensors import DEVICE
 from torch import Tensor
 
-from optim_kernels import TritonAdamW
-from optim_kernels._optimizers.adamw_step import AdamWStep
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_kernels._optimizers.private_state import KnownStates
 
 pytest.importorskip("triton")
 
 State = dict[Any, dict[str, Tensor]]
 
 
-def make(kind: type[torch.optim.AdamW] = TritonAdamW, **options: Any) -> Any:
+def adamw(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1) if impl == "torch" else TritonAdamW(params, lr=0.1, impl=impl)
+
+
+def muon(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
+    return TritonMuon(params[:1], lr=0.1, ns_dtype=torch.float32, impl=impl)
+
+
+def muon_adamw(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
+    matrices = {"kind": "muon", "params": params[:1], "ns_dtype": torch.float32}
+    return TritonMuonAdamW([matrices, {"kind": "adamw", "params": params[1:], "lr": 0.1}], impl=impl)
+
+
+Make = Callable[[list[torch.nn.Parameter], Any], torch.optim.Optimizer]
+KINDS = pytest.mark.parametrize("kind", [adamw, muon, muon_adamw])
+
+
+def make(kind: Make, impl: Any = "triton") -> Any:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((6, 5), (7,))]
     for p in params:
         p.grad = torch.randn_like(p)
-    return kind(params, lr=0.1, **({"impl": "triton"} if kind is TritonAdamW else {}), **options)
+    return kind(params, impl)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -34,37 +51,41 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[AdamWStep]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[KnownStates]:
     """Grows with every look at the states."""
-    seen: list[AdamWStep] = []
-    look = AdamWStep.has_its_states
+    seen: list[KnownStates] = []
+    look = KnownStates.are_unchanged
 
-    def count(self: AdamWStep) -> bool:
+    def count(self: KnownStates) -> bool:
         seen.append(self)
         return look(self)
 
-    monkeypatch.setattr(AdamWStep, "has_its_states", count)
+    monkeypatch.setattr(KnownStates, "are_unchanged", count)
     return seen
 
 
-def test_training_and_checkpoints_leave_the_state_alone(looks: list[AdamWStep]) -> None:
-    optimizer = make()
+@KINDS
+def test_training_and_checkpoints_leave_the_state_alone(kind: Make, looks: list[KnownStates]) -> None:
+    optimizer = make(kind)
     for _ in range(3):
         optimizer.step()
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     optimizer.step()
-    other = make()
+    other = make(kind)
     other.load_state_dict(torch.load(file, weights_only=True))
     other.explain()
     for _ in range(3):
         other.step()
     assert looks == []
-    assert other.state[params_of(other)[0]]["step"] == 6
+    for p in params_of(other):
+        assert "exp_avg" not in other.state[p] or other.state[p]["step"] == 6
     other.step()
+    looks.clear()
     other.step()
-    assert len(looks) == 2
+    # the parts of Muon and of AdamW have states of their own
+    assert len(set(looks)) == len(looks) == (2 if kind is muon_adamw else 1)
 
 
 def by_reading(optimizer: Any) -> tuple[Any, State]:
@@ -163,17 +184,20 @@ WAYS = [
 ]
 
 
+@KINDS
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_whoever_has_the_state_may_change_it(way: Callable[[Any], tuple[Any, State]]) -> None:
+def test_whoever_has_the_state_may_change_it(way: Callable[[Any], tuple[Any, State]], kind: Make) -> None:
     runs = []
-    for kind in (torch.optim.AdamW, TritonAdamW):
-        first: Any = make(kind)
+    for impl in ("torch", "triton"):
+        first = make(kind, impl)
         first.step()
         first.step()
         optimizer, state = way(first)
         optimizer.step()
         for values in state.values():
-            values["exp_avg_sq"].data = torch.ones_like(values["exp_avg_sq"])
+            for key in ("exp_avg_sq", "momentum_buffer"):
+                if key in values:
+                    values[key].data = torch.ones_like(values[key])
         optimizer.step()
         runs.append(params_of(optimizer))
     for expected, found in zip(*runs, strict=True):

@@ -195,9 +195,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         loss = run_closure(closure)
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         grads = [param.grad for param in params]
-        states = None if self._access.is_private else self._own_state
         prepare = partial(self._prepare, params, grads)
-        prepared, seen = prepared_for(self.param_groups, params, grads, states, known=self._prepared, prepare=prepare)
+        prepared, seen = prepared_for(
+            self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
+        )
         self._prepared = prepared
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)

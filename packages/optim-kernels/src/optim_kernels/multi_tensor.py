@@ -231,9 +231,13 @@ class KnownKinds:
     That call is Dynamo's check of a compiled function's arguments: types, dtypes, devices, shapes and strides. It holds
     no tensor, takes half as long as `_kinds`, and ten times as long to be made: so it is made for a list that came
     twice, and once.
+
+    Args:
+        with_shapes: whether a contiguous tensor of another shape, with as many elements, is of another kind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_shapes: bool = False) -> None:
+        self._with_shapes = with_shapes
         # kinds, how often they came again, and the check; one tuple, since lists may come from several threads
         self._last: tuple[list[Any], int, Any] = [[]], 0, None
 
@@ -243,6 +247,8 @@ class KnownKinds:
         if guards is not None and len(tensors) == len(last[0]) and guards.check(*tensors):
             return last
         kinds = _kinds(tensors)
+        if self._with_shapes:
+            kinds.append(list(map(Tensor.size, tensors)))
         if kinds != last:
             self._last = kinds, 0, None
             return kinds
@@ -251,6 +257,23 @@ class KnownKinds:
             guards = _guards(tensors)
         self._last = last, repeats + 1, guards
         return last
+
+
+class KnownPlaces:
+    """Where tensors lie in memory, and as what: tables on the device speak of that.
+
+    A tensor that stays the same object may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a
+    storage that is freed for a while. Or it is another at its address: ``tensor.data = tensor.data.t()``.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._known = KnownKinds(with_shapes=True)
+        self._kinds = self._known.of(tensors)
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+
+    def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors lie there, as those did."""
+        return list(map(Tensor.data_ptr, tensors)) == self._addresses and self._known.of(tensors) == self._kinds
 
 
 def why_not_in_place(tensor: Tensor) -> str | None:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from optim_kernels._impl import Impl
 from optim_kernels._optimizers.base import (
-    StatefulOptimizer,
     check_capture,
     checked_factor,
     hooked_step,
@@ -37,6 +36,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
+from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
 
@@ -48,7 +48,7 @@ __all__ = ["VARIANTS", "TritonMuon"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class MuonGroups(StatefulOptimizer, Optimizer):
+class MuonGroups(PrivateState, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
     # Derived from groups and state, and never saved: grouped launches.
@@ -94,10 +94,10 @@ class MuonGroups(StatefulOptimizer, Optimizer):
 
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
-        if not self._planner.repeat(groups, self.state, **scaling):
+        if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
-            entries = [(group, entries_of(group, self.state, names)) for group in groups]
-            self._planner.step(entries, state=self.state, **scaling)
+            entries = [(group, entries_of(group, self._own_state, names)) for group in groups]
+            self._planner.step(entries, state=self._own_state, **scaling)
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """In the group's formats; a master that is missing is made by the next step."""
@@ -293,7 +293,7 @@ class TritonMuon(MuonGroups):
 
     def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
         names, tiles = self._parameter_names(), tiles_of(self.plans())
-        return [explain_row(names[p], place, group, self.state, tiles) for place, p in enumerate(group["params"])]
+        return [explain_row(names[p], place, group, self._own_state, tiles) for place, p in enumerate(group["params"])]
 
 
 MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "tiles", "Gflop")

@@ -137,7 +137,9 @@ class TritonMuonAdamW(MuonGroups):
         params = [p for group in adamw_groups for p in group["params"]]
         grads = [p.grad for p in params]
         prepare = partial(self._prepare_adamw, adamw_groups, params, grads)
-        adamw, seen = prepared_for(adamw_groups, params, grads, self.state, known=self._adamw, prepare=prepare)
+        adamw, seen = prepared_for(
+            adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare
+        )
         self._adamw = adamw
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
         self._step_adamw(adamw_groups, adamw, seen, scaling)
@@ -164,7 +166,7 @@ class TritonMuonAdamW(MuonGroups):
         if prepared.kernels is not None:
             prepared.kernels.run(groups, seen, **scaling)
         for group, _, own in prepared.with_torch:
-            states = [self.state[p] for p in own]
+            states = [self._own_state[p] for p in own]
             adamw_(
                 own,
                 [p.grad for p in own],  # type: ignore[misc]
@@ -194,17 +196,17 @@ class TritonMuonAdamW(MuonGroups):
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
-            check_state_in_capture(p, self.state, names[p])
+            check_state_in_capture(p, self._own_state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
             if reason is None:
                 places.append(place)
             elif group["impl"] == "triton":
                 raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
-        return PreparedStep(groups, params, grads, self.state, places, options=_options)
+        return PreparedStep(groups, params, grads, self._own_state, places, options=_options)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
-        state = self.state[p]
+        state = self._own_state[p]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -230,7 +232,7 @@ class TritonMuonAdamW(MuonGroups):
         for group in self.param_groups:
             for place, p in enumerate(group["params"]):
                 if self._is_muon(group):
-                    rows.append(["muon", *explain_row(names[p], place, group, self.state, tiles)])
+                    rows.append(["muon", *explain_row(names[p], place, group, self._own_state, tiles)])
                 else:
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.adamw_state import master_of
-from optim_kernels.functional._adamw_tensor import with_memory
+from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import KnownKinds, TensorList
+from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
@@ -44,18 +43,12 @@ class AdamWStep:
     ) -> None:
         self.plan = AdamWPlan()
         self._params = params
-        # the tables hold the addresses of what the states hold now; views of theirs tell what they hold later
-        self._contents = [state.values() for state in states]
-        # kept, for what is freed might come again at its address
-        self._held = list(chain.from_iterable(self._contents))
-        self._is_plain = all(type(value) is Tensor for value in self._held)
-        self._stored = list(chain.from_iterable(map(with_memory, self._held)))
-        self._stored_addresses = list(map(Tensor.data_ptr, self._stored))
+        # the tables hold the addresses of what they hold
+        self.states = KnownStates(states)
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._grad_dtypes = [grad.dtype for grad in grads if grad is not None]
-        self._param_kinds = KnownKinds()
-        self._seen = self._look_at(params, self._param_kinds)
+        self._places = KnownPlaces(self._here(params))
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
             [local(param).detach() for param in params],
@@ -75,33 +68,15 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where and as the plan has them.
-
-        A tensor that stays may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a storage that is
-        freed for a while. Or it is another at its address: ``tensor.data = tensor.data.t()``.
-        """
-        seen = self._look_at(params, self._param_kinds)
-        return seen.addresses == self._seen.addresses and seen.kinds == self._seen.kinds
-
-    def has_its_states(self) -> bool:
-        """Whether the tensors of the parameters' states are those of the plan, and lie where it has them."""
-        held = list(chain(*self._contents))
-        if len(held) != len(self._held):
-            return False
-        if self._is_plain:
-            try:
-                return list(map(Tensor.data_ptr, held)) == self._stored_addresses
-            except TypeError:
-                # one of them is no tensor now
-                return False
-        return all(map(is_, held, self._held)) and list(map(Tensor.data_ptr, self._stored)) == self._stored_addresses
+        """Whether these parameters lie where and as the plan has them."""
+        return self._places.are_those_of(self._here(params))
 
     def look_at(self, grads: list[Tensor]) -> TensorList:
         """This step's gradients, as norm and update take them."""
-        return self._look_at(grads, self._kinds)
+        return TensorList(self._here(grads), self._kinds)
 
-    def _look_at(self, tensors: list[Tensor], known: KnownKinds) -> TensorList:
-        return TensorList(list(map(local, tensors)) if self._has_dtensors else tensors, known)
+    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(local, tensors)) if self._has_dtensors else tensors
 
     def fits(self, grads: TensorList) -> bool:
         """Whether these gradients are of the dtypes that the plan is for."""
@@ -208,7 +183,7 @@ class PreparedStep:
             len(states) == len(self._states)
             and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
-            and (self.kernels is None or self.kernels.has_its_states())
+            and (self.kernels is None or self.kernels.states.are_unchanged())
         )
 
     def has_dense_gradients(self) -> bool:

@@ -89,13 +89,16 @@ class MuonPlanner:
     def repeat(
         self,
         groups: Groups,
-        state: State,
+        state: State | None,
         *,
         clip_factor: Tensor | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> bool:
-        """One step like the one before, whatever gradients and hyperparameters are now; ``False``: it is another."""
+        """One step like the one before, whatever gradients and hyperparameters are now; ``False``: it is another.
+
+        ``state``: ``None`` if nobody can have changed it since.
+        """
         grads = None if self._steady is None else self._steady.gradients(groups, state)
         if self._steady is None or grads is None:
             return False

@@ -9,12 +9,17 @@ read that, there is nothing to ask. ``state_dict()`` gives away other tensors ov
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._optimizers.base import StatefulOptimizer
+from optim_kernels.functional._adamw_tensor import with_memory
+from optim_kernels.multi_tensor import KnownPlaces
 
 
 class Access:
@@ -25,6 +30,24 @@ class Access:
     """
 
     is_private = False
+
+
+class KnownStates:
+    """What states of parameters hold, and where it lies: to be asked about once somebody has read them."""
+
+    def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
+        # views of the states tell what these hold later
+        self._contents = [state.values() for state in states]
+        self._held = list(chain.from_iterable(self._contents))
+        self._stored = list(chain.from_iterable(map(with_memory, self._held)))
+        self._places = KnownPlaces(self._stored)
+
+    def are_unchanged(self) -> bool:
+        """Whether they hold what they held, and that lies in memory where, and as, it did."""
+        held = list(chain.from_iterable(self._contents))
+        return (
+            len(held) == len(self._held) and all(map(is_, held, self._held)) and self._places.are_those_of(self._stored)
+        )
 
 
 class PrivateState(StatefulOptimizer):
@@ -52,6 +75,10 @@ class PrivateState(StatefulOptimizer):
     @property
     def _own_state(self) -> Any:
         return self.__dict__["state"]
+
+    def _state_to_check(self) -> Any:
+        """The state if somebody may have changed it since the last step, ``None`` if it is as that left it."""
+        return None if self._access.is_private else self._own_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._access = self.__dict__.get("_access", Access())

@@ -134,7 +134,8 @@ def adamw_(
             present=present,
         )
         return
-    plan, seen = plan or AdamWPlan(), TensorList(grads)
+    plan = plan or AdamWPlan()
+    seen = TensorList(grads, plan.known_grads)
     plan.prepare(
         params,
         seen,

@@ -21,7 +21,7 @@ from optim_kernels.functional._adamw_tensor import (
     check_shared_steps,
     with_memory,
 )
-from optim_kernels.multi_tensor import KnownKinds, TensorList
+from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 
@@ -37,12 +37,10 @@ class AdamWPlan:
         self._tensors: list[Sequence[Tensor | None]] = []
         self._numbers: list[Sequence[int]] = []
         self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
-        # all that has memory among those tensors, where it was, and the kinds of the parameters: one whose ``.data`` is
-        # replaced stays the same object
+        # all that has memory among those tensors
         self._stored: list[Tensor] = []
-        self._places: list[int] = []
-        self._kinds = KnownKinds()
-        self._param_kinds: list[Any] = []
+        self._places = KnownPlaces([])
+        self.known_grads = KnownKinds()
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
         self.num_tensors = 0
@@ -101,7 +99,7 @@ class AdamWPlan:
             seed if isinstance(seed, Sequence) else [seed] * count,
         ]
         same = numbers == self._numbers and _are_same(tensors, self._tensors)
-        if same and self._are_where_they_were(params) and self._fit(grads):
+        if same and self._places.are_those_of(self._stored) and self._fit(grads):
             return
         rows = zip(*tensors, *numbers, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
@@ -115,9 +113,10 @@ class AdamWPlan:
         # copies, for the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
-        self._stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
-        self._places = list(map(Tensor.data_ptr, self._stored))
-        self._param_kinds = self._kinds.of(params)
+        stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
+        # tensors may have one step count in common
+        self._stored = list({id(part): part for part in stored}.values())
+        self._places = KnownPlaces(self._stored)
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
 
@@ -125,10 +124,6 @@ class AdamWPlan:
         """Whether gradients are where the plan has seen some, or at least look as those did."""
         addresses, kinds, layouts = self._grads
         return grads.kinds == kinds and (grads.addresses == addresses or _layouts(grads) == layouts)
-
-    def _are_where_they_were(self, params: Sequence[Tensor]) -> bool:
-        """Whether the planned tensors have the memory that they had, and the parameters their shapes and strides."""
-        return list(map(Tensor.data_ptr, self._stored)) == self._places and self._kinds.of(params) == self._param_kinds
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
         """Whether these parameters were planned last."""
