@@ -101,7 +101,7 @@ class Launches:
     """Everything a step launches, on the tables of a plan.
 
     Attributes:
-        gradients_are_aligned: whether the gradients in the tables keep the promise of ALIGNED (`_kernels.muon_tiles`).
+        gradients_are_aligned: whether the gradients in the tables begin where ALIGNED promises (`_kernels.muon_tiles`).
     """
 
     gradients_are_aligned = False

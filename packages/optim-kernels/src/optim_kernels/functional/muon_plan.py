@@ -30,7 +30,6 @@ from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     Matrix,
     MuonTensors,
-    address_of,
     check_memory,
     check_moments,
     check_shapes,
@@ -39,7 +38,7 @@ from optim_kernels.functional._muon_matrices import (
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
-from optim_kernels.multi_tensor import is_capturing
+from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
 __all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
@@ -80,6 +79,8 @@ class MuonPlan:
         if variance:
             check_moments(tensors, unordered)
         self._matrices = in_order(unordered, ns)
+        # of each matrix the parameter, and where in its gradient it begins, in bytes
+        self._offsets = [(m.parameter, m.offset * first.grad.element_size()) for m in self._matrices]
         options = StepOptions.of(
             first,
             ns,
@@ -146,13 +147,15 @@ class MuonPlan:
         addresses = list(map(Tensor.data_ptr, used))
         if addresses == self._grad_addresses:
             return
-        if any(grad.dtype != self._grad_dtype for grad in used):
+        if not same_layout and any(grad.dtype != self._grad_dtype for grad in used):
             raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
         if 0 in addresses and self._device.type != "meta":
             raise ValueError(f"grads[{addresses.index(0)}] has elements but no memory: its storage was freed")
         self._grad_addresses = addresses
-        self._inputs.set_addresses([address_of(used[m.parameter], m.offset) for m in self._matrices])
-        aligned = all(is_aligned(m, used[m.parameter]) for m in self._matrices)
+        starts = [addresses[parameter] + offset for parameter, offset in self._offsets]
+        self._inputs.set_addresses(starts)
+        # the matrices' sizes are those of the parameters, of which `state_is_aligned` speaks
+        aligned = all(start % ALIGNMENT == 0 for start in starts)
         if aligned != self._launches.gradients_are_aligned:
             self._launches.gradients_are_aligned = aligned
             self._forget_recorded()
