@@ -215,6 +215,19 @@ def test_a_state_may_become_a_view_of_itself(impl: str, exchange: bool) -> None:
 
 
 @IMPLS
+def test_a_momentum_of_another_dtype_may_take_its_address(impl: str) -> None:
+    """As memory does that is given back and asked for again."""
+    changed, moved = twins(impl, 8, 12)
+    steps(changed, moved, count=3)
+    (ours,), (theirs,) = changed.state.values(), moved.state.values()
+    narrow = theirs["momentum_buffer"].bfloat16()
+    place = ours["momentum_buffer"].data.view(torch.bfloat16).flatten()[: narrow.numel()].view_as(narrow)
+    ours["momentum_buffer"].data, theirs["momentum_buffer"].data = place.copy_(narrow), narrow
+    steps(changed, moved)
+    assert_alike(changed, moved)
+
+
+@IMPLS
 def test_a_parameter_may_be_transposed_where_it_is(impl: str) -> None:
     changed, moved = twins(impl, 8, 8)
     steps(changed, moved, count=3)

@@ -1,8 +1,8 @@
 """A state that nobody but its optimizer has had in hands: it is still as the last step left it.
 
 Tables on the device hold the addresses of the tensors of a state, and a user may change any of these between two steps:
-``state[key] = other``, ``tensor.data = other``. Only the tensors themselves tell, and to ask all of them is a third of
-what a step takes on the host. But whoever changes them has got them from ``optimizer.state``: as long as nobody has
+``state[key] = other``, ``tensor.data = other``. Only the tensors themselves tell, and to ask all of them is up to half
+of what a step takes on the host. But whoever changes them has got them from ``optimizer.state``: as long as nobody has
 read that, there is nothing to ask. ``state_dict()`` gives away other tensors over the same memory, and
 ``load_state_dict`` takes over such.
 """
