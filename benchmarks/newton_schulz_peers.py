@@ -7,6 +7,7 @@ those that the package runs fastest; all cost the same products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -21,20 +22,20 @@ KELLER = (3.4445, -4.7750, 2.0315)
 def installed_peers() -> dict[str, Iteration]:
     """The peers whose packages can be found and imported; one that cannot be is said so."""
     peers: dict[str, Iteration] = {}
-    for name, (package, make) in PEERS.items():
+    for name, (packages, make) in PEERS.items():
         try:
-            peers |= {name: make()} if find_spec(package) else {}
+            peers |= {name: make()} if all(map(find_spec, packages)) else {}
         except ImportError as problem:
             print(f"{name} is installed but cannot be imported: {problem}")
     return peers
 
 
-def gram_newton_schulz() -> Iteration:
-    """gram-newton-schulz: the Gram form, symmetric products by quack's kernels where quack is installed."""
+def gram_newton_schulz(by_quack: bool) -> Iteration:
+    """gram-newton-schulz: the Gram form, its products by quack's kernels (CuTe) or by torch's."""
     from gram_newton_schulz import GramNewtonSchulz  # type: ignore[import-not-found]
 
     # the compiled form's own CUDA graphs would be nested in the one that is timed
-    return GramNewtonSchulz(ns_use_kernels=find_spec("quack") is not None, compile_kwargs={"fullgraph": True})
+    return GramNewtonSchulz(ns_use_kernels=by_quack, compile_kwargs={"fullgraph": True})
 
 
 def triton_muon_adamw() -> Iteration:
@@ -91,9 +92,10 @@ def _is_usual(tiles: dict[str, int]) -> bool:
     return all(usual[name] == size for name, size in tiles.items())
 
 
-PEERS: dict[str, tuple[str, Callable[[], Iteration]]] = {
-    "gram-newton-schulz": ("gram_newton_schulz", gram_newton_schulz),
-    "triton-muon-adamw": ("triton_muon_adamw", triton_muon_adamw),
-    "muonium": ("muonium", muonium),
-    "Emerging-Optimizers": ("emerging_optimizers", emerging_optimizers),
+PEERS: dict[str, tuple[tuple[str, ...], Callable[[], Iteration]]] = {
+    "gram-newton-schulz": (("gram_newton_schulz",), partial(gram_newton_schulz, by_quack=False)),
+    "gram-newton-schulz, quack": (("gram_newton_schulz", "quack"), partial(gram_newton_schulz, by_quack=True)),
+    "triton-muon-adamw": (("triton_muon_adamw",), triton_muon_adamw),
+    "muonium": (("muonium",), muonium),
+    "Emerging-Optimizers": (("emerging_optimizers",), emerging_optimizers),
 }

@@ -13,7 +13,7 @@ from optim_kernels import TritonAdamW
 from optim_kernels._kernels import moment_codes, moment_scales
 from optim_kernels._kernels.approximations import power_approx
 from optim_kernels._kernels.moment_codes import LOWER
-from optim_kernels._triton import tl, triton
+from optim_kernels._triton import FUSED, tl, triton
 from optim_kernels.functional import _adamw_launch, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks
@@ -131,7 +131,7 @@ def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> N
         patterns = torch.arange((127 + exponent) << 23, (128 + exponent) << 23, dtype=torch.int32, device="cuda")
         numbers = patterns.view(torch.float32)
         roots = torch.empty_like(numbers)
-        _roots_kernel[(len(numbers) // 1024,)](numbers, roots, power, 1024)
+        _roots_kernel[(len(numbers) // 1024,)](numbers, roots, power, 1024, **FUSED)
         ratio = roots.double() / numbers.double() ** (1 / power)
         # of a number that is rounded once here, in a block twice after a reciprocal, and otherwise by the format
         other = 5.4e-7 / power

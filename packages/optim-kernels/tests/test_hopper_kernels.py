@@ -5,6 +5,7 @@ its own, because the interpreter that the other tests use replaces the functions
 """
 
 import importlib.util
+import re
 
 import pytest
 from compiling_apart import lines_of
@@ -15,12 +16,15 @@ triton = pytest.importorskip("triton")
 COMPILE = """
 import json
 import re
+import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -69,9 +73,13 @@ def compiled(kind):
         options={"num_warps": 4} | ({"maxnreg": 168} if "small" in kind else {}),
     )
     products = len(re.findall(r"wgmma[.]mma_async", made.asm["ptx"]))
-    return made.metadata.shared, made.metadata.num_warps, products
+    path = Path(sys.argv[1])
+    path.write_text(made.asm["ptx"])
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
+    messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return made.metadata.shared, made.metadata.num_warps, products, messages
 
-for kind in sys.argv[1:]:
+for kind in sys.argv[2:]:
     try:
         print(json.dumps(compiled(kind)))
     except Exception:
@@ -93,9 +101,10 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, tuple[int, int, int] | str]:
-    """Of every kind the bytes of shared memory, warps and products, or why there are none."""
-    return dict(zip(KINDS, lines_of(COMPILE, *KINDS, count=len(KINDS)), strict=True))
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, int, str] | str]:
+    """Of every kind the bytes of shared memory, warps, products and ptxas's messages, or why there are none."""
+    path = tmp_path_factory.mktemp("hopper") / "kernel.ptx"
+    return dict(zip(KINDS, lines_of(COMPILE, str(path), *KINDS, count=len(KINDS)), strict=True))
 
 
 @pytest.mark.slow
@@ -105,11 +114,14 @@ def compiled() -> dict[str, tuple[int, int, int] | str]:
     reason="needs Gluon of Triton 3.6",
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int, int, int] | str]) -> None:
+def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int, int, int, str] | str]) -> None:
+    """Within their shared memory, without spilled numbers or products that wait for one another."""
     found = compiled[kind]
     assert not isinstance(found, str), found[-3000:]
-    shared, warps, products = found
+    shared, warps, products, messages = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     # two consumers of four, or one, and the producer's group
     assert warps == (8 if "small" in kind else 12)
     assert products == KINDS[kind]
+    assert "serialized" not in messages
+    assert set(re.findall(r"(\d+) bytes spill stores", messages)) == {"0"}

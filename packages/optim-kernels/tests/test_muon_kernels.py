@@ -32,7 +32,7 @@ from optim_kernels import muon_kernels as mk
 from optim_kernels._kernels.normalize import Start
 from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
-from optim_kernels._triton import tl, triton
+from optim_kernels._triton import FUSED, tl, triton
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -59,7 +59,7 @@ def test_every_tile_once(side: int) -> None:
     rectangle = {(i, j) for i in range(side) for j in range(side + 3)}
     for expected, is_rectangle in ((triangle, False), (rectangle, True)):
         out = torch.empty(len(expected), 2, dtype=torch.int32, device=DEVICE)
-        _tiles_kernel[(len(expected),)](out, side, GROUP=8, RECTANGLE=is_rectangle)
+        _tiles_kernel[(len(expected),)](out, side, GROUP=8, RECTANGLE=is_rectangle, **FUSED)
         found = [tuple(row) for row in out.tolist()]
         assert set(found) == expected
         assert len(found) == len(expected)

@@ -187,6 +187,9 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
     SYMMETRIC: gl.constexpr = flags[0]
     OVERLAP: gl.constexpr = flags[9]
     K = schedule[3]
+    # without a way around its loop: from Triton 3.7 on the zeros of sums that take no step are written once more where
+    # that way ends, and the compiler lets every product wait for the one before
+    gl.assume(K > 0)
     if OVERLAP and ME == 0:
         let_next_start(K)
     where = _place(schedule, flags)
