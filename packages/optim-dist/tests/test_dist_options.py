@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
-from optim_kernels import TritonMuon
+from optim_kernels import TritonAdamW, TritonMuon
 from optim_utils.testing import run_ranks
 
 OTHER_MATRICES = {
@@ -28,6 +28,17 @@ OTHER_STORAGE = {
     "other masters": ({"master_weights": "fp32"}, {"master_weights": "split16"}, torch.bfloat16),
     "at random": ({"stochastic_rounding": False}, {"stochastic_rounding": True, "seed": 3}, torch.bfloat16),
 }
+# how AdamW may store the state of bf16 parameters; 8-bit codes only on one device, whose states are loaded here too
+ADAMW_STORAGE = {
+    "torch's": {},
+    "fp32": {"state_dtype": torch.float32},
+    "half": {"state_dtype": (None, torch.float32)},
+    "fp16": {"state_dtype": (torch.float32, torch.float16)},
+    "masters": {"state_dtype": torch.float32, "master_weights": "fp32"},
+    "split16": {"master_weights": "split16"},
+    "int8": {"state_dtype": "int8"},
+}
+MASTERS = {"fp32": "master", "split16": "master_low"}
 
 
 def place(value, form, world_size):
@@ -37,6 +48,10 @@ def place(value, form, world_size):
 def parameter(shape, form, world_size, dtype=torch.float32):
     value = normal(shape, 31).to(device_of(dist.get_rank()), dtype)
     return nn.Parameter(place(value, form, world_size))
+
+
+def whole(p):
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
 
 
 def muon(p, **group):
@@ -202,3 +217,159 @@ def own_storage(rank, world_size, folder):
 def test_what_is_loaded_does_not_choose_how_muon_stores_it(backend, tmp_path):
     if world_sizes(backend, (2,)):
         run_ranks(own_storage, 2, str(tmp_path), backend=backend)
+
+
+def adamw_storage(rank, world_size, folder):
+    """States are stored as the optimizer that loads wants them, as in one of a single device."""
+    for form, before in product(("plain", "cut"), ADAMW_STORAGE):
+        # so many elements that int8 means codes
+        p = parameter((80, 60), form, world_size, torch.bfloat16)
+        value = whole(p)
+        alone = TritonAdamW([nn.Parameter(value)], lr=0.02, **ADAMW_STORAGE[before])
+        if before == "int8":
+            for number in range(3):
+                step((alone.param_groups[0]["params"][0], alone), number=number)
+            p, full = nn.Parameter(place(alone.param_groups[0]["params"][0].detach(), form, world_size)), None
+            state = alone.state_dict()
+        else:
+            saved = TritonDistAdamW([p], lr=0.02, reducer="exact", **ADAMW_STORAGE[before])
+            for number in range(3):
+                step((p, saved), number=number)
+            full = f"{folder}/{form}-{before}"
+            checkpoint.save(full, None, saved)
+            found = [saved.full_state_dict()]
+            dist.broadcast_object_list(found, src=0)
+            state = found[0]
+        value = whole(p)
+        for after, how in product(ADAMW_STORAGE, ("checkpoint", "full")):
+            if after == "int8" or (full is None and how == "checkpoint"):
+                continue
+            twin, q = nn.Parameter(value.clone()), nn.Parameter(place(value, form, world_size))
+            theirs = TritonAdamW([twin], **ADAMW_STORAGE[after])
+            theirs.load_state_dict(copy.deepcopy(state))
+            ours = TritonDistAdamW([q], reducer="exact", **ADAMW_STORAGE[after])
+            if how == "full":
+                ours.load_full_state_dict(state)
+            else:
+                checkpoint.load(full, None, ours)
+            for number in range(3, 5):
+                step((q, ours), (twin, theirs), number=number)
+            what = (form, before, after, how)
+            kept = {key: ours.param_groups[0].get(key) for key in ("state_dtype", "master_weights")}
+            assert kept == {key: ADAMW_STORAGE[after].get(key) for key in kept}, what
+            found = [ours.full_state_dict()]
+            dist.broadcast_object_list(found, src=0)
+            state_of_ours, state_of_theirs = found[0]["state"][0], theirs.state[twin]
+            assert {key: value.dtype for key, value in state_of_ours.items()} == {
+                key: value.dtype for key, value in state_of_theirs.items()
+            }, what
+            # torch's own loop rounds to 16 bits between its operations, and kernels may round once more or less
+            is_exact = after != "torch's" and not q.is_cuda
+            narrow = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 2**-5, "atol": 1e-3}
+            torch.testing.assert_close(whole(q), twin.detach(), **narrow, msg=str(what))
+            for key, value_of_ours in state_of_ours.items():
+                expected = state_of_theirs[key]
+                assert key == "step" or expected.any(), what
+                torch.testing.assert_close(value_of_ours, expected.cpu(), **narrow, msg=str((*what, key)))
+            ours.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_loaded_does_not_choose_how_adamw_stores_it(backend, tmp_path):
+    if world_sizes(backend, (2,)):
+        run_ranks(adamw_storage, 2, str(tmp_path), backend=backend)
+
+
+def masters_through_both_forms(rank, world_size):
+    """Masters come back to the bit, by way of the other form and of parameters that are loaded after the state."""
+    for form, (first, second) in product(("plain", "cut"), (("fp32", "split16"), ("split16", "fp32"))):
+        p = parameter((64, 8), form, world_size, torch.bfloat16)
+        optimizer = TritonDistAdamW([p], lr=0.02, reducer="exact", master_weights=first)
+        for number in range(3):
+            step((p, optimizer), number=number)
+        wanted = None
+        for how in (first, second, first):
+            full = [optimizer.full_state_dict()]
+            dist.broadcast_object_list(full, src=0)
+            wanted = full[0]["state"][0] if wanted is None else wanted
+            value = whole(p)
+            optimizer.close()
+            p = parameter((64, 8), form, world_size, torch.bfloat16)
+            optimizer = TritonDistAdamW([p], reducer="exact", master_weights=how)
+            optimizer.load_full_state_dict(full[0])
+            with torch.no_grad():
+                p.copy_(place(value, form, world_size))
+            optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+            step((p, optimizer))
+            assert torch.equal(whole(p), value), (form, first, how)
+            assert {"master", "master_low"} & optimizer.state[p].keys() == {MASTERS[how]}, (form, first, how)
+        found = [optimizer.full_state_dict()]
+        dist.broadcast_object_list(found, src=0)
+        assert torch.equal(found[0]["state"][0][MASTERS[first]], wanted[MASTERS[first]]), (form, first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masters_come_back_by_way_of_the_other_form(backend):
+    if world_sizes(backend, (2,)):
+        run_ranks(masters_through_both_forms, 2, backend=backend)
+
+
+def maximum_comes_later(rank, world_size, folder):
+    """As in `TritonAdamW`, which begins with the second moments that were loaded."""
+    for form in ("plain", "cut"):
+        p = parameter((64, 8), form, world_size)
+        saved = TritonDistAdamW([p], lr=0.02, reducer="exact")
+        step((p, saved))
+        full = [saved.full_state_dict()]
+        dist.broadcast_object_list(full, src=0)
+        checkpoint.save(f"{folder}/{form}", None, saved)
+        wanted = full[0]["state"][0]["exp_avg_sq"]
+        full[0]["param_groups"][0]["amsgrad"] = True
+        for how in ("checkpoint", "full"):
+            q = nn.Parameter(place(whole(p), form, world_size))
+            ours = TritonDistAdamW([q], lr=0.02, reducer="exact", amsgrad=True)
+            if how == "full":
+                ours.load_full_state_dict(full[0])
+            else:
+                checkpoint.load(f"{folder}/{form}", None, ours)
+                ours.param_groups[0]["amsgrad"] = True
+            q.grad = torch.zeros_like(q)  # second moments get smaller
+            ours.step()
+            found = [ours.full_state_dict()]
+            dist.broadcast_object_list(found, src=0)
+            assert torch.equal(found[0]["state"][0]["max_exp_avg_sq"], wanted), (form, how)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_maximum_that_was_not_saved_begins_with_the_second_moments(backend, tmp_path):
+    if world_sizes(backend, (2,)):
+        run_ranks(maximum_comes_later, 2, str(tmp_path), backend=backend)
+
+
+def other_adamw_storage(rank, world_size):
+    """What groups are told after the first step holds from the next one on, as of Muon's."""
+    for form, (before, after) in product(("plain", "cut"), product(ADAMW_STORAGE, repeat=2)):
+        if "int8" in (before, after):
+            continue
+        p, q = (parameter((64, 8), form, world_size, torch.bfloat16) for _ in range(2))
+        ours = TritonDistAdamW([p], lr=0.02, reducer="exact", **ADAMW_STORAGE[before])
+        theirs = TritonDistAdamW([q], lr=0.02, reducer="exact", **ADAMW_STORAGE[before])
+        step((p, ours), (q, theirs))
+        ours.param_groups[0].update({"state_dtype": None, "master_weights": None, **ADAMW_STORAGE[after]})
+        twin = TritonDistAdamW([r := nn.Parameter(place(whole(q), form, world_size))], **ADAMW_STORAGE[after])
+        full = [theirs.full_state_dict()]
+        dist.broadcast_object_list(full, src=0)
+        twin.load_full_state_dict(full[0])
+        step((p, ours), (r, twin), number=1)
+        assert torch.equal(whole(p), whole(r)), (form, before, after)
+        mine, loaded = ours.full_state_dict(), twin.full_state_dict()
+        if rank == 0:
+            assert {key: (value.dtype, value.sum().item()) for key, value in mine["state"][0].items()} == {
+                key: (value.dtype, value.sum().item()) for key, value in loaded["state"][0].items()
+            }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend):
+    if world_sizes(backend, (2,)):
+        run_ranks(other_adamw_storage, 2, backend=backend)

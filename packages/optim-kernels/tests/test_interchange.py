@@ -21,6 +21,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "torch": {},
     "fp32": {"state_dtype": torch.float32},
     "pair": {"state_dtype": (torch.bfloat16, torch.float32)},
+    "half": {"state_dtype": (None, torch.float32)},
     "int8": {"state_dtype": "int8"},
     "master": {"state_dtype": torch.float32, "master_weights": "fp32"},
     "split16": {"state_dtype": torch.float32, "master_weights": "split16"},

@@ -13,6 +13,7 @@ from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
+from optim_kernels.adamw_groups import init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
@@ -30,21 +31,9 @@ class AdamWRoute:
 
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Moments in ``state_dtype``, a step count on the parameter's device, and what completes a 16-bit parameter."""
-        like = shard.like.detach()
-        chosen = group.get("state_dtype")
-        first, second = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.value.device)
-        dtypes = {"exp_avg": first, "exp_avg_sq": second}
-        if group.get("amsgrad"):
-            dtypes["max_exp_avg_sq"] = second
-        for key, dtype in dtypes.items():
-            if key not in state:
-                state[key] = torch.zeros_like(like, dtype=dtype or like.dtype)
-        if group.get("master_weights") == "fp32" and "master" not in state:
-            state["master"] = like.to(torch.float32, copy=True)
-        if group.get("master_weights") == "split16" and "master_low" not in state:
-            state["master_low"] = torch.zeros_like(like, dtype=torch.int16)
+        # a group has only those that say something
+        options = {key: group.get(key) for key in ("amsgrad", "state_dtype", "master_weights")}
+        init_state(shard.like.detach(), options, state)
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         # a call has one kind of rounding, and amsgrad has a tensor more

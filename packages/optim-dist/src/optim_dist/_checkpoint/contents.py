@@ -18,7 +18,7 @@ from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import layout_of, local
-from optim_dist._optimizers.shards import MASTER_KEYS, Shard
+from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     WHOLE_KEYS,
     as_parameter_lies,
@@ -121,7 +121,6 @@ def restore(
     """Write values and state of this rank's shards, then gather the parameters."""
     shards = {specs[shard.index].name: shard for shard in optimizer.shards()}
     layouts = _layouts(optimizer, specs)
-    # values before states: a master that was not saved is made of its parameter
     values: list[Part] = []
     for name, shard in shards.items():
         if specs[shard.index].sharding:
@@ -135,10 +134,8 @@ def restore(
         entry, mine = saved[name], parts.get(name, {})
         if not entry.state and not entry.scalars:
             continue
-        state = optimizer.new_state(shard)
-        if MASTER_KEYS & entry.state.keys():
-            # of another kind of masters, from which the next step makes its own
-            state = {key: value for key, value in state.items() if key not in MASTER_KEYS}
+        # what the checkpoint lacks, and what has another format, is made by the next step, of what is here then
+        state: dict[str, Any] = {}
         if specs[shard.index].sharding:
             in_pieces = {key: description.dtype for key, description in entry.state.items() if description.in_pieces}
             rows += _rows_read(optimizer, entry, mine, shard, in_pieces)
@@ -153,7 +150,7 @@ def restore(
                 state[key] = _shaped(mine.get(key), description, shard)
                 optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
         for key, value in entry.scalars.items():
-            state[key] = state.get(key, torch.zeros((), dtype=torch.float32)).fill_(value)
+            state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
         optimizer.state[shard.parameter] = state
     for part in from_rows(rows, layouts, optimizer.communicator):
         parameter = shards[part.name].parameter

@@ -321,6 +321,7 @@ class DistOptimizer(PlannedOptimizer):
         Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
         """
         self.check_open()
+        state_dict = states.decoded(state_dict)
         if IS_WHOLE in state_dict:
             state_dict = states.cut_full_state_dict(self, state_dict, self.shards())
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
@@ -355,7 +356,7 @@ class DistOptimizer(PlannedOptimizer):
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
-        self.load_state_dict(states.cut_full_state_dict(self, state_dict, self.shards()))
+        self.load_state_dict(states.cut_full_state_dict(self, states.decoded(state_dict), self.shards()))
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""

@@ -26,13 +26,14 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Plan
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
+from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.param_groups import MatrixView
 
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
 
-# of Muon's groups what belongs to the optimizer that loads: a loaded state is brought into its formats
-OWN_OPTIONS = ("views", "momentum_dtype", "master_weights", "impl")
+# of a group what belongs to the optimizer that loads: a loaded state is brought into its formats
+OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
 
 OTHER_VIEWS = (
     "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"
@@ -75,6 +76,22 @@ def check_sharded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 )
 
 
+def decoded(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with numbers in place of the 8-bit codes that ``optim_kernels.TritonAdamW`` may have saved."""
+    if "state" not in state_dict:
+        return state_dict  # an error that the caller names
+    states = {
+        number: {key: _decoded(value) for key, value in state.items()} for number, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict) and {"codes", "scale", "format"} <= value.keys():
+        value = from_plain(value)
+    return value.dequantize() if isinstance(value, LowBitTensor) else value
+
+
 def make_views_plain(state_dict: dict[str, Any]) -> None:
     """Write ``MatrixView``s as builtins, so that ``weights_only=True`` loads them."""
     for group in state_dict["param_groups"]:
@@ -83,7 +100,7 @@ def make_views_plain(state_dict: dict[str, Any]) -> None:
 
 
 def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Saved groups with our values for options that they lack; Muon's with our storage, and our views if they fit."""
+    """Saved groups with our values for options that they lack, with our storage, and with our views if they fit."""
     saved_groups, mine = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) != len(mine):
         return state_dict  # torch's own error says so
@@ -92,8 +109,7 @@ def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
-        own = {key: group[key] for key in OWN_OPTIONS if "views" in group and key in group}
-        completed.append({**kept, **saved, **own})
+        completed.append({**kept, **{key: value for key, value in saved.items() if key not in OWN_OPTIONS}})
     return {**state_dict, "param_groups": completed}
 
 

@@ -2,7 +2,7 @@
 
     state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
     None              the parameter's dtype, as torch
-    one dtype, or a pair (first, second)
+    one dtype, or a pair (first, second), of which None is the parameter's
     "int8"            CUBIC8 and QUINTIC8_UNSIGNED of optim_utils.low_bit, an fp32 scale for 256 codes;
                       fp32 for parameters under 4096 elements, and for max_exp_avg_sq
     master_weights    beside the parameter
@@ -25,7 +25,7 @@ from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
-StateDtype = torch.dtype | tuple[torch.dtype, torch.dtype] | Literal["int8"] | None
+StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
 MasterWeights = Literal["fp32", "split16"] | None
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -64,7 +64,8 @@ def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, 
     if state_dtype == "int8":
         dtype = torch.uint8 if has_codes(param) else torch.float32
         return dtype, dtype
-    return state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+    first, second = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+    return first or param.dtype, second or param.dtype
 
 
 def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype | None]:
@@ -134,6 +135,15 @@ def placed_state(
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
     return state | placed_master(param, group["master_weights"], saved)
+
+
+def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has."""
+    is_whole = {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+    made = {} if is_whole else new_state(param, group, step_device=param.device)
+    placed = placed_state(param, group, {**made, **state}, step_device=param.device)
+    state.clear()
+    state.update(placed | missing_master(param, group, placed))
 
 
 def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
