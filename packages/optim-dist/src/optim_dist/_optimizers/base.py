@@ -321,15 +321,15 @@ class DistOptimizer(PlannedOptimizer):
         Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
         """
         self.check_open()
-        state_dict = states.decoded(state_dict)
+        state_dict = states.adapted(self, state_dict)
         if IS_WHOLE in state_dict:
             state_dict = states.cut_full_state_dict(self, state_dict, self.shards())
         states.check_stamp(state_dict, self.plan, self._communicator.rank)
-        states.check_sharded(self, state_dict)
+        states.check_states(self, state_dict)
         if self._communicator.world_size > 1:
             state_dict = interchange.unwrapped_state(self, state_dict)
         with states.dtypes_kept(self):
-            super().load_state_dict(states.with_complete_groups(self, state_dict))
+            super().load_state_dict(state_dict)
         self._with_all_keys.clear()
         self._made_to_show.clear()
         self._outdate("load_state_dict()")
@@ -356,7 +356,8 @@ class DistOptimizer(PlannedOptimizer):
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
-        self.load_state_dict(states.cut_full_state_dict(self, states.decoded(state_dict), self.shards()))
+        state_dict = states.adapted(self, state_dict)
+        self.load_state_dict(states.cut_full_state_dict(self, state_dict, self.shards()))
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""

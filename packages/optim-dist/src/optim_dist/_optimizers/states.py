@@ -8,7 +8,7 @@ A rank's ``state_dict()`` has torch's form; over several ranks its tensors are t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.construction import Entry, layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.plan import ParameterSpec, Plan
+from optim_dist.plan import ParameterSpec, Plan, RouteName
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 from optim_utils.low_bit import LowBitTensor, from_plain
@@ -31,6 +31,13 @@ from optim_utils.param_groups import MatrixView
 
 # state tensors with an element for each of the parameter's
 WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
+
+# what each kind of update cannot go on without, where there is a state at all
+NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+}
+_KINDS: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 # of a group what belongs to the optimizer that loads: a loaded state is brought into its formats
 OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
@@ -61,29 +68,78 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
         )
 
 
-def check_sharded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse whole tensors as the state of a parameter that is cut over ranks."""
-    saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for saved_id, parameter in zip(saved_ids, parameters):
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse states of another kind of update, of other shapes, and of DTensors what lies otherwise than these do.
+
+    Of what is in buckets there are parts, which fit if their plan does.
+    """
+    saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
+    listed = listed_parameters(optimizer)
+    for entry in optimizer.entries:
+        parameter, place = entry.parameter, listed[id(entry.parameter)]
+        # torch's own error says so if there are fewer
+        state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
+        if fault := lacking(state, entry):
+            raise ValueError(fault)
+        is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        if not is_cut and optimizer.communicator.world_size > 1:
             continue
-        for key, value in state_dict["state"].get(saved_id, {}).items():
-            if key in WHOLE_KEYS and not isinstance(value, DTensor):
+        for key, value in state.items():
+            if key not in WHOLE_KEYS or not isinstance(value, Tensor):
+                continue
+            if is_cut and not isinstance(value, DTensor):
                 raise ValueError(
                     f"{key} of a DTensor of shape {tuple(parameter.shape)} is a plain tensor of shape "
                     f"{tuple(value.shape)}; load_full_state_dict() takes over a one-process state"
                 )
+            fault = _fault_of(value, parameter)
+            if fault:
+                raise ValueError(f"the {key} to load of {entry.name} {fault}")
 
 
-def decoded(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with numbers in place of the 8-bit codes that ``optim_kernels.TritonAdamW`` may have saved."""
-    if "state" not in state_dict:
-        return state_dict  # an error that the caller names
+def lacking(state: Mapping[str, Any], entry: Entry) -> str:
+    """What is said of a state that another kind of optimizer has saved; empty of one that can be gone on with."""
+    missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
+    if not state or not missing:
+        return ""
+    return (
+        f"the state to load of {entry.name} has {', '.join(sorted(state))}, but {_KINDS[entry.route]} needs "
+        f"{' and '.join(missing)}; load the state of an optimizer of this kind"
+    )
+
+
+def _fault_of(value: Tensor, parameter: Tensor) -> str:
+    """Why ``value`` cannot be the state of ``parameter``; empty if it can."""
+    if value.shape != parameter.shape:
+        return f"has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return ""
+    if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
+        return ""
+    if layout_of(value).slices(value.shape) == layout_of(parameter).slices(value.shape):
+        return ""
+    return (
+        f"lies as {value.placements} of {value.device_mesh}, its parameter as {parameter.placements} of "
+        f"{parameter.device_mesh}; optim_dist.checkpoint, torch.distributed.checkpoint and load_full_state_dict() load "
+        "any layout"
+    )
+
+
+def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``state_dict`` with complete groups, and numbers for the 8-bit codes of ``optim_kernels.TritonAdamW``.
+
+    Raises:
+        ValueError: for an empty one, and for groups that cannot be taken over.
+    """
+    if not state_dict:
+        raise ValueError(
+            "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
+            "passes the same to load_full_state_dict()"
+        )
     states = {
         number: {key: _decoded(value) for key, value in state.items()} for number, state in state_dict["state"].items()
     }
-    return {**state_dict, "state": states}
+    return {**_with_complete_groups(optimizer, state_dict), "state": states}
 
 
 def _decoded(value: Any) -> Any:
@@ -99,7 +155,7 @@ def make_views_plain(state_dict: dict[str, Any]) -> None:
             group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
 
 
-def with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Saved groups with our values for options that they lack, with our storage, and with our views if they fit."""
     saved_groups, mine = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) != len(mine):
@@ -236,11 +292,6 @@ def cut_full_state_dict(
     optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
 ) -> dict[str, Any]:
     """A one-process state as this rank's ``state_dict()`` would have it; every rank cuts its parts out of the same."""
-    if not state_dict:
-        raise ValueError(
-            "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
-            "passes the same to load_full_state_dict()"
-        )
     listed = listed_parameters(optimizer)
     # of all parameters, so that every rank refuses what one does
     problems = [
@@ -249,6 +300,8 @@ def cut_full_state_dict(
         for key, value in state_dict["state"].get(listed[id(entry.parameter)], {}).items()
         if key in WHOLE_KEYS and tuple(value.shape) != spec.shape
     ]
+    found = [lacking(state_dict["state"].get(listed[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
+    problems += filter(None, found)
     if problems:
         raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
     parts: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,84 @@
+"""States that an optimizer cannot go on with are refused when they are loaded, before anything is written."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import Scenarios, device_of, mesh_of, normal
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
+
+scenario = Scenarios()
+ROWS, TWICE = [Replicate(), Shard(0)], [Shard(0), Replicate()]
+CLASSES = {
+    "AdamW": lambda p: TritonDistAdamW([("w", p)]),
+    "Muon": lambda p: TritonDistMuon([("w", p)]),
+    "adamw": lambda p: TritonDistMuonAdamW([{"kind": "adamw", "params": [("w", p)]}]),
+    "muon": lambda p: TritonDistMuonAdamW([{"kind": "muon", "params": [("w", p)]}]),
+}
+
+
+def stepped(build, p):
+    optimizer = build(p)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@scenario(4)
+def dtensors_that_lie_otherwise_are_refused(rank, world_size):
+    """Also where the local shapes are the same, so that a step would mix up elements."""
+    mesh, value = mesh_of(2, 2, names=("a", "b")), normal((8, 8), 5).to(device_of(rank))
+    for name in ("AdamW", "Muon"):
+        states = {}
+        for placements in (ROWS, TWICE, [Replicate(), Replicate()], [Shard(0), Shard(1)]):
+            p = nn.Parameter(distribute_tensor(value, mesh, placements))
+            states[tuple(placements)] = copy.deepcopy(stepped(CLASSES[name], p).state_dict())
+        for wanted in states:
+            q = nn.Parameter(distribute_tensor(value, mesh, wanted))
+            optimizer = CLASSES[name](q)
+            for placements, state in states.items():
+                if placements == wanted:
+                    continue
+                with pytest.raises(ValueError, match=r"to load of w lies as .*, its parameter as .*load any layout"):
+                    optimizer.load_state_dict(state)
+            assert not any(optimizer.kept_state(shard) for shard in optimizer.shards())
+            optimizer.load_state_dict(states[wanted])
+        # another mesh that says the same
+        again = nn.Parameter(distribute_tensor(value, mesh_of(2, 2, names=("c", "d")), ROWS))
+        CLASSES[name](again).load_state_dict(states[tuple(ROWS)])
+
+
+@scenario(1, 2)
+def states_of_another_kind_of_optimizer_are_refused(rank, world_size):
+    shape, device = (16, 8), device_of(rank)
+    for saved, build in CLASSES.items():
+        full = [stepped(build, nn.Parameter(torch.ones(shape, device=device))).full_state_dict()]
+        if world_size > 1:
+            dist.broadcast_object_list(full, src=0)
+        for loading, other in CLASSES.items():
+            optimizer = other(nn.Parameter(torch.ones(shape, device=device)))
+            if saved.lower() == loading.lower():
+                optimizer.load_full_state_dict(full[0])
+                continue
+            match = r"to load of w has .*, but (AdamW|Muon) needs .*; load the state of|group 0 was saved with kind="
+            with pytest.raises(ValueError, match=match):
+                optimizer.load_full_state_dict(full[0])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_states_of_other_shapes_are_refused(name):
+    optimizer = CLASSES[name](nn.Parameter(torch.ones(3, 4)))
+    state = stepped(CLASSES[name], nn.Parameter(torch.ones(4, 3))).state_dict()
+    with pytest.raises(ValueError, match=r"to load of w has shape \(4, 3\), its parameter \(3, 4\)"):
+        optimizer.load_state_dict(state)
+    assert not optimizer.state
+
+
+@scenario.parametrize()
+def test_loaded_states(backend, world_size, name):
+    scenario.check(backend, world_size, name)
