@@ -5,13 +5,15 @@ import os
 import signal
 import time
 from functools import reduce
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from optim_dist import TritonDistAdamW, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint
 from optim_dist._checkpoint import manifest
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -191,6 +193,30 @@ def change_a_group(rank, world_size):
 
 def test_scalars_that_become_different_are_named_in_debug_mode():
     run_ranks(change_a_group, 2, timeout=60)
+
+
+def have_a_gradient_on_one_rank(rank, world_size):
+    mesh, value = init_device_mesh("cpu", (world_size,)), torch.ones(8, 4)
+    for build, placement in product((TritonDistAdamW, TritonDistMuon), (Replicate(), Shard(0))):
+        optimizers = []
+        for name in ("used", "not"):
+            parameter = nn.Parameter(distribute_tensor(value, mesh, [placement]))
+            optimizers.append((parameter, build([(name, parameter)], debug=True)))
+        for parameter, optimizer in optimizers:
+            if optimizer is optimizers[0][1] or rank == 1:
+                parameter.grad = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+        optimizers[0][1].step()
+        parameter, optimizer = optimizers[1]
+        for begin in (optimizer.step, lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match="not is a DTensor that has a gradient on rank 1 and none on rank 0"):
+                begin()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert torch.equal(parameter.full_tensor(), value)
+
+
+def test_a_dtensor_with_a_gradient_on_some_ranks_is_named_in_debug_mode():
+    run_ranks(have_a_gradient_on_one_rank, 2, timeout=60)
 
 
 def test_a_full_state_of_another_rank_is_refused():

@@ -128,6 +128,8 @@ class DistOptimizer(PlannedOptimizer):
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()
         self._resident.check()
+        if self._options.debug and self._resident.layouts:
+            step_checks.compare_gradients(self._entries, self._communicator)
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
                 self._factor = None  # of gradients that were dropped since

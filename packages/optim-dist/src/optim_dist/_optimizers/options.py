@@ -60,7 +60,8 @@ class Options:
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
             are equal.
         timeout: seconds that a collective may take; the process group's own limit if None.
-        debug: compare hyperparameters and clipping over ranks before every update, and parameters after it.
+        debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
+            parameters after it.
     """
 
     model: torch.nn.Module | None = None

@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.agreement import check_options, describe_groups
@@ -74,6 +75,19 @@ def compare_scalars(
     if factor is not None:
         described["the factor of clip_grad_norm_"] = str(factor.item())
     check_options(communicator.gather_json(described))
+
+
+def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> None:
+    """Refuse DTensors that have a gradient on some ranks alone, of which each would step its part, or its replica."""
+    cut = [entry for entry in entries if isinstance(entry.parameter, DTensor)]
+    found = communicator.gather_json([entry.parameter.grad is not None for entry in cut])
+    for rank, theirs in enumerate(found):
+        for entry, here, there in zip(cut, found[0], theirs, strict=True):
+            if here != there:
+                raise RuntimeError(
+                    f"{entry.name} is a DTensor that has a gradient on rank {0 if here else rank} and none on rank "
+                    f"{rank if here else 0}; give it one on all ranks (zeros, say) or on none"
+                )
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
