@@ -348,3 +348,16 @@ def _converted(rank: int, world_size: int) -> None:
             found += [[p.detach(), loaded.state[p][key]]]
         for cut, whole in zip(*found):
             assert torch.equal(cut.to_local(), whole.chunk(world_size)[rank]), (before, after)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_masters_halfway_between_two_parameters_become_split16(sign: int) -> None:
+    halves = sign * torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 2.0**-126 * (1 + 2**-8)])
+    param = torch.nn.Parameter(halves.bfloat16().to(DEVICE))
+    assert param[:2].detach().abs().tolist() == [1.0, 1 + 2**-6]
+    state = {"step": 1.0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "master": halves}
+    loaded = TritonAdamW([param], master_weights="split16")
+    loaded.load_state_dict({"state": {0: state}, "param_groups": loaded.state_dict()["param_groups"]})
+    again = TritonAdamW([param], master_weights="fp32")
+    again.load_state_dict(copy.deepcopy(loaded.state_dict()))
+    torch.testing.assert_close(again.state[param]["master"].cpu(), halves, rtol=2**-23, atol=0.0)

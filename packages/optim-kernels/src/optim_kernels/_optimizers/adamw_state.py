@@ -220,8 +220,20 @@ def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str,
         dtype = torch.float32 if own == "master" else torch.int16
         return {own: saved[own].to(device=param.device, dtype=dtype)}
     # what is here of a DTensor: their bits cannot be viewed as those of another dtype
+    value = local(param.detach())
     if own == "master":
-        made = join_master(local(param.detach()), local(saved["master_low"].to(param.device)))
+        made = join_master(value, local(saved["master_low"].to(param.device)))
     else:
-        made = split_master(local(saved["master"].to(param.device)))[1]
+        made = _low_half(value, local(saved["master"].to(param.device)))
     return {own: placed_like(made, param)}
+
+
+def _low_half(value: Tensor, master: Tensor) -> Tensor:
+    """The low half of an fp32 master beside the bf16 ``value`` that it was rounded to.
+
+    split16 rounds halves away from zero, the step of an fp32 master to even: where that went down, the half itself is
+    one more than an int16 can hold, and the nearest to it is taken.
+    """
+    away, low = split_master(master)
+    went_down = (low == -(2**15)) & (value.view(torch.int16) == away.view(torch.int16) - 1)
+    return torch.where(went_down, 2**15 - 1, low)
