@@ -153,17 +153,20 @@ def test_groups_may_store_their_state_otherwise_from_some_step_on(backend):
 
 
 def no_gradient_at_all(rank, world_size):
-    """Every rank refuses it, and may go on."""
-    needed, other = (parameter((8, 8), "plain", world_size) for _ in range(2))
-    optimizer = TritonDistMuon([{"params": [needed, other], "impl": "torch", "missing_grad": "raise"}])
-    other.grad = torch.ones_like(other)
-    with pytest.raises(RuntimeError, match=r"0\.0 has no gradient on any rank; pass missing_grad='skip' or 'zero'"):
+    """Every rank refuses it before anything has moved, and may go on."""
+    for form in ("plain", "cut"):
+        needed, other = (parameter((8, 8), form, world_size) for _ in range(2))
+        group = {"params": [other, needed], "impl": "torch", "missing_grad": "raise"}
+        optimizer = TritonDistMuon([group], bucket_mb=1e-5)  # in batches of their own
+        other.grad = torch.ones_like(other)
+        with pytest.raises(RuntimeError, match=r"0\.1 has no gradient on any rank; pass missing_grad='skip' or 'zero'"):
+            optimizer.step()
+        assert not any(optimizer.kept_state(shard) for shard in optimizer.shards()), form
+        optimizer.zero_grad()
+        other.grad = torch.ones_like(other)
+        if rank == 0 or form == "cut":
+            needed.grad = torch.ones_like(needed)
         optimizer.step()
-    optimizer.zero_grad()
-    other.grad = torch.ones_like(other)
-    if rank == 0:
-        needed.grad = torch.ones_like(needed)
-    optimizer.step()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

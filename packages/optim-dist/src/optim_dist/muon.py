@@ -10,8 +10,7 @@ from torch import Tensor
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
-from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, is_wanted
-from optim_dist._optimizers.step_checks import missing_on_all
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, takes_zeros
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
     MuonEntry,
@@ -145,14 +144,10 @@ def is_missing(item: Item, context: StepContext) -> bool:
 
     Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
     """
-    if is_wanted(item.shard, item.group, "zero"):
+    if takes_zeros(item.shard, item.group):
         return False
     count = context.count(item.shard)
-    if item.shard.gradient is not None if count is None else count.item() > 0:
-        return False
-    if is_wanted(item.shard, item.group, "raise"):
-        raise RuntimeError(missing_on_all(item.shard.name))
-    return True
+    return item.shard.gradient is None if count is None else count.item() == 0
 
 
 def _view(shard: Shard) -> MatrixView:

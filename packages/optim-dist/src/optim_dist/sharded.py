@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._muon.sharded import Matrix, ShardedMuon
 from optim_dist._optimizers.construction import Entry, joint_layout, local
-from optim_dist._optimizers.shards import Item, Shard, StepContext, is_wanted, make_shard
+from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, takes_zeros
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.pending_sums import LocalGradients, check_gradient
 from optim_dist.plan import ParameterSpec, RouteName
@@ -115,7 +115,7 @@ class ResidentParameters:
         item_of: Callable[[Shard], Item],
         update: Callable[[RouteName, list[Item]], None],
     ) -> None:
-        """Update what has a gradient, or is of a group that does not skip what has none."""
+        """Update what has a gradient, or is of a group that takes what is missing for zeros."""
         whole: dict[RouteName, list[Item]] = {"adamw": [], "muon": []}
         exchanged = []
         gradients = self._gradients.of([member.entry for member in self._members])
@@ -124,7 +124,7 @@ class ResidentParameters:
             shard.gradient = gradient
             if member.layout is not None and member.spec.route == "muon":
                 exchanged.append(item_of(shard))
-            elif gradient is not None or any(is_wanted(shard, groups[shard.group], how) for how in ("zero", "raise")):
+            elif gradient is not None or takes_zeros(shard, groups[shard.group]):
                 whole[member.spec.route].append(item_of(shard))
         for route, items in whole.items():
             if items:

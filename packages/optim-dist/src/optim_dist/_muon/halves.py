@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optim_dist._optimizers.shards import Item, StepContext, is_wanted
+from optim_dist._optimizers.shards import Item, StepContext, takes_zeros
 from optim_dist._reduction.joined import Joined, alike
 from optim_kernels.muon_groups import rule_of
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
@@ -20,14 +20,11 @@ from optim_utils.param_groups import MatrixView
 
 def takes_part(item: Item) -> bool:
     """Whether the matrix is updated in this step: it has a gradient, or its group takes a missing one for zeros."""
-    return item.shard.gradient is not None or is_wanted(item.shard, item.group, "zero")
+    return item.shard.gradient is not None or takes_zeros(item.shard, item.group)
 
 
 def momenta(items: Sequence[Item], context: StepContext) -> list[Tensor]:
     """Move every shard's momentum to its gradient; U of each in the parameter's dtype, zeros where it is left alone."""
-    for item in items:
-        if item.shard.gradient is None and is_wanted(item.shard, item.group, "raise"):
-            raise RuntimeError(f"{item.shard.name} has no gradient; pass missing_grad='skip' or 'zero' to allow that")
     factor = gradient_scale(context.factor, context.grad_scale)
     found: dict[int, Tensor] = {}
     for some in alike([item for item in items if takes_part(item)], _kind_of_momentum, _numel):

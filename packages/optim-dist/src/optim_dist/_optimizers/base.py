@@ -135,18 +135,19 @@ class DistOptimizer(PlannedOptimizer):
                 self._factor = None  # of gradients that were dropped since
 
     def _check_missing(self) -> None:
-        """Refuse what groups with ``missing_grad="raise"`` lack: on all ranks, where its owner alone would find it.
+        """Refuse what groups with ``missing_grad="raise"`` lack: on all ranks, and before anything has moved.
 
         Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
         """
-        counts = self._bucketed.counts
-        if counts is None or all(group.get("missing_grad") != "raise" for group in self.param_groups):
+        if all(group.get("missing_grad") != "raise" for group in self.param_groups):
             return
         for index, (spec, entry) in enumerate(zip(self.plan.parameters, self._entries)):
+            # others have none of a DTensor either
+            counts = None if spec.sharding else self._bucketed.counts
             p, group = entry.parameter, self.param_groups[entry.group]
-            is_needed = not spec.sharding and p.requires_grad and group.get("missing_grad") == "raise"
-            if is_needed and p.grad is None and not counts[index].item():
-                raise RuntimeError(step_checks.missing_on_all(entry.name))
+            is_needed = p.requires_grad and group.get("missing_grad") == "raise"
+            if is_needed and p.grad is None and (counts is None or not counts[index].item()):
+                raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
     def _follow_storage(self) -> None:
         """Complete states anew once groups were told to store them otherwise."""

@@ -56,12 +56,12 @@ class Shard:
         return torch.zeros_like(self.value) if self.gradient is None else self.gradient
 
 
-def is_wanted(shard: Shard, group: Mapping[str, Any], missing_grad: str) -> bool:
-    """Whether ``missing_grad`` is what the group does about a missing gradient; it leaves a frozen parameter alone.
+def takes_zeros(shard: Shard, group: Mapping[str, Any]) -> bool:
+    """Whether the group takes a missing gradient for zeros.
 
-    Zeros would move that by its momentum, and decay it.
+    Not of a frozen parameter, which those would move by its momentum, and decay.
     """
-    return group.get("missing_grad", "skip") == missing_grad and shard.parameter.requires_grad
+    return group.get("missing_grad") == "zero" and shard.parameter.requires_grad
 
 
 class Item(NamedTuple):

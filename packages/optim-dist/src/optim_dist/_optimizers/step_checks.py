@@ -52,11 +52,6 @@ def check_left_out(left_out: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def missing_on_all(name: str) -> str:
-    """What is said of a matrix without a gradient whose group wants one."""
-    return f"{name} has no gradient on any rank; pass missing_grad='skip' or 'zero'"
-
-
 def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:
     """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""
     is_unscaled = getattr(optimizer, "found_inf", None) is not None and getattr(optimizer, "grad_scale", None) is None
