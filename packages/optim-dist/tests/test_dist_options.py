@@ -152,6 +152,33 @@ def test_groups_may_store_their_state_otherwise_from_some_step_on(backend):
         run_ranks(other_storage, 2, backend=backend)
 
 
+def storage_that_cannot_be(rank, world_size):
+    """Every rank refuses it before anything has moved, and may go on."""
+    wrong = {
+        "8-bit": (TritonDistAdamW, {"state_dtype": "int8"}, "state_dtype must be None, a floating dtype or a pair"),
+        "masters": (TritonDistAdamW, {"master_weights": "fp32"}, r"'fp32' is for .*, but params\[0\] is"),
+        "no masters": (TritonDistMuon, {"master_weights": "bf16"}, "master_weights must be None, 'fp32' or 'split16'"),
+    }
+    for form, (name, (build, options, match)) in product(("plain", "cut"), wrong.items()):
+        p = parameter((64, 64), form, world_size)
+        optimizer = build([p], reducer="exact")
+        step((p, optimizer))
+        before, kept = whole(p), {key: optimizer.param_groups[0].get(key) for key in options}
+        optimizer.param_groups[0].update(options)
+        with pytest.raises(ValueError, match=match):
+            step((p, optimizer), number=1)
+        optimizer.zero_grad()
+        assert torch.equal(whole(p), before), (form, name)
+        optimizer.param_groups[0].update(kept)
+        step((p, optimizer), number=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_storage_that_a_group_cannot_have_is_refused_at_the_step(backend):
+    if world_sizes(backend, (2,)):
+        run_ranks(storage_that_cannot_be, 2, backend=backend)
+
+
 def no_gradient_at_all(rank, world_size):
     """Every rank refuses it before anything has moved, and may go on."""
     for form in ("plain", "cut"):

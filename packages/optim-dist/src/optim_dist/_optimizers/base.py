@@ -73,6 +73,7 @@ class DistOptimizer(PlannedOptimizer):
 
     def _extend(self, found: Sequence[Entry]) -> None:
         super()._extend(found)
+        self._storage += map(_storage_options, self.param_groups[len(self._storage) :])
         self._outdate("add_param_group()")
 
     # a step
@@ -93,6 +94,7 @@ class DistOptimizer(PlannedOptimizer):
         with torch.no_grad():
             self._reduce()
             self._check_missing()
+            self._follow_storage()
             step_checks.check_scaler(self, self._bucketed.is_eager)
             if self._options.max_norm is not None:
                 self.clip_grad_norm_(self._options.max_norm)
@@ -102,7 +104,6 @@ class DistOptimizer(PlannedOptimizer):
                 step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
             with self.begun_together("step()"):
                 self._outdate("step()")
-                self._follow_storage()
                 self._update(self._context(clip_factor))
                 self._restart()
             if self._options.debug:
@@ -150,9 +151,11 @@ class DistOptimizer(PlannedOptimizer):
                 raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
     def _follow_storage(self) -> None:
-        """Complete states anew once groups were told to store them otherwise."""
-        storage = [[*map(group.get, STORAGE_OPTIONS), group.get("beta2") is None] for group in self.param_groups]
+        """Complete states anew once groups were told to store them otherwise; refuse what they cannot store."""
+        storage = [*map(_storage_options, self.param_groups)]
         if storage != self._storage:
+            for group in self.param_groups:
+                self._check_group(group)
             self._with_all_keys.clear()
             self._storage = storage
 
@@ -365,6 +368,10 @@ class DistOptimizer(PlannedOptimizer):
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
         return explain(self.plan, self._options, self._communicator, self._bucketed.buckets, self._resident.owners)
+
+
+def _storage_options(group: dict[str, Any]) -> list[Any]:
+    return [*map(group.get, STORAGE_OPTIONS), group.get("beta2") is None]
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:
