@@ -196,6 +196,23 @@ def no_gradient_at_all(rank, world_size):
         optimizer.step()
 
 
+def missing_in_adamw(rank, world_size):
+    """A group of AdamW keeps Muon's option, and skips what has no gradient all the same."""
+    for form, how in product(("plain", "cut") if world_size > 1 else ("plain",), ("zero", "raise", "skip")):
+        used, other = (parameter((64, 8), form, world_size) for _ in range(2))
+        optimizer = TritonDistMuonAdamW([{"kind": "adamw", "params": [used, other], "missing_grad": how}])
+        before = whole(other)
+        step((used, optimizer))
+        assert torch.equal(whole(other), before), (form, how)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adamw_skips_missing_gradients_whatever_its_group_says(backend, world_size):
+    if world_sizes(backend, (world_size,)):
+        run_ranks(missing_in_adamw, world_size, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_that_no_rank_has_is_an_error_on_all(backend):
     if world_sizes(backend, (2,)):

@@ -124,7 +124,7 @@ class ResidentParameters:
             shard.gradient = gradient
             if member.layout is not None and member.spec.route == "muon":
                 exchanged.append(item_of(shard))
-            elif gradient is not None or takes_zeros(shard, groups[shard.group]):
+            elif gradient is not None or (member.spec.route == "muon" and takes_zeros(shard, groups[shard.group])):
                 whole[member.spec.route].append(item_of(shard))
         for route, items in whole.items():
             if items:

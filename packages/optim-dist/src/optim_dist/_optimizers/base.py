@@ -146,7 +146,8 @@ class DistOptimizer(PlannedOptimizer):
             # others have none of a DTensor either
             counts = None if spec.sharding else self._bucketed.counts
             p, group = entry.parameter, self.param_groups[entry.group]
-            is_needed = p.requires_grad and group.get("missing_grad") == "raise"
+            # an option of Muon's, which groups of AdamW may keep like any other that they do not know
+            is_needed = spec.route == "muon" and p.requires_grad and group.get("missing_grad") == "raise"
             if is_needed and p.grad is None and (counts is None or not counts[index].item()):
                 raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
