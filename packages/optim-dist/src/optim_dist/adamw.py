@@ -13,7 +13,7 @@ from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
-from optim_kernels.adamw_groups import init_state
+from optim_kernels.adamw_groups import MOMENT_DTYPES, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
@@ -144,8 +144,10 @@ def check_adamw(group: dict[str, Any]) -> None:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
     chosen = group.get("state_dtype")
     pair = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-    if len(pair) != 2 or any(d is not None and not (isinstance(d, torch.dtype) and d.is_floating_point) for d in pair):
-        raise ValueError(f"state_dtype must be None, a floating dtype or a pair of such, got {chosen!r}")
+    if len(pair) != 2 or any(dtype not in (None, *MOMENT_DTYPES) for dtype in pair):
+        raise ValueError(
+            f"state_dtype must be None, a floating dtype or a pair of such, of {MOMENT_DTYPES}, got {chosen!r}"
+        )
     masters = group.get("master_weights")
     if masters not in _MASTERS:
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {masters!r}")

@@ -1,5 +1,5 @@
 """AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats."""
 
-from optim_kernels._optimizers.adamw_state import init_state
+from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, init_state
 
-__all__ = ["init_state"]
+__all__ = ["MOMENT_DTYPES", "init_state"]
