@@ -247,6 +247,23 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_optimizer(build, reques
         build(fused=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"seed": 1.5, "stochastic_rounding": True}, "seed must be an int, got 1.5"),
+        ({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
+        ({"lr": torch.ones(2)}, r"Tensor lr must be 1-element, got shape \(2,\)"),
+    ],
+    ids=["seed", "betas", "lr"],
+)
+def test_hyperparameters_that_no_step_can_take_are_refused(options, match):
+    half = nn.Parameter(torch.ones(3, dtype=BF16))
+    with pytest.raises(ValueError, match=match):
+        TritonDistAdamW([half], **options)
+    with pytest.raises(ValueError, match=match):
+        TritonDistMuonAdamW([{"kind": "adamw", "params": [half], **options}])
+
+
 def test_what_cannot_be_stored_is_refused():
     wide, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"master_weights='fp32' is for .*, but w is torch.float32"):

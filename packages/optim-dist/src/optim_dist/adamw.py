@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -133,8 +134,12 @@ class TritonDistAdamW(DistOptimizer):
 def check_adamw(group: dict[str, Any]) -> None:
     """Refuse hyperparameters as torch does, and storage that the group's parameters cannot have."""
     lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
     if not isinstance(lr, Tensor) and not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}")
+    if len(group["betas"]) != 2:
+        raise ValueError(f"betas must be two numbers, got {group['betas']!r}")
     for place, beta in enumerate(group["betas"]):
         if not isinstance(beta, Tensor) and not 0 <= beta < 1:
             raise ValueError(f"Invalid beta parameter at index {place}: {beta}")
@@ -142,6 +147,8 @@ def check_adamw(group: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}")
     if not weight_decay >= 0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if not isinstance(group.get("seed", 0), Integral):
+        raise ValueError(f"seed must be an int, got {group['seed']!r}")
     chosen = group.get("state_dtype")
     pair = chosen if isinstance(chosen, tuple) else (chosen, chosen)
     if len(pair) != 2 or any(dtype not in (None, *MOMENT_DTYPES) for dtype in pair):
