@@ -128,6 +128,28 @@ def groups_that_were_exchanged_are_refused(rank, world_size):
         assert_same(values(net), after)
 
 
+@scenario(1, 2)
+def a_state_is_not_for_groups_that_were_exchanged(rank, world_size):
+    # Lightning's BaseFinetuning, when it resumes, assigns the groups of the checkpoint, and then loads their state
+    grown = build(rank)[1]
+    more = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    grown.add_param_group({"params": [("more", more)]})
+    saved = grown.state_dict()
+    net, optimizer = build(rank)
+    before = values(net)
+    _add_without_asking(optimizer)
+    words = r"param_groups\[1\] was exchanged after the optimizer was built: .*; use add_param_group"
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.state_dict()
+    assert_same(values(net), before)
+    # its remedy
+    del optimizer.param_groups[1]
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(3, device=device_of(rank))))]})
+    optimizer.load_state_dict(saved)
+
+
 @scenario(2)
 def a_group_comes_while_another_is_frozen(rank, world_size):
     net, twin = Net(device_of(rank)), Net(device_of(rank))

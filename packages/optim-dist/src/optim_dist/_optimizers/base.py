@@ -308,6 +308,7 @@ class DistOptimizer(PlannedOptimizer):
         or as parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``.
         """
         self.check_open()
+        step_checks.check_listed(self.param_groups, self._listed)
         whole = None if self._consolidated is None else self._consolidated.current()
         self.wait()
         state_dict = super().state_dict()
@@ -328,6 +329,7 @@ class DistOptimizer(PlannedOptimizer):
         Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
         """
         self.check_open()
+        step_checks.check_listed(self.param_groups, self._listed)
         state_dict = states.adapted(self, state_dict)
         if IS_WHOLE in state_dict:
             state_dict = states.cut_full_state_dict(self, state_dict, self.shards())
