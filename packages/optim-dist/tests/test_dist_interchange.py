@@ -363,6 +363,45 @@ def test_steps_that_are_numbers_are_loaded(world_size):
     run_ranks(load_steps_that_are_numbers, world_size)
 
 
+def gathered(rank, world_size):
+    options = {"state_dtype": torch.float32, "master_weights": "fp32"}
+    products = {"ns_dtype": torch.float32, "momentum_dtype": torch.float32, "impl": "torch"}
+
+    def build(kind):
+        net = nn.Linear(8, 6, bias=False, device=device_of(rank), dtype=torch.bfloat16)
+        with torch.no_grad():
+            net.weight.copy_(normal((6, 8), 23))
+        fully_shard(net, mesh=mesh_of(world_size))
+        if kind == "adamw":
+            return net, TritonDistAdamW(net.parameters(), lr=0.01, **options)
+        return net, TritonDistMuonAdamW([{"kind": "muon", "params": list(net.parameters()), **products}])
+
+    def step(net, optimizer):
+        net.weight.grad = 0.5 * net.weight.detach()
+        optimizer.step()
+
+    for kind, gather in product(("adamw", "muon"), ({"full_state_dict": True}, {"cpu_offload": True})):
+        how = StateDictOptions(**gather)
+        net, optimizer = build(kind)
+        step(net, optimizer)
+        values = copy.deepcopy(get_model_state_dict(net, options=how))
+        saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=how))
+        restored, other = build(kind)
+        set_model_state_dict(restored, values, options=how)
+        set_optimizer_state_dict(restored, other, saved, options=how)
+        for option, value in (options if kind == "adamw" else products).items():
+            assert other.param_groups[0][option] == value, option
+        step(net, optimizer)
+        step(restored, other)
+        assert torch.equal(restored.weight.to_local(), net.weight.to_local()), (kind, gather)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torch_gathers_states_whose_options_are_dtypes(backend):
+    if world_sizes(backend, (2,)):
+        run_ranks(gathered, 2, backend=backend)
+
+
 def flattened(rank, world_size):
     """Masters of bf16 parameters hold what these cannot; torch takes the keys to load from the optimizer."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)

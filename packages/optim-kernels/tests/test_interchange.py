@@ -10,8 +10,13 @@ import pytest
 import torch
 from random_tensors import DEVICE, random_parameters
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from optim_kernels import TritonAdamW, TritonMuonAdamW, clip_factor, get_total_norm
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, clip_factor, get_total_norm
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import is_interpreted
 from optim_utils.low_bit import LowBitTensor
@@ -319,6 +324,53 @@ def test_hooks_of_the_users_have_the_last_word_on_a_state_dict() -> None:
     assert str(saved["optimizer"]) == str(expected)
     assert str(optimizer.to_torch_state_dict()["optimizer"]) == str(expected_of_torch)
     optimizer.load_state_dict(saved)
+
+
+NAMED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "pair": (TritonAdamW, {"state_dtype": (torch.bfloat16, torch.float32)}),
+    "master": (TritonAdamW, {"state_dtype": torch.float32, "master_weights": "fp32"}),
+    "int8": (TritonAdamW, {"state_dtype": "int8"}),
+    "muon": (TritonMuon, {"ns_dtype": torch.float32, "momentum_dtype": torch.float32, "master_weights": "fp32"}),
+}
+
+
+def matrices(options: dict[str, Any], make_optimizer: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.ParameterList(random_parameters((80, 70), (9, 12), dtype=torch.bfloat16))
+    return model, make_optimizer(model.parameters(), lr=0.01, **options)
+
+
+@pytest.mark.parametrize("gather", [{"full_state_dict": True}, {"cpu_offload": True}])
+@pytest.mark.parametrize("name", NAMED)
+def test_torch_gathers_states_whose_options_are_dtypes(name: str, gather: dict[str, bool]) -> None:
+    make_optimizer, options = NAMED[name]
+    how = StateDictOptions(**gather)
+    model, optimizer = matrices(options, make_optimizer)
+    steps(optimizer, list(model.parameters()), 2)
+    saved = through_file(copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=how)))
+    restored, other = matrices(options, make_optimizer)
+    restored.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(restored, other, saved, options=how)
+    for option, value in options.items():
+        assert other.param_groups[0][option] == value, option
+    for one, its_model in ((optimizer, model), (other, restored)):
+        steps(one, list(its_model.parameters()), 2, seed=3)
+    for p, q in zip(model.parameters(), restored.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_the_dtype_of_products_is_loaded_from_its_name_and_from_itself() -> None:
+    for build in (TritonMuon, TritonMuonAdamW):
+        dtypes = (torch.bfloat16, torch.float32)
+        first, second = (build([{"kind": "muon", "params": make()[:1], "ns_dtype": dtype}]) for dtype in dtypes)
+        saved = first.state_dict()
+        assert saved["param_groups"][0]["ns_dtype"] == "torch.bfloat16"
+        second.load_state_dict(saved)
+        assert second.param_groups[0]["ns_dtype"] is torch.bfloat16
+        # as it was saved before
+        saved["param_groups"][0]["ns_dtype"] = torch.float16
+        second.load_state_dict(saved)
+        assert second.param_groups[0]["ns_dtype"] is torch.float16
+        assert first.param_groups[0]["ns_dtype"] is torch.bfloat16
 
 
 def test_masters_of_shards_are_converted() -> None:

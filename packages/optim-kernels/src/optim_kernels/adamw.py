@@ -39,6 +39,7 @@ from optim_kernels._optimizers.base import (
     text_table,
 )
 from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList, is_capturing
@@ -319,7 +320,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
-    """Codes in their plain form, and step counts where torch's state dict has them."""
+    """Codes and dtypes in their plain form, and step counts where torch's state dict has them."""
+    content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
     content["state"] = {key: plain_state(state) for key, state in content["state"].items()}
     for group in content["param_groups"]:
         if group["capturable"] or group["fused"]:

@@ -36,6 +36,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
+from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
@@ -105,8 +106,9 @@ class MuonGroups(PrivateState, Optimizer):
         return placed_state(param, group, state) if self._is_muon(group) else state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; views are in their plain form, so that it loads with ``weights_only=True``."""
+        """As torch's; views and dtypes are in their plain form, so that it loads with ``weights_only=True``."""
         state_dict = super().state_dict()
+        state_dict["param_groups"] = [with_dtype_names(group) for group in state_dict["param_groups"]]
         for group in state_dict["param_groups"]:
             if group.get("views") is not None:
                 group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
@@ -135,7 +137,7 @@ def _merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any]) -> di
     """The saved group, completed from ours, with our views if they are the ones it was saved with."""
     kept = {key: value for key, value in mine.items() if key not in ("params", "param_names")}
     own = {key: mine[key] for key in _OWN_OPTIONS if key in mine}
-    merged = {**kept, **saved, **own}
+    merged = {**kept, **with_dtypes(saved), **own}
     if mine.get("views") is not None:
         merged["views"] = mine["views"]
     if saved.get("views") is not None:

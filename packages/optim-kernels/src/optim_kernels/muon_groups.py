@@ -16,6 +16,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
 
 __all__ = [
     "DEFAULTS",
@@ -29,4 +30,6 @@ __all__ = [
     "rule_of",
     "variant_options",
     "view_of",
+    "with_dtype_names",
+    "with_dtypes",
 ]

@@ -24,7 +24,7 @@ from optim_dist._optimizers.states import (
     as_parameter_lies,
     cut_like,
     in_memory_order,
-    make_views_plain,
+    make_groups_plain,
     on_one_rank,
     stamped,
 )
@@ -174,10 +174,10 @@ def _layouts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, 
 
 def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
     """Every group's hyperparameters, as plain values and tensors, and how many parameters it has."""
-    groups = Optimizer.state_dict(optimizer)["param_groups"]
-    make_views_plain({"param_groups": groups})
+    content = Optimizer.state_dict(optimizer)
+    make_groups_plain(content)
     # a schedule written with NumPy puts a float64 into lr
-    return [without_numpy_scalars(group) for group in groups]
+    return [without_numpy_scalars(group) for group in content["param_groups"]]
 
 
 def group_members(specs: list[ParameterSpec]) -> dict[str, int]:

@@ -320,7 +320,7 @@ class DistOptimizer(PlannedOptimizer):
         state_dict["param_groups"] = [
             interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
         ]
-        states.make_views_plain(state_dict)
+        states.make_groups_plain(state_dict)
         return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Plan, RouteName
+from optim_kernels.muon_groups import with_dtype_names, with_dtypes
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 from optim_utils.low_bit import LowBitTensor, from_plain
@@ -148,8 +149,9 @@ def _decoded(value: Any) -> Any:
     return value.dequantize() if isinstance(value, LowBitTensor) else value
 
 
-def make_views_plain(state_dict: dict[str, Any]) -> None:
-    """Write ``MatrixView``s as builtins, so that ``weights_only=True`` loads them."""
+def make_groups_plain(state_dict: dict[str, Any]) -> None:
+    """Write ``MatrixView``s and dtypes as builtins: ``weights_only=True`` loads them, torch's gathers take them."""
+    state_dict["param_groups"] = [with_dtype_names(group) for group in state_dict["param_groups"]]
     for group in state_dict["param_groups"]:
         if group.get("views") is not None:
             group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
@@ -161,7 +163,7 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
     if len(saved_groups) != len(mine):
         return state_dict  # torch's own error says so
     completed = []
-    for number, (group, saved) in enumerate(zip(mine, saved_groups)):
+    for number, (group, saved) in enumerate(zip(mine, map(with_dtypes, saved_groups))):
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
@@ -228,7 +230,7 @@ def full_state_dict(
         if whole and communicator.rank == to:
             states[listed[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
-    make_views_plain(full)
+    make_groups_plain(full)
     return full if communicator.rank == to else {}
 
 

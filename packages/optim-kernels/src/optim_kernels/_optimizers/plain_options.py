@@ -1,0 +1,40 @@
+"""Options of a group as a state dict holds them: in the types that torch's checkpoint functions take.
+
+``get_optimizer_state_dict`` with ``full_state_dict`` or ``cpu_offload`` refuses all but numbers, strings, tensors and
+lists of such, so that a dtype is its name there: ``"torch.float32"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# also in pairs
+_DTYPES = ("state_dtype", "momentum_dtype", "ns_dtype")
+
+
+def with_dtype_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group as a state dict has it."""
+    return {**group, **{option: _named(group[option]) for option in _DTYPES if option in group}}
+
+
+def with_dtypes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of a state dict as an optimizer has it; dtypes that are none but names are found again."""
+    return {**saved, **{option: _found(saved[option]) for option in _DTYPES if option in saved}}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_named, value))
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _found(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_found, value))
+    # "int8" is a format and no dtype
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
