@@ -432,6 +432,18 @@ def test_empty_matrices_beside_others(impl: str) -> None:
     assert torch.equal(beside.param_groups[0]["params"][1], p)
 
 
+@IMPLS
+@pytest.mark.parametrize("shape", [(0, 12), (12, 0), (3, 0, 4)], ids=str)
+def test_second_moments_of_empty_matrices_stay_zero(impl: str, shape: tuple[int, ...]) -> None:
+    """They were NaN in plain torch."""
+    p, q = parameter(8, 12), parameter(*shape)
+    optimizer = muon([p, q], impl, beta2=0.9, renormalize=True, row_equilibrate=True)
+    steps(optimizer, count=2)
+    moment = optimizer.state[q]["second_momentum_buffer"]
+    assert moment.numel() == 12
+    assert torch.equal(moment, torch.zeros_like(moment))
+
+
 def test_matrices_of_which_a_rank_has_a_part_are_refused() -> None:
     run_ranks(_sharded, 2, backend="gloo")
 

@@ -113,6 +113,8 @@ def second_moment_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 def normalize_variance_(o: Tensor, second_moment: Tensor, beta2: Scalar) -> Tensor:
     """Update V in place from ``o [..., r, c]`` and return O divided by √V, at the norm that it had (NorMuon)."""
+    if o.numel() == 0:
+        return o  # the mean of no numbers is NaN, which V would keep
     mean_squares = o.square().mean(dim=-1 if o.shape[-2] >= o.shape[-1] else -2, keepdim=True)
     v = beta2 * second_moment.to(o.dtype) + (1 - beta2) * mean_squares
     second_moment.copy_(v)
