@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonAdamW
 from optim_utils.low_bit import LowBitTensor
+from optim_utils.testing import run_ranks
 
 
 def test_gradients_that_come_and_go() -> None:
@@ -212,6 +213,39 @@ def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
     assert all(map(torch.equal, params, twins))
     for old, before in kept:
         assert torch.equal(dequantized(old), dequantized(before))
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["moved", "exchanged"])
+def test_what_is_here_of_a_state_may_become_another_tensor(exchange: bool) -> None:
+    run_ranks(_states_of_dtensors, 1, exchange, backend="gloo")
+
+
+def _states_of_dtensors(rank: int, world_size: int, exchange: bool) -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    whole = torch.nn.Parameter(torch.randn(16, 8, device=DEVICE))
+    sharded = torch.nn.Parameter(DTensor.from_local(whole.detach().clone(), mesh, [Shard(0)]))
+    optimizers = [TritonAdamW([p], lr=0.1, impl="triton") for p in (whole, sharded)]
+    for turn in range(5):
+        give_gradients([whole])
+        assert whole.grad is not None
+        sharded.grad = DTensor.from_local(whole.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(sharded.to_local(), whole), f"step {turn}"
+        if turn < 2:
+            continue
+        (plain,), (spread,) = (optimizer.state.values() for optimizer in optimizers)
+        with torch.no_grad():
+            for key in ("exp_avg", "exp_avg_sq"):
+                plain[key].mul_(4)
+                if exchange:
+                    torch.utils.swap_tensors(spread[key], spread[key] * 4)
+                else:
+                    # only without gradients is this the tensor itself, not a view
+                    here = spread[key].to_local()
+                    here.data = here * 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Whether the tensor is spread over ranks."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
