@@ -264,7 +264,7 @@ class Group:
         """The step that the gradients of ``params``, the members, ask for."""
         for i, (known, p) in enumerate(zip(self.members, params, strict=True)):
             grad = p.grad
-            if grad is None and self.options.get("missing_grad") == "zero":
+            if grad is None and p.requires_grad and self.options.get("missing_grad") == "zero":
                 grad = torch.zeros_like(p)
             if grad is not None and self.is_muon:
                 views = self.options["views"]
