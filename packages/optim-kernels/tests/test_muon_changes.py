@@ -433,6 +433,23 @@ def test_empty_matrices_beside_others(impl: str) -> None:
 
 
 @IMPLS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{"beta2": 0.9}, {}], ids=["variance", "plain"])
+def test_steps_that_round_nothing_at_random_are_counted(impl: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Of fp32 parameters, and from a step on of masters: the kernels' counts had stayed."""
+    p = parameter(16, 24, dtype=dtype)
+    optimizer = muon([p], impl, stochastic_rounding=True, **options)
+    steps(optimizer, count=2)
+    if dtype == torch.bfloat16:
+        optimizer.param_groups[0]["master_weights"] = "fp32"
+    steps(optimizer, count=3)
+    assert optimizer.state[p]["step"].item() == 5
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    steps(optimizer)
+    assert optimizer.state[p]["step"].item() == 5
+
+
+@IMPLS
 @pytest.mark.parametrize("shape", [(0, 12), (12, 0), (3, 0, 4)], ids=str)
 def test_second_moments_of_empty_matrices_stay_zero(impl: str, shape: tuple[int, ...]) -> None:
     """They were NaN in plain torch."""

@@ -149,7 +149,8 @@ class Launches:
                 self._orthogonalize(family, products)
         if self._options.has_factors:
             self._variance()
-        if self._options.draws_bits:
+        # as plain torch does, parameters that need no bits are counted too
+        if self._options.stochastic_rounding:
             back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._inputs.control, **FUSED)
         if not self._options.updates_in_last_product:
             self._update()
@@ -159,7 +160,7 @@ class Launches:
         """How many launches that is."""
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
-        around += options.has_factors + options.draws_bits + (not options.updates_in_last_product)
+        around += options.has_factors + options.stochastic_rounding + (not options.updates_in_last_product)
         return around + len(self._chains) + sum(_iteration_launches(family, options.ns) for family in self._families)
 
     @property
