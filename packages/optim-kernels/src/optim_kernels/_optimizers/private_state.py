@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,8 @@ from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels.functional._adamw_tensor import with_memory
 from optim_kernels.multi_tensor import KnownPlaces
+
+_to_local = methodcaller("to_local")
 
 
 class Access:
@@ -40,22 +42,21 @@ class KnownStates:
         # views of the states tell what these hold later
         self._contents = [state.values() for state in states]
         self._held = list(chain.from_iterable(self._contents))
-        self._stored = _stored(self._held)
-        # what is here of a DTensor may become another tensor
-        self._has_dtensors = any(map(is_dtensor, self._held))
+        # what is here of a DTensor may become another tensor; steps are without gradients, where `to_local` gives that
+        self._spread = [value for value in self._held if is_dtensor(value)]
+        self._here = list(map(local, self._spread))
+        self._stored = list(chain.from_iterable(map(with_memory, map(local, self._held))))
         self._places = KnownPlaces(self._stored)
 
     def are_unchanged(self) -> bool:
         """Whether they hold what they held, and that lies in memory where, and as, it did."""
         held = list(chain.from_iterable(self._contents))
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            return False
-        return self._places.are_those_of(_stored(held) if self._has_dtensors else self._stored)
-
-
-def _stored(values: Iterable[object]) -> list[Tensor]:
-    """The tensors that hold values of states here."""
-    return list(chain.from_iterable(map(with_memory, map(local, values))))
+        return (
+            len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(map(is_, map(_to_local, self._spread), self._here))
+            and self._places.are_those_of(self._stored)
+        )
 
 
 class PrivateState(StatefulOptimizer):
