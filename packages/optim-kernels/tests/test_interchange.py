@@ -45,6 +45,13 @@ def steps(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], co
         optimizer.step()
 
 
+def step_in_place(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> None:
+    """A step that brings the state into its formats and moves nothing."""
+    optimizer.param_groups[0]["lr"] = 0.0
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+
 def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state_dict, buffer)
@@ -79,15 +86,45 @@ def test_any_format_loads_into_any(source: str, target: str) -> None:
     new.load_state_dict(through_file(old.state_dict()))
     for p, like in zip(params, (p for _, p in fresh._parameters())):
         found, expected = new.state[p], fresh.state[like]
-        # a master that was not saved is made by the next step
-        assert expected.keys() - found.keys() <= {"master", "master_low"} - old.state[p].keys()
-        for key in found:
+        # a master that was not saved, or in another format, is made by the next step
+        masters = {"master", "master_low"}
+        assert expected.keys() - found.keys() <= masters - old.state[p].keys()
+        assert found.keys() - expected.keys() <= (masters & old.state[p].keys() if masters & expected.keys() else set())
+        for key in found.keys() & expected.keys():
             assert type(found[key]) is type(expected[key]), key
             assert found[key].dtype == expected[key].dtype, key
         assert int(found["step"]) == 2
         torch.testing.assert_close(number(found["exp_avg"]), number(old.state[p]["exp_avg"]), rtol=0.02, atol=0.02)
     steps(new, params, 1)
     assert all(new.state[p].keys() == fresh.state[like].keys() for p, (_, like) in zip(params, fresh._parameters()))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("make_optimizer", [TritonAdamW, TritonMuon])
+@pytest.mark.parametrize(("source", "target"), [("split16", "fp32"), ("fp32", "split16")])
+def test_masters_of_another_kind_may_come_before_the_parameters(
+    source: str, target: str, make_optimizer: type[TritonAdamW | TritonMuon], impl: str
+) -> None:
+    """As they may behind them: an optimizer's state can be loaded before its model's."""
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in make() if p.ndim == 2]
+    old = make_optimizer(params, lr=1e-3, master_weights=source, impl=impl)
+    steps(old, params, 3)
+    found = []
+    for state_first in (False, True):
+        others = [torch.nn.Parameter(torch.full_like(p, 7.0)) for p in params]
+        new = make_optimizer(others, lr=1e-3, master_weights=target, impl=impl)
+        loads = [
+            lambda new=new: new.load_state_dict(through_file(old.state_dict())),
+            lambda others=others: [q.data.copy_(p) for p, q in zip(params, others)],
+        ]
+        for load in loads if state_first else reversed(loads):
+            load()
+        steps(new, others, 1, seed=5)
+        own = {"fp32": "master", "split16": "master_low"}[target]
+        assert all(state.keys() & {"master", "master_low"} == {own} for state in new.state.values())
+        found.append([*others, *(new.state[q][own] for q in others)])
+    assert all(map(torch.equal, *found))
+    assert all(q.abs().max() < 7 for q in found[0][: len(params)])
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -396,6 +433,7 @@ def _converted(rank: int, world_size: int) -> None:
                 p.grad = make(gradient)
                 optimizer.step()
                 loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+            step_in_place(loaded, p)
             key = {"fp32": "master", "split16": "master_low"}[after]
             found += [[p.detach(), loaded.state[p][key]]]
         for cut, whole in zip(*found):
@@ -410,6 +448,9 @@ def test_masters_halfway_between_two_parameters_become_split16(sign: int) -> Non
     state = {"step": 1.0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "master": halves}
     loaded = TritonAdamW([param], master_weights="split16")
     loaded.load_state_dict({"state": {0: state}, "param_groups": loaded.state_dict()["param_groups"]})
+    step_in_place(loaded, param)
+    assert loaded.state[param]["master_low"].dtype == torch.int16
     again = TritonAdamW([param], master_weights="fp32")
     again.load_state_dict(copy.deepcopy(loaded.state_dict()))
+    step_in_place(again, param)
     torch.testing.assert_close(again.state[param]["master"].cpu(), halves, rtol=2**-23, atol=0.0)

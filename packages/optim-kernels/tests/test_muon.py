@@ -459,6 +459,8 @@ def test_a_loaded_state_takes_the_formats_of_the_instance() -> None:
         assert {value.dtype for value in ours.state[params[0]].values()} == {torch.float32}
     split = TritonMuon(params, master_weights="split16")
     split.load_state_dict(ours.state_dict())
+    split.param_groups[0]["lr"] = 0.0
+    train(split, params, steps=1)
     low = split.state[params[0]]["master_low"]
     assert torch.equal(join_master(params[0].detach(), low), ours.state[params[0]]["master"])
 

@@ -20,6 +20,7 @@ from optim_kernels._optimizers.adamw_state import (
     MasterWeights,
     StateDtype,
     check_storage,
+    drop_other_masters,
     laid_out,
     missing_master,
     new_state,
@@ -259,6 +260,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 f"no state yet ({', '.join(made)}), and every replay would make it anew; run a step before the capture"
             )
         state.update(made)
+        drop_other_masters(group, state)
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
 
@@ -266,8 +268,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.
 
         Options that it lacks keep their values, and so does what chooses the implementation: ``impl``, ``foreach`` and
-        ``fused``. A master that it lacks is made by the next step, of the parameter as it is then: the model's own
-        state may be loaded before or after.
+        ``fused``. A master that it lacks or has in another format is made by the next step, of the parameter as it is
+        then: the model's own state may be loaded before or after.
         """
         not_options = ("params", "param_names")
         self._own_groups = [

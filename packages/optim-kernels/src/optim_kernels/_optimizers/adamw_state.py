@@ -29,6 +29,8 @@ StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Liter
 MasterWeights = Literal["fp32", "split16"] | None
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_MASTERS = {"master": torch.float32, "master_low": torch.int16}
+_OWN_MASTER = {None: None, "fp32": "master", "split16": "master_low"}
 _FORMATS: dict[str, LowBitFormat] = {"exp_avg": CUBIC8, "exp_avg_sq": QUINTIC8_UNSIGNED}
 _LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
@@ -71,13 +73,13 @@ def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, 
 def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype | None]:
     """The dtypes of a parameter, its gradient and its state, as they are or, before its first step, will be."""
     first, second = moment_dtypes(param, group["state_dtype"])
-    master = {None: None, "fp32": torch.float32, "split16": torch.int16}[group["master_weights"]]
+    master = _OWN_MASTER[group["master_weights"]]
     return {
         "param": param.dtype,
         "grad": param.dtype if param.grad is None else param.grad.dtype,
         "exp_avg": stored_dtype(state["exp_avg"]) if state else first,
         "exp_avg_sq": stored_dtype(state["exp_avg_sq"]) if state else second,
-        "master": master,
+        "master": None if master is None else _MASTERS[master],
     }
 
 
@@ -130,7 +132,7 @@ def placed_state(
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=step_device).reshape(()).clone()
         elif key in dtypes:
             state[key] = _placed_moment(param, key, value, dtypes[key])
-        elif key not in ("master", "master_low", *MOMENTS):
+        elif key not in (*_MASTERS, *MOMENTS):
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
@@ -144,6 +146,7 @@ def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> N
     placed = placed_state(param, group, {**made, **state}, step_device=param.device)
     state.clear()
     state.update(placed | missing_master(param, group, placed))
+    drop_other_masters(group, state)
 
 
 def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -189,13 +192,26 @@ def master_of(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The master that the group asks for and the state lacks, made from the parameter."""
-    value = param.detach()
-    if group["master_weights"] == "fp32" and "master" not in state:
-        return {"master": value.to(torch.float32, memory_format=torch.preserve_format)}
-    if group["master_weights"] == "split16" and "master_low" not in state:
-        return {"master_low": torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)}
-    return {}
+    """The master that the group asks for and the state lacks: of the parameter, and of the other kind of master."""
+    own = _OWN_MASTER[group["master_weights"]]
+    if own is None or own in state:
+        return {}
+    # what is here of a DTensor: their bits cannot be viewed as those of another dtype
+    value = local(param.detach())
+    laid_out = torch.empty_like(value, dtype=_MASTERS[own], memory_format=torch.preserve_format)
+    if own == "master":
+        laid_out.copy_(join_master(value, local(state["master_low"])) if "master_low" in state else value)
+    elif "master" in state:
+        laid_out.copy_(_low_half(value, local(state["master"])))
+    else:
+        laid_out.zero_()
+    return {own: placed_like(laid_out, param)}
+
+
+def drop_other_masters(group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Leave the master alone that the group asks for."""
+    for key in _MASTERS.keys() - {_OWN_MASTER[group["master_weights"]]}:
+        state.pop(key, None)
 
 
 def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -203,7 +219,7 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         key: torch.empty_like(param, dtype=value.dtype).copy_(value)
         for key, value in state.items()
-        if key in (*MOMENTS, "master", "master_low")
+        if key in (*MOMENTS, *_MASTERS)
         and not (isinstance(value, LowBitTensor) or is_dtensor(value))
         and value.shape == param.shape
         and value.device == param.device
@@ -212,20 +228,16 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """The saved master in a group's format, if there is one."""
-    if master_weights is None or not {"master", "master_low"} & saved.keys():
+    """The saved master, if the group wants any.
+
+    One of the other kind as it is: the next step makes the group's own of it (`missing_master`), for that takes the
+    parameter as it is then.
+    """
+    own = _OWN_MASTER[master_weights]
+    if own is None:
         return {}
-    own = {"fp32": "master", "split16": "master_low"}[master_weights]
-    if own in saved:
-        dtype = torch.float32 if own == "master" else torch.int16
-        return {own: saved[own].to(device=param.device, dtype=dtype)}
-    # what is here of a DTensor: their bits cannot be viewed as those of another dtype
-    value = local(param.detach())
-    if own == "master":
-        made = join_master(value, local(saved["master_low"].to(param.device)))
-    else:
-        made = _low_half(value, local(saved["master"].to(param.device)))
-    return {own: placed_like(made, param)}
+    kinds = [own] if own in saved else _MASTERS.keys() & saved.keys()
+    return {key: saved[key].to(device=param.device, dtype=_MASTERS[key]) for key in kinds}
 
 
 def _low_half(value: Tensor, master: Tensor) -> Tensor:

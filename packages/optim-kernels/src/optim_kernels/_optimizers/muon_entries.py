@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import master_of, missing_master, placed_master
+from optim_kernels._optimizers.adamw_state import drop_other_masters, master_of, missing_master, placed_master
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
@@ -32,6 +32,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     if group["beta2"] is not None and "second_momentum_buffer" not in state:
         state["second_momentum_buffer"] = new_second_moment(param, view)
     state.update(missing_master(param, group, state))
+    drop_other_masters(group, state)
     if group["stochastic_rounding"]:
         # on the device, for a captured step counts too
         if "step" not in state:
@@ -40,7 +41,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
 
 
 def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Bring momentum and master in ``state`` into the group's formats; `init_state` makes those that it lacks."""
+    """Bring the momentum in ``state`` into the group's format, and leave out a master that it does not ask for."""
     dtype = group["momentum_dtype"]
     if dtype is not None and "momentum_buffer" in state:
         state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
