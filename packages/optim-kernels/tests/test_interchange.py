@@ -408,6 +408,9 @@ def test_the_dtype_of_products_is_loaded_from_its_name_and_from_itself() -> None
         second.load_state_dict(saved)
         assert second.param_groups[0]["ns_dtype"] is torch.float16
         assert first.param_groups[0]["ns_dtype"] is torch.bfloat16
+        saved["param_groups"][0]["ns_dtype"] = "torch.bfloat17"
+        with pytest.raises(ValueError, match="bfloat17', which torch"):
+            second.load_state_dict(saved)
 
 
 def test_masters_of_shards_are_converted() -> None:

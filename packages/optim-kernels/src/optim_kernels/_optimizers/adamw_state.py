@@ -198,14 +198,14 @@ def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, 
         return {}
     # what is here of a DTensor: their bits cannot be viewed as those of another dtype
     value = local(param.detach())
-    laid_out = torch.empty_like(value, dtype=_MASTERS[own], memory_format=torch.preserve_format)
+    made = torch.empty_like(value, dtype=_MASTERS[own], memory_format=torch.preserve_format)
     if own == "master":
-        laid_out.copy_(join_master(value, local(state["master_low"])) if "master_low" in state else value)
+        made.copy_(join_master(value, local(state["master_low"])) if "master_low" in state else value)
     elif "master" in state:
-        laid_out.copy_(_low_half(value, local(state["master"])))
+        made.copy_(_low_half(value, local(state["master"])))
     else:
-        laid_out.zero_()
-    return {own: placed_like(laid_out, param)}
+        made.zero_()
+    return {own: placed_like(made, param)}
 
 
 def drop_other_masters(group: Mapping[str, Any], state: dict[str, Any]) -> None:

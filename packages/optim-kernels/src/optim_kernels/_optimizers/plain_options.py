@@ -35,6 +35,9 @@ def _found(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_found, value))
     # "int8" is a format and no dtype
-    if isinstance(value, str) and value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."))
-    return value
+    if not (isinstance(value, str) and value.startswith("torch.")):
+        return value
+    found = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a group of a loaded state names the dtype {value!r}, which torch {torch.__version__} lacks")
+    return found
