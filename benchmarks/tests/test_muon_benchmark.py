@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -39,7 +40,10 @@ def test_no_speed_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     right = muon_benchmark.newton_schulz
     monkeypatch.setattr(muon_benchmark, "newton_schulz", lambda *args, **options: 1.02 * right(*args, **options))
     assert run(monkeypatch, "--shape", "16", "24", "--peers", "none") == 1
-    assert "relative error 0.02" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    # beside that of rounding to 16 bits
+    (error,) = re.findall(r"relative error ([0-9.]+);", said)
+    assert float(error) == pytest.approx(0.02, rel=0.05)
     assert "wall_ms" not in said
 
 
