@@ -43,7 +43,7 @@ def test_no_speed_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     said = capsys.readouterr().out
     # beside that of rounding to 16 bits
     (error,) = re.findall(r"relative error ([0-9.]+);", said)
-    assert float(error) == pytest.approx(0.02, rel=0.05)
+    assert float(error) == pytest.approx(0.02, rel=0.02)
     assert "wall_ms" not in said
 
 

@@ -120,8 +120,9 @@ def test_the_chain_compiles_for_hopper(
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in messages
     (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
-    # a tile's numbers, between its loops; Triton 3.9 has 96 bytes of the last on Python 3.11 and 108 on 3.12
-    assert int(spilled) <= {Ending.STORE: 36, Ending.UPDATE: 56, Ending.SQUARES: 112}[variant[1]]
+    # a tile's numbers, between its loops; Triton 3.9 has 96 bytes of the last on Python 3.11 and 108 from 3.12 on
+    squares = 104 if sys.version_info < (3, 12) else 108
+    assert int(spilled) <= {Ending.STORE: 36, Ending.UPDATE: 56, Ending.SQUARES: squares}[variant[1]]
 
 
 def needs_hopper() -> None:
