@@ -64,7 +64,7 @@ def compiled(module, name, constants, types, options):
     layouts = dict(line.split(" = ", 1) for line in lines if line.startswith("#blocked"))
     shuffled = [line.split("-> tensor<")[1].split(", ", 1)[1] for line in lines if "shfl.sync.idx" in line]
     shuffled = [re.sub("#blocked[0-9]*", lambda name: layouts[name[0]], layout) for layout in shuffled]
-    return len(made.asm["cubin"]), made.metadata.shared, shuffled
+    return len(made.asm["cubin"]), made.metadata.shared, shuffled, "wgmma" in made.asm["ptx"]
 
 for kind in json.load(sys.stdin):
     try:
@@ -308,20 +308,21 @@ KINDS = ADAMW | CLIP | NORMALIZE | MOMENTUM | UPDATE | PRODUCTS
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, tuple[int, int, list[str]] | str]:
-    """Of every kind the bytes of code and shared memory and the layouts of what is shuffled, or why there are none."""
+def compiled() -> dict[str, tuple[int, int, list[str], bool] | str]:
+    """Of every kind what COMPILE finds, or why it does not."""
     found = lines_of(COMPILE, count=len(KINDS), stdin=json.dumps(list(KINDS.values())))
     return dict(zip(KINDS, found, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int, list[str]] | str]) -> None:
+def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int, list[str], bool] | str]) -> None:
     found = compiled[name]
     assert not isinstance(found, str), found[-3000:]
-    code, shared, shuffled = found
+    code, shared, shuffled, on_tensor_cores = found
     assert code > 1000
     assert shared <= 232_448  # bytes that a program on Hopper may have
+    assert on_tensor_cores == name.startswith(("general, ", "symmetric", "joined", "last, "))
     # a warp has the scales of its own blocks where each thread has one, in their order
     assert bool(shuffled) == ("uint8" in json.dumps(KINDS[name]))
     warps = KINDS[name][-1].get("num_warps")

@@ -81,10 +81,31 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     assert_near(y, 0.25 * z.double() @ wide - wide, dtype)
 
 
-def test_a_product_of_two_is_symmetric_to_the_last_bit() -> None:
-    a, b = (torch.randn(2, 40, 40, device=DEVICE).half() for _ in range(2))
-    product = mk.symmetric_product(a, b)
-    assert torch.equal(product, product.mT)
+@DTYPES
+def test_symmetric_products_are_symmetric_to_the_last_bit(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 40, 72, device=DEVICE).to(dtype)
+    a, b = (torch.randn(2, 40, 40, device=DEVICE).to(dtype) for _ in range(2))
+    for product in (mk.symmetric_product(a, b), mk.symmetric_product(x, x)):
+        assert torch.equal(product, product.mT)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_fp32_products_keep_what_fp32_has(scale: float) -> None:
+    """Operands in two tf32 parts: within 4e-7 of fp64, for FMA's 5e-7, where one such part would be 3e-4 off."""
+    x = scale * torch.randn(2, 132, 300, device=DEVICE)
+    s = torch.randn(2, 132, 132, device=DEVICE)
+    for product, a, b in ((mk.symmetric_product(x, x), x, x.mT), (mk.general_product(s, x), s, x)):
+        expected = a.double() @ b.double()
+        assert (product.double() - expected).norm() <= 4e-7 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_fp32_products_are_not_finite_where_plain_ones_are_not(value: float) -> None:
+    x, s = torch.randn(1, 72, 100, device=DEVICE), torch.randn(1, 72, 72, device=DEVICE)
+    x[0, 3, 50] = value
+    for product, expected in ((mk.symmetric_product(x, x), x @ x.mT), (mk.general_product(s, x), s @ x)):
+        assert torch.equal(product.isfinite(), expected.isfinite())
 
 
 def test_a_wide_tile_is_two_of_a_square_block() -> None:

@@ -30,8 +30,8 @@ from optim_kernels._kernels.muon_table import (
     V,
 )
 from optim_kernels._kernels.muon_tiles import factor_tile, load_x, tile_of
-from optim_kernels._kernels.product import rectangle_tile
-from optim_kernels._triton import div_rn, dot, narrow, sqrt_rn, tl, triton
+from optim_kernels._kernels.product import multiply_tile, rectangle_tile
+from optim_kernels._triton import div_rn, narrow, sqrt_rn, tl, triton
 
 _PARTS_AT_A_TIME = tl.constexpr(8)
 
@@ -179,11 +179,7 @@ def last_product_kernel(
     batch = pid // tiles
     i, j = rectangle_tile(pid % tiles, rows, columns, PANEL)
     row, column = i * BLOCK_M, j * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = s_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
-        b = x_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
-        acc = dot(a, b, acc)
+    acc = multiply_tile(s_desc, x_desc, batch, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = acc * alpha
     if HAS_C:
         acc += beta * c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)

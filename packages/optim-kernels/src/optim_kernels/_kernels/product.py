@@ -64,6 +64,27 @@ def read_numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
 
 
 @triton.jit
+def multiply_tile(
+    a_desc, b_desc, batch, row, column, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The tile of A B at (row, column), in fp32."""
+    if a_desc.dtype == tl.float32:
+        # of 32-bit operands the tensor cores take the right one along K alone, as A is stored, not B: so Bᵀ Aᵀ
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+            b = b_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
+            sums = dot(b.T, a.T, sums)
+        return sums.T
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
+        b = b_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
+        sums = dot(a, b, sums)
+    return sums
+
+
+@triton.jit
 def general_kernel(
     a_desc,
     b_desc,
@@ -89,11 +110,7 @@ def general_kernel(
     pid = tl.program_id(0)
     batch = pid // tiles
     i, j = rectangle_tile(pid % tiles, rows, columns, GROUP)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = a_desc.load([batch, i * BLOCK_M, k]).reshape(BLOCK_M, BLOCK_K)
-        b = b_desc.load([batch, k, j * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-        acc = dot(a, b, acc)
+    acc = multiply_tile(a_desc, b_desc, batch, i * BLOCK_M, j * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K)
     let_next_start(OVERLAP)
     alpha, beta = read_numbers(alpha, beta, BY_ADDRESS)
     acc = acc * alpha

@@ -9,7 +9,8 @@ are ``None``.
 
 D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
 a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
-symmetric by itself, the tensor cores add in one order; of A Bᵀ a diagonal tile keeps its lower half.
+symmetric by itself, the tensor cores add in one order; of A Bᵀ, and of fp32 A Aᵀ, whose small parts are added one after
+the other, a diagonal tile keeps its lower half.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _finish_symmetric(
         if HAS_Q:
             _store_both(q_desc, q_mirror_desc, d, batch, row, column, BLOCK_M, BLOCK_N)
     else:
-        if not SAME:
+        if not SAME or d_desc.dtype == tl.float32:
             tl.static_assert(BLOCK_M == BLOCK_N)
             d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
         d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))

@@ -4,7 +4,7 @@
     general_product      s (α a b + β c)
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
-operands' dtype (fp16, bf16 or fp32; fp32 operands are multiplied exactly, without tensor cores). `tiles` says which
+operands' dtype (fp16, bf16 or fp32; fp32 operands as the sums of two tf32 numbers: `_triton.dot`). `tiles` says which
 kernel takes a product, `multiply` either of them for matrices of any shape and strides. Launches are kept for matrices
 of the same shapes and strides.
 """
