@@ -32,6 +32,7 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
@@ -63,7 +64,10 @@ def compiled(panels, ending, parameter, master):
     path = Path(sys.argv[1])
     path.write_text(made.asm["ptx"])
     command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr, made.metadata.shared
+    messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    command = [knobs.nvidia.nvdisasm.path, "-c", path.with_suffix(".cubin")]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return messages, made.metadata.shared, code.count("R2UR"), code.count("HGMMA")
 
 for variant in json.loads(sys.argv[2]):
     try:
@@ -98,8 +102,8 @@ VARIANTS = [
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int] | str]:
-    """Of every variant ptxas's messages and the bytes of shared memory, or why there are none."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, int, int] | str]:
+    """Of every variant ptxas's messages, shared memory, moves to uniform registers and products, or why not."""
     path = tmp_path_factory.mktemp("chain") / "chain.ptx"
     variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
     return lines_of(COMPILE, str(path), variants, count=len(VARIANTS))
@@ -111,14 +115,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int] |
 )
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_the_chain_compiles_for_hopper(
-    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int] | str]
+    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int, int, int] | str]
 ) -> None:
-    """Within its shared memory, little spilled beside a tile's addresses, and no products that wait for one another."""
+    """Within its shared memory, little spilled, products wait neither for one another nor for their own addresses."""
     found = compiled[VARIANTS.index(variant)]
     assert not isinstance(found, str), found[-3000:]
-    messages, shared = found
+    messages, shared, moves, products = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in messages
+    # addresses of operands stay in uniform registers: four moves a product where ptxas sees warps part (`pairs.rank`)
+    assert moves < products
     (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
     # a tile's numbers, between its loops; Triton 3.9 has 96 bytes of the last on Python 3.11 and 108 from 3.12 on
     squares = 104 if sys.version_info < (3, 12) else 108

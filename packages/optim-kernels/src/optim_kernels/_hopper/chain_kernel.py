@@ -63,7 +63,7 @@ IS_WHOLE = gl.constexpr(15)
 def _scout(mail, schedule, flags: gl.constexpr):
     DEPTH: gl.constexpr = flags[0]
     entries, jobs, matrices, state, counter, total = schedule
-    me = rank(total)
+    me = rank()
     join_pair(total)
     # nobody touches memory before the first post
     wait_for_previous(total)

@@ -106,11 +106,13 @@ _MEET = _in_pair(
 
 
 @gluon.jit
-def rank(token):
-    """Which of the two programs this is."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %cluster_ctarank;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
-    )
+def rank():
+    """Which of the two programs this is, by its number in the grid.
+
+    Not by %cluster_ctarank: ptxas takes a branch on that for one within a warp, and with Triton 3.9 then for all roles,
+    so that addresses of products leave the uniform registers and come back for each.
+    """
+    return gl.program_id(0) % 2
 
 
 @gluon.jit
