@@ -49,7 +49,7 @@ class NSConfig:
         method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless there are so many
             steps between restarts that their factor would leave fp16, else ``"standard"``.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). To kernels an fp32 operand is the sum of two tf32 numbers, which keep 23 bits.
+            fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits.
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
             is ``(1, 3)``. In what is done in one launch on Hopper a single restart of long matrices forms R from its
             factors, as accurately (`chain_jobs`).
