@@ -71,7 +71,7 @@ class Cost(NamedTuple):
 
 # Interpreted kernels cost about a millisecond a step whatever the tile, and their tests are small.
 INTERPRETED = Tile(32, 32, 32, 4, 2)
-# fp32 operands are multiplied in two parts each (`_triton.dot`). Deeper steps are as fast, and less exact.
+# fp32 operands are multiplied in two parts each (`_triton.dot`). Deeper steps are less exact.
 FULL_PRECISION = Tile(64, 64, 32, 4, 3)
 
 SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
