@@ -178,6 +178,9 @@ def groups_that_only_some_ranks_are_in(rank, world_size):
         of_few = TritonDistAdamW(
             [("w", nn.Parameter(torch.ones(7, device=device_of(rank))))], process_group=few, timeout=60
         )
+    found = torch.ones(1, device=device_of(rank))
+    dist.all_reduce(found, group=dist.new_group([0, 1, 2]))
+    assert found.item() == 3
     net, optimizer = build(rank, timeout=60)
     twin, twin_optimizer = build(rank)
     dist.new_group([2])

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUM_GROUPS = "process groups of this rank"
+NUMBER_IN_NAME = "number in the name of a process group"
 
 # torch 2.13 renamed the flat collectives and warns about the old names
 _reduce_scatter_flat = (
@@ -244,27 +246,60 @@ def _refuse_lone_ranks() -> None:
         )
 
 
-def agree_on_a_name(met: Sequence[Communicator]) -> None:
-    """Let the next group that ranks make without the others have one name on all of them; ``met`` connect them.
+def new_group(
+    ranks: Sequence[int],
+    met: Sequence[Communicator],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """A process group that ``ranks`` make without the others; ``met`` connect them. Collective among them alone."""
+    with _one_name(met):
+        try:
+            return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ranks {list(ranks)} did not meet to make a process group of their own: one of them has ended or "
+                "raised an error, which says why, or was given another timeout= or accumulation_steps= "
+                f"(torch: {error})"
+            ) from error
 
-    torch names it by how many groups a rank is in, and ranks with different names wait for each other. Those that are
-    in fewer make groups of themselves, which wait for nobody, until they are in as many.
+
+@contextmanager
+def _one_name(met: Sequence[Communicator]) -> Iterator[None]:
+    """Let the next group have one name on all ranks: torch puts a number into it that each rank counts by itself, and
+    ranks with different names wait for each other.
+
+    Up to torch 2.13 that is how many groups a rank is in: those in fewer make groups of themselves, which wait for
+    nobody, until they are in as many. Later it is how many a rank took part in making, and every other group's name has
+    that number, too: torch is lent one that nothing else counts up to, so that a rank that takes no part goes on
+    counting like the others.
     """
+    world = dist.distributed_c10d._world
+    if torch.__version__ < "2.14":  # compared as versions
+        num_groups = len(world.pg_names)
+        for _ in range(_largest(met, num_groups) - num_groups):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        yield
+        return
+    count, world.group_count = world.group_count, _largest(met, secrets.randbits(62))
+    try:
+        yield
+    finally:
+        world.group_count = count
+
+
+def _largest(met: Sequence[Communicator], number: int) -> int:
+    """Of the numbers of all ranks that make a group."""
     for communicator in met:
-        counted = communicator.gather_json({NUM_GROUPS: _num_groups()})
-        for rank, found in zip(communicator.ranks, counted):
-            if not isinstance(found, dict) or NUM_GROUPS not in found:
+        numbers = communicator.gather_json({NUMBER_IN_NAME: number})
+        for rank, found in zip(communicator.ranks, numbers):
+            if not isinstance(found, dict) or NUMBER_IN_NAME not in found:
                 raise RuntimeError(
                     f"rank {rank} does not make a process group for its optimizer as this one does; give every rank "
                     "the same timeout= and accumulation_steps=, and the first no_sync() in the same step"
                 )
-        for _ in range(max(found[NUM_GROUPS] for found in counted) - _num_groups()):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _num_groups() -> int:
-    """As torch counts them for names; 0 where it no longer does."""
-    return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ()))
+        number = max(found[NUMBER_IN_NAME] for found in numbers)
+    return number
 
 
 def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:
@@ -275,11 +310,4 @@ def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float 
     if ranks != sorted(ranks):
         raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
     limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
-    agree_on_a_name([Communicator(given, device)])
-    try:
-        return dist.new_group(ranks, limit, backend=backend, use_local_synchronization=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"ranks {ranks} did not meet to make a process group of their own: one of them has ended or raised an "
-            f"error, which says why, or was given another timeout= or accumulation_steps= (torch: {error})"
-        ) from error
+    return new_group(ranks, [Communicator(given, device)], limit, backend)

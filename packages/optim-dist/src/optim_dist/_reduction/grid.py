@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._reduction.collectives import Communicator, Traffic, Waitable, agree_on_a_name
+from optim_dist._reduction.collectives import Communicator, Traffic, Waitable, new_group
 
 
 class GridCommunicator(Communicator):
@@ -110,5 +110,6 @@ def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | Non
     """A group of all ranks of the mesh; None, the default one, where these are all."""
     if mesh.size() == dist.get_world_size():
         return None
-    agree_on_a_name([Communicator(mesh.get_group(dim), device) for dim in range(mesh.ndim)])
-    return dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
+    return new_group(
+        sorted(mesh.mesh.flatten().tolist()), [Communicator(mesh.get_group(dim), device) for dim in range(mesh.ndim)]
+    )
