@@ -1,5 +1,7 @@
 """How AdamW stores its state: moments' dtypes, masters, rounding at random; the same bits at any number of ranks."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_dist._optimizers.construction import local
 from optim_kernels import TritonAdamW
 from optim_utils.testing import run_ranks
 
@@ -208,6 +211,58 @@ def parameters_come_after_state_dict(rank, world_size):
 
 def test_parameters_may_be_loaded_after_state_dict():
     run_ranks(parameters_come_after_state_dict, 2)
+
+
+def writes_between_steps(rank, world_size):
+    """What every rank writes to its parameters stays, whoever updates them; elsewhere masters keep their bits."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    for kind in (TritonDistAdamW, TritonDistMuonAdamW):
+        values = [torch.randn(8, 6, generator=generator).to(BF16) for _ in range(4)]
+        plain = [nn.Parameter(value.clone()) for value in values[:3]]
+        params = [*plain, nn.Parameter(distribute_tensor(values[3], mesh, [Shard(0)]))]
+        group = {"params": params, "weight_decay": 0.0, "master_weights": "fp32"}
+        if kind is TritonDistMuonAdamW:
+            group["kind"] = "muon"
+        optimizer = kind([group], process_group=mesh.get_group())
+
+        def step(lr, optimizer=optimizer, params=params, values=values):
+            optimizer.param_groups[0]["lr"] = lr
+            for parameter, value in zip(params, values):
+                whole = distribute_tensor(value, mesh, [Shard(0)]) if isinstance(parameter, DTensor) else value
+                parameter.grad = whole.clone()
+            optimizer.step()
+            optimizer.wait()
+
+        for _ in range(2):
+            step(1e-3)
+        bits = {shard.index: local(optimizer.state[shard.parameter]["master"]).clone() for shard in optimizer.shards()}
+        wanted = [parameter.detach().clone() for parameter in params]
+        for number in (0, 3):
+            wanted[number] = -wanted[number]
+            with torch.no_grad():
+                params[number].copy_(wanted[number])
+        step(0.0)
+        for parameter, value in zip(params, wanted):
+            assert torch.equal(local(parameter), local(value))
+        for shard in optimizer.shards():
+            master = local(optimizer.state[shard.parameter]["master"])
+            expected = shard.value.float() if shard.index in (0, 3) else bits[shard.index]
+            assert torch.equal(master.flatten(), expected.flatten())
+        # a state that is loaded counts until somebody writes
+        saved = copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            step(1e-3)
+        optimizer.load_state_dict(saved)
+        step(0.0)
+        for parameter, value in zip(params, wanted):
+            assert torch.equal(local(parameter), local(value))
+        optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_masters_follow_what_is_written_between_steps(world_size):
+    run_ranks(writes_between_steps, world_size)
 
 
 def test_what_has_no_gradient_in_the_first_step_after_a_load_gets_its_masters_too():

@@ -85,7 +85,8 @@ class TritonDistAdamW(DistOptimizer):
         params: parameters, ``(name, parameter)`` pairs or group dicts.
         state_dtype: of the moments: None (the parameter's), one dtype, or a pair (first, second).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits,
-            where the parameter is updated.
+            where the parameter is updated. The copy follows what others write to the parameter between steps, though
+            not by way of ``param.data``.
         stochastic_rounding: round bf16 parameters and moments at random; bits depend on ``seed``, step, parameter and
             element, so that results are the same on any number of ranks.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.

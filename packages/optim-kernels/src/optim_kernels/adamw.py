@@ -78,7 +78,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             for 8-bit codes (parameters under 4096 elements, or not in row-major order, then have fp32 moments, in a
             launch of their own).
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits.
-            A parameter that others write to between steps goes back to what its fp32 copy says.
+            The fp32 copy follows what others write to the parameter between steps (but not by way of ``param.data``,
+            nor between replays of a CUDA graph).
         stochastic_rounding: round bf16 parameters and moments at random, so that small steps count on average.
         seed: key of the random bits; the parameter's place is the other half of the key.
         max_norm: clip all gradients by their global norm within the step; ``grad_norm`` then holds the norm before it.
@@ -209,6 +210,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
             self.grad_norm, clip_factor = norm_and_factor(self._norms, all_grads, max_norm, norm_type, grad_scale)
+        self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
         if prepared.kernels is not None:
             prepared.kernels.run(
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
@@ -216,6 +218,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         for group, places, own in prepared.with_torch:
             own_states = [self._own_state[param] for param in own]
             step_with_torch(group, own, own_states, places, grad_scale, found_inf, clip_factor)
+        self._writes.note(prepared.followed)
         return loss
 
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:

@@ -21,6 +21,7 @@ from optim_kernels._optimizers.base import (
     run_closure,
     text_table,
 )
+from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.muon_entries import entries_of, explained_entry, placed_state
 from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
@@ -95,10 +96,18 @@ class MuonGroups(PrivateState, Optimizer):
 
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
+        followed = self._with_masters(groups)
+        self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
             entries = [(group, entries_of(group, self._own_state, names)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
+        self._writes.note(self._with_masters(groups))
+
+    def _with_masters(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+        """The parameters that have an fp32 master by now."""
+        params = [p for group in groups if group["master_weights"] == "fp32" for p in group["params"]]
+        return [p for p in params if "master" in self._own_state.get(p, {}) and can_be_followed(p)]
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """In the group's formats; a master that is missing is made by the next step."""
@@ -173,7 +182,8 @@ class TritonMuon(MuonGroups):
         beta2: NorMuon's variance normalisation; ``None`` leaves it out.
         row_equilibrate, renormalize, cautious: steps of nanochat's Muon, each on its own.
         momentum_dtype: of the momentum buffer; ``None`` is the gradient's.
-        master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters.
+        master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters. They follow what others write to these
+            between steps; fp32 ones not by way of ``param.data``, nor between replays of a CUDA graph.
         stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
         maximize, capturable: as in torch's optimizers: climb; the step may be captured into a CUDA graph.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises, in the first step, where the kernels cannot run.

@@ -35,6 +35,7 @@ from optim_dist._optimizers.norm import norm_over_ranks
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
+from optim_kernels.adamw_groups import FollowedWrites, can_be_followed
 
 # the options of a group that say what its states hold, and in which dtypes; beside that beta2 is not None
 STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
@@ -70,6 +71,8 @@ class DistOptimizer(PlannedOptimizer):
         self._consolidated = None
         self.grad_norm = None
         super()._connect()
+        self._writes = FollowedWrites()
+        self._note_writes()
 
     def _extend(self, found: Sequence[Entry]) -> None:
         super()._extend(found)
@@ -179,6 +182,7 @@ class DistOptimizer(PlannedOptimizer):
 
     def _update(self, context: StepContext) -> None:
         """Phases 4 and 5."""
+        self._follow_writes()
         counts = self._bucketed.counts
         averaging = {
             divided: replace(context, factor=_product(factor, context.factor), counts=counts)
@@ -197,6 +201,25 @@ class DistOptimizer(PlannedOptimizer):
         # with versions of their own
         trained = (entry.parameter for entry in self._entries)
         torch.autograd.graph.increment_version([parameter for parameter in trained if parameter.grad is not None])
+        self._note_writes()
+
+    def _follow_writes(self) -> None:
+        """Let fp32 masters follow what others wrote to their parameters since the last step."""
+        shards = self._with_masters()
+        if shards:
+            masters = [self.state[shard.parameter]["master"] for shard in shards]
+            self._writes.follow([shard.parameter for shard in shards], [shard.value for shard in shards], masters)
+
+    def _note_writes(self) -> None:
+        """Masters fit their parameters: what is written to these from now on is followed."""
+        self._writes.note([shard.parameter for shard in self._with_masters()])
+
+    def _with_masters(self) -> list[Shard]:
+        """What this rank updates by way of an fp32 master."""
+        if all(group.get("master_weights") != "fp32" for group in self.param_groups):
+            return []
+        found = (shard for shard in self.shards() if "master" in self.state.get(shard.parameter, {}))
+        return [shard for shard in found if can_be_followed(shard.parameter)]
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
@@ -343,6 +366,7 @@ class DistOptimizer(PlannedOptimizer):
         self._made_to_show.clear()
         self._outdate("load_state_dict()")
         self._show_state()
+        self._note_writes()
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Let ``state_dict()`` on rank ``to`` be the whole state, until it changes; as torch's of the name. Collective.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.adamw_state import master_of
+from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
@@ -115,6 +116,9 @@ class PreparedStep:
         params, grads: of all groups, one after another.
         places: the numbers of those parameters that the kernels update; plain torch updates the others with gradients.
         options: the options of a group that it depends on too.
+
+    Attributes:
+        followed, masters: of the parameters with gradients those that have an fp32 master, and it.
     """
 
     def __init__(
@@ -147,6 +151,9 @@ class PreparedStep:
                 own_places.append(place)
                 own.append(params[place])
         self.with_torch = list(by_group.values())
+        followed = [p for p, grad in zip(params, grads) if grad is not None and "master" in states[p]]
+        self.followed = [*filter(can_be_followed, followed)]
+        self.masters = [states[p]["master"] for p in self.followed]
         self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
         self._of_group, self._options = options, list(map(options, groups))
         self._params, self._keys, self._states = params, list(states), list(states.values())

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from optim_kernels._dtensors import whole
+from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +37,21 @@ class StatefulOptimizer(Optimizer):
 
     # GradScaler then leaves unscaling to `step`, which reads `grad_scale` and `found_inf` on the device.
     _step_supports_amp_scaling = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # always the same object, for wrappers of optimizers copy what these have as attributes
+        self._writes = FollowedWrites()
+        super().__init__(*args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_writes" not in self.__dict__:
+            self._writes = FollowedWrites()
+            self._note_all()
+
+    def _note_all(self) -> None:
+        """Take it that masters fit their parameters: what is written to these from now on is followed."""
+        self._writes.note([param for _, param in self._parameters() if can_be_followed(param)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
@@ -74,6 +90,7 @@ class StatefulOptimizer(Optimizer):
             if saved:
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
+        self._note_all()
 
     def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""
