@@ -210,7 +210,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
             all_grads = TensorList([grad for grad in grads if grad is not None]) if prepared.with_torch else seen
             self.grad_norm, clip_factor = norm_and_factor(self._norms, all_grads, max_norm, norm_type, grad_scale)
-        self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
+        if prepared.followed:
+            self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
         if prepared.kernels is not None:
             prepared.kernels.run(
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
@@ -218,7 +219,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         for group, places, own in prepared.with_torch:
             own_states = [self._own_state[param] for param in own]
             step_with_torch(group, own, own_states, places, grad_scale, found_inf, clip_factor)
-        self._writes.note(prepared.followed)
+        if prepared.followed:
+            self._writes.note_step(prepared.followed)
         return loss
 
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:

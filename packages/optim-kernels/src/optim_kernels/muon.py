@@ -97,12 +97,14 @@ class MuonGroups(PrivateState, Optimizer):
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
         followed = self._with_masters(groups)
-        self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
+        if followed:
+            self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
             entries = [(group, entries_of(group, self._own_state, names)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
-        self._writes.note(self._with_masters(groups))
+        if any(group["master_weights"] == "fp32" for group in groups):
+            self._writes.note_step(self._with_masters(groups))
 
     def _with_masters(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
         """The parameters that have an fp32 master by now."""

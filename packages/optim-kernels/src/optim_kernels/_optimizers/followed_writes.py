@@ -14,7 +14,7 @@ A ``"split16"`` master needs none of it: its upper half is the parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -25,29 +25,55 @@ _version = attrgetter("_version")
 
 
 class FollowedWrites:
-    """How often parameters had been written to, and where they lay, when their masters were last known to fit."""
+    """How often parameters had been written to, and where they lay, when their masters were last known to fit.
+
+    The lists of parameters that are given are kept.
+    """
 
     def __init__(self) -> None:
-        # by id: whoever asks holds the parameters
-        self._noted: dict[int, tuple[int, int]] = {}
+        # the parameters noted last, which mostly are the next ones to be followed; all others by id, as whoever asks
+        # holds them
+        self._latest: Sequence[Tensor] = ()
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._others: dict[int, tuple[int, int]] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:
         """From now on, what is written to these parameters is followed."""
-        self._noted.update(zip(map(id, params), _marks(params)))
+        self._note(params, _versions(params), _addresses(params))
 
-    @torch.no_grad()
     def follow(self, params: Sequence[Tensor], values: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Bring masters up to date of those parameters that were written to, or have moved, since they were noted.
 
         Args:
             values: what the masters belong to: the parameters, or a part of each.
         """
-        marks, noted = _marks(params), list(map(self._noted.get, map(id, params)))
-        if marks == noted:
+        versions, addresses = _versions(params), _addresses(params)
+        if self._are_latest(params) and versions == self._versions and addresses == self._addresses:
             return
-        for mark, before, value, master in zip(marks, noted, values, masters, strict=True):
-            if before is not None and mark != before:
-                _follow(local(value), local(master))
+        noted = self._others | self._of_latest()
+        for param, mark, value, master in zip(params, zip(versions, addresses), values, masters, strict=True):
+            if noted.get(id(param), mark) != mark:
+                _follow(value, master)
+        self._note(params, versions, addresses)
+
+    def note_step(self, params: Sequence[Tensor]) -> None:
+        """A step has written to these parameters and their masters alike."""
+        if self._are_latest(params):
+            self._versions = _versions(params)
+        else:
+            self.note(params)
+
+    def _note(self, params: Sequence[Tensor], versions: list[int], addresses: list[int]) -> None:
+        self._others.update(self._of_latest())
+        self._latest, self._versions, self._addresses = params, versions, addresses
+
+    def _are_latest(self, params: Sequence[Tensor]) -> bool:
+        latest = self._latest
+        return params is latest or (len(params) == len(latest) and all(map(is_, params, latest)))
+
+    def _of_latest(self) -> dict[int, tuple[int, int]]:
+        return dict(zip(map(id, self._latest), zip(self._versions, self._addresses)))
 
 
 def can_be_followed(param: Tensor) -> bool:
@@ -55,13 +81,18 @@ def can_be_followed(param: Tensor) -> bool:
     return not param.is_inference() and (is_dtensor(param) or not is_wrapper(param))
 
 
-def _marks(params: Sequence[Tensor]) -> list[tuple[int, int]]:
-    # a write may also be another tensor in the parameter's place: param.data = other
-    return list(zip(map(_version, params), map(Tensor.data_ptr, params)))
+def _versions(params: Sequence[Tensor]) -> list[int]:
+    return list(map(_version, params))
 
 
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    # for a write may also be another tensor in the parameter's place: param.data = other
+    return list(map(Tensor.data_ptr, params))
+
+
+@torch.no_grad()
 def _follow(value: Tensor, master: Tensor) -> None:
+    value, master = local(value.detach()), local(master)
     # what does not fit together is for the step to refuse
     if value.device == master.device and value.shape == master.shape:
-        value = value.detach()
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
