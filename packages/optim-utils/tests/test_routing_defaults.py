@@ -210,6 +210,8 @@ def refused():
             "moe.w13": Weights(weight=(2, 6, 10)),
             "ffn.w13": Weights(weight=(2, 5, 7)),
             "stack.qkv": Weights(weight=(2, 5, 7)),
+            "low_rank.gate_up_proj": Weights(lora_A=(4, 9), lora_B=(16, 4)),
+            "low_rank.qkv": Weights(lora_A=(4, 12), lora_B=(36, 4)),
             "bag": nn.EmbeddingBag(5, 2, sparse=True, mode="sum"),
             "phase": Weights(weight=torch.zeros(2, 3, dtype=torch.complex64)),
         }
@@ -230,6 +232,8 @@ def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
         assert (f"{name}  {shape}  {param.dtype}: " in text) == (name in names)
     suggestions = [line.strip() for line in text.splitlines() if line.startswith("      ")]
     assert "Rule('attn.qkv.weight', split=(8, 4, 4))" in suggestions
+    assert "Rule('low_rank.qkv.lora_B', split=3)" in suggestions
+    assert "Rule('low_rank.qkv.lora_A', split=3)" not in suggestions
     rules = [eval(suggestion) for suggestion in suggestions]
     assert {rule.pattern for rule in rules} == set(names)
     for rule in rules:

@@ -6,7 +6,7 @@ says enough it raises a `Refusal` that proposes a rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -18,6 +18,7 @@ __all__ = ["matrix_view"]
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
 _is_experts = matcher("*experts*")
+_is_weight = matcher("weight*")
 # The arguments of a rule that leaves a weight in one piece.
 _WHOLE = "split=1"
 # What the gate and up projections feed into; its shape tells along which dimension those two are fused.
@@ -152,10 +153,21 @@ def _is_fused_by_name(leaf: Leaf) -> bool:
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight."""
     if leaf.is_called(_is_qkv):
+        _check_is_weight(leaf, _is_qkv, view.stored_matrix[-1 if transposed else -2], parts=3)
         return _qkv(leaf, view)
     if leaf.is_called(_is_gate_up):
+        _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
     return _Fusion()
+
+
+def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
+    """What a fused name promises it promises of the weight: a low-rank factor beside that may be fused or not."""
+    for path in leaf.paths:
+        if not is_fused(path[-1]) and not _is_weight(path[-1]):
+            in_parts = [] if outputs % parts else [f"split={parts}"]
+            reason = f"{path[-2]} is fused by its name, and nothing says whether its {path[-1]} is"
+            raise Refusal(reason, _WHOLE, *in_parts)
 
 
 def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
