@@ -12,6 +12,7 @@ from random_tensors import DEVICE
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_kernels._dtensors import local
 from optim_utils.testing import run_ranks
 
 pytest.importorskip("triton")
@@ -196,7 +197,7 @@ def test_parameters_whose_writes_nobody_counts_are_stepped_as_ever(make: Make) -
         assert torch.equal(master(optimizer, params[0]), before)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
+@pytest.mark.gpu
 @pytest.mark.parametrize("make", [adamw, muon])
 def test_a_captured_step_begins_with_what_was_written(make: Make) -> None:
     """A warm-up is undone before the capture."""
@@ -233,8 +234,8 @@ def _write_to_a_dtensor(rank: int, world_size: int) -> None:
     value = -param.detach()
     write(param, value)
     stay(optimizer, [param])
-    assert torch.equal(param.to_local(), value.to_local())
-    assert torch.equal(master(optimizer, param).to_local(), value.to_local().float())  # type: ignore[attr-defined]
+    assert torch.equal(local(param), local(value))
+    assert torch.equal(local(master(optimizer, param)), local(value).float())
 
 
 def test_dtensors_are_followed_shard_by_shard() -> None:

@@ -47,11 +47,13 @@ class StatefulOptimizer(Optimizer):
         super().__setstate__(state)
         if "_writes" not in self.__dict__:
             self._writes = FollowedWrites()
-            self._note_all()
+            self._note_writes()
 
-    def _note_all(self) -> None:
-        """Take it that masters fit their parameters: what is written to these from now on is followed."""
-        self._writes.note([param for _, param in self._parameters() if can_be_followed(param)])
+    def _note_writes(self) -> None:
+        """Take it that fp32 masters fit their parameters: what is written to these from now on is followed."""
+        state = self.__dict__["state"]  # which nobody has had in hands for that
+        with_masters = [param for _, param in self._parameters() if "master" in state.get(param, {})]
+        self._writes.note([*filter(can_be_followed, with_masters)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
@@ -90,7 +92,7 @@ class StatefulOptimizer(Optimizer):
             if saved:
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
-        self._note_all()
+        self._note_writes()
 
     def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""
