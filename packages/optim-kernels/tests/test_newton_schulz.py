@@ -81,7 +81,8 @@ def test_fp16_error_limits(name: str, method: str) -> None:
     for x, limit in zip(inputs, ERRORS[name, method], strict=True):
         options = {"coefficients": name, "norm_scale": norm_scale}
         expected = reference.newton_schulz(x, NSConfig(coefficients=name).triples, norm_scale=norm_scale)
-        result = newton_schulz(x.float(), method=method, compute_dtype=torch.float16, **options)
+        half = {"compute_dtype": torch.float16, "impl": "torch"}
+        result = newton_schulz(x.float().to(DEVICE), method=method, **half, **options).cpu()
         assert relative_error(result, expected) <= 1.3 * limit
 
 
@@ -257,6 +258,40 @@ def test_flops_of_the_methods() -> None:
     assert NSConfig(method="gram").flops(4 * m, m) == 38 * m**3
     assert NSConfig(method="gram", restarts="accurate").flops(m, 4 * m) == 47 * m**3
     assert NSConfig(method="gram").flops(m, m) == NSConfig(method="standard").flops(m, m) == 20 * m**3
+
+
+def test_where_the_gram_iteration_restarts() -> None:
+    """Every second step, and a last block of three for one of one; from the first step on, if accurate."""
+    sizes = {steps: [len(block) for block in NSConfig(steps=steps).blocks] for steps in range(10)}
+    assert [sizes[steps] for steps in range(6)] == [[], [1], [2], [2, 1], [2, 2], [2, 3]]
+    assert [sizes[steps] for steps in range(6, 10)] == [[2, 2, 2], [2, 2, 3], [2, 2, 2, 2], [2, 2, 2, 3]]
+    accurate = [[len(block) for block in NSConfig(steps=steps, restarts="accurate").blocks] for steps in (4, 5, 8)]
+    assert accurate == [[1, 2, 1], [1, 2, 2], [1, 2, 2, 2, 1]]
+    assert NSConfig(steps=5, restarts=(2,)).method_for(256, 1024) == "gram"
+    for restarts, steps in (((2,), 6), ((3,), 5), ((), 3)):
+        assert NSConfig(steps=steps, restarts=restarts).method_for(256, 1024) == "standard"
+
+
+@pytest.mark.parametrize("steps", [6, 7, 8, 10])
+@pytest.mark.parametrize("name", ["keller", "you", "polar_express", "polar_express_gram", "cans"])
+def test_many_steps_are_as_accurate_in_both_iterations(name: str, steps: int) -> None:
+    """Spectra whose small singular values rounding reaches: 1/i, 1/i², six decades, rank one and little else."""
+    m, n = 64, 256
+    spectra = (1 / torch.arange(1.0, m + 1).double(), 1 / torch.arange(1.0, m + 1).double() ** 2)
+    generator = torch.Generator().manual_seed(0)
+    noise, left, right = (torch.randn(*s, generator=generator).double() for s in ((m, n), (m, 1), (1, n)))
+    matrices = [*(matrix(s, n) for s in (*spectra, torch.logspace(0, -6, m).double())), left @ right + 0.01 * noise]
+    few_rows = 0.01 * noise
+    few_rows[:5] += right
+    for x in (*matrices, few_rows):
+        options = {"steps": steps, "coefficients": name, "norm_scale": 1.02}
+        expected = reference.newton_schulz(x, NSConfig(**options).triples, norm_scale=1.02)
+        half = {"compute_dtype": torch.float16, "impl": "torch"}
+        standard, gram = (
+            relative_error(newton_schulz(x.float().to(DEVICE), method=method, **half, **options).cpu(), expected)
+            for method in ("standard", "gram")
+        )
+        assert gram <= 3 * standard
 
 
 @pytest.mark.parametrize("aspect", [1, 1.95, 3.0], ids=str)

@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.iterations import TorchProducts
 from optim_kernels._newton_schulz.product_launches import multiply
 from optim_kernels._newton_schulz.product_ops import _product
 from optim_kernels._newton_schulz.tiles import Tile
@@ -53,6 +54,26 @@ def test_factors_as_tensors(symmetric: bool) -> None:
         assert gradcheck(lambda *x: mk.matmul_add(*x[:2], c=x[2], alpha=x[3], beta=x[4]), (a, b, c, alpha, beta))
     with pytest.raises(ValueError, match="alpha must be"):
         mk.gram(a, alpha=torch.ones(2))
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [((7, 9), (9, 5)), ((2, 3, 33, 65), (2, 3, 65, 17)), ((0, 4, 5), (0, 5, 6))], ids=str
+)
+def test_plain_torch_rounds_once(shapes: Any, dtype: torch.dtype, as_tensors: bool) -> None:
+    """Errors of half a unit in the last place, not of one for the product, for its multiple, and for the sum."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    c = torch.randn((*a.shape[:-1], b.shape[-1]), generator=generator).to(DEVICE, dtype)
+    for c_or_none, alpha, beta in ((None, 1.0, 0.0), (None, -1.7, 0.0), (c, 1.0, 3.4445), (c, 2.0315, -4.775)):
+        factors = [torch.tensor(x, device=DEVICE) if as_tensors else x for x in (alpha, beta)]
+        found = TorchProducts().matmul_add(a, b, c=c_or_none, alpha=factors[0], beta=factors[1])
+        exact = alpha * a.double() @ b.double() + beta * c.double()
+        assert found.dtype == dtype
+        assert found.shape == c.shape
+        half_unit = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(found.double(), exact, rtol=1.01 * half_unit, atol=2e-5)
 
 
 def test_factors_by_their_address() -> None:

@@ -27,7 +27,15 @@ from torch import Tensor
 
 from optim_kernels._impl import Impl, check_impl, is_plain, is_transformed, use_triton
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
-from optim_kernels._newton_schulz.config import RESTARTS, Coefficients, EpsMode, Method, NSConfig, config_of, hashable
+from optim_kernels._newton_schulz.config import (
+    Coefficients,
+    EpsMode,
+    Method,
+    NSConfig,
+    config_of,
+    hashable,
+    restart_steps,
+)
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
@@ -265,9 +273,7 @@ def _taken_apart(
     name = coefficients if isinstance(coefficients, str) else ""
     triples = () if name else coefficients
     numbers = [number for triple in triples for number in (triple if isinstance(triple, tuple) else (triple,))]
-    if restarts is None or isinstance(restarts, str):
-        restarts = RESTARTS[restarts]
-    return name, numbers, steps, method, dtype, list(restarts), *norm
+    return name, numbers, steps, method, dtype, list(restart_steps(restarts, steps)), *norm
 
 
 def _put_together(

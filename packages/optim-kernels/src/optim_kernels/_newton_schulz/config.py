@@ -33,7 +33,9 @@ FACTORS_ASPECT = 3.0
 # The steepest factor of a Gram iteration, of a block of steps or of all: its numbers are as large, and fp16 ends at
 # 65,504.
 LARGEST_SLOPE = 2.0**15
-RESTARTS: dict[object, tuple[int, ...]] = {None: (2,), "accurate": (1, 3)}
+# Steps of the first block of a Gram iteration, and of a later one, up to which "auto" takes it. Rounding puts small
+# eigenvalues of R below zero, where each step of a block enlarges them by a², until the factor leaves fp16.
+MOST_STEPS = (2, 3)
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,13 +48,15 @@ class NSConfig:
             one is repeated, of a longer one the first are taken. ``"cubic5"`` and ``"aol4"`` were tuned as a whole, and
             are for 5 and 4 steps alone.
         steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless there are so many
-            steps between restarts that their factor would leave fp16, else ``"standard"``.
+        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless more steps than
+            rounding allows (``MOST_STEPS``) go without a restart, else ``"standard"``.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
             fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits.
-        restarts: step numbers after which the Gram iteration forms R anew; ``None`` is ``(2,)``, ``"accurate"``
-            is ``(1, 3)``. In what is done in one launch on Hopper a single restart of long matrices forms R from its
-            factors, as accurately (`chain_jobs`).
+        restarts: step numbers after which the Gram iteration forms R anew; ``None`` is after every second one, unless a
+            single one would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is after
+            every second one from the first. Longer blocks are faster, but with 16-bit operands four steps without a
+            restart may be 25 times as far from the exact result, and from five on leave fp16. In what is done in one
+            launch on Hopper a single restart of long matrices forms R from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
@@ -88,7 +92,7 @@ class NSConfig:
         # an int would become part of a compiled kernel, which is kept for other numbers too
         object.__setattr__(self, "norm_scale", float(self.norm_scale))
         object.__setattr__(self, "eps", float(self.eps))
-        restarts = RESTARTS[self.restarts] if self.restarts in tuple(RESTARTS) else self.restarts
+        restarts = restart_steps(self.restarts, self.steps)
         if not isinstance(restarts, list | tuple) or not all(isinstance(step, int) for step in restarts):
             raise ValueError(f"restarts must be None, 'accurate' or step numbers, got {self.restarts!r}")
         if any(later <= earlier for earlier, later in zip((0, *restarts), restarts)):
@@ -116,7 +120,9 @@ class NSConfig:
     def method_for(self, m: int, n: int) -> Literal["standard", "gram"]:
         """The iteration that a matrix with short side ``m`` and long side ``n`` takes."""
         if self.method == "auto":
-            fits = all(_slope(block) <= LARGEST_SLOPE for block in self.blocks)
+            first, *later = self.blocks or ((),)
+            fits = len(first) <= MOST_STEPS[0] and all(len(block) <= MOST_STEPS[1] for block in later)
+            fits = fits and all(_slope(block) <= LARGEST_SLOPE for block in self.blocks)
             return "gram" if fits and m >= GRAM_SIDE and n >= self.gram_aspect * m else "standard"
         return self.method
 
@@ -150,6 +156,15 @@ class NSConfig:
         if x.is_cuda:
             return torch.float16
         return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def restart_steps(restarts: Any, steps: int) -> Any:
+    """Step numbers for what an option of `NSConfig` says in other words."""
+    if restarts is None:
+        return tuple(range(2, max(steps - 1, 3), 2))
+    if restarts == "accurate":
+        return tuple(range(1, max(steps, 4), 2))
+    return restarts
 
 
 def _slope(triples: Sequence[Triple]) -> float:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Protocol
 
 import torch
@@ -58,7 +59,7 @@ class Products(Protocol):
 
 
 class TorchProducts:
-    """Plain torch. On the CPU 16-bit operands are multiplied in fp32 and the result is rounded, as tensor cores do."""
+    """Plain torch. 16-bit operands are multiplied in fp32, and that is rounded, where no call of torch's does so."""
 
     def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
         # what steps to come are computed from alone, they multiply the rounding of: with fp32 sums of some CPUs' the
@@ -78,7 +79,10 @@ class TorchProducts:
         beta: float | Tensor = 0.0,
     ) -> Tensor:
         dtype = a.dtype
-        if not a.is_cuda and dtype.itemsize == 2:
+        if dtype.itemsize == 2:
+            # cuBLAS does as tensor cores do; C added to a product that has been rounded has twice the error
+            if a.is_cuda and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+                return _by_cublas(a, b, c, alpha, beta)
             a, b, c = a.float(), b.float(), None if c is None else c.float()
         product = a @ b
         if isinstance(alpha, Tensor) or alpha != 1.0:
@@ -107,6 +111,21 @@ class TorchProducts:
         # in fp32 at least: a rounded to fp16 would shift every singular value alike
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         return z, (z.to(wide) + a * torch.eye(z.shape[-1], dtype=wide, device=z.device)).to(z.dtype)
+
+
+def _by_cublas(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """``alpha a b + beta c`` on CUDA, summed and added in fp32."""
+    if c is None:
+        # of which nothing is read
+        c, beta = a.new_empty(1, 1, 1), 0.0
+    else:
+        c = _flat(c)
+    return torch.baddbmm(c, _flat(a), _flat(b), beta=beta, alpha=alpha).view(*a.shape[:-1], b.shape[-1])
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``x [..., M, N]`` as one batch of matrices."""
+    return x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
