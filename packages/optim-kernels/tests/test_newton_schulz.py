@@ -234,6 +234,10 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSConfig(**options)
+    arguments: dict[str, Any] = {"compute_dtype" if key == "dtype" else key: value for key, value in options.items()}
+    for with_gradient in (False, True):
+        with pytest.raises(ValueError, match=message):
+            newton_schulz(torch.randn(2, 3, requires_grad=with_gradient), **arguments)
 
 
 def test_whole_numbers_are_no_constants_of_a_kept_launch() -> None:

@@ -175,6 +175,9 @@ def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
     if is_at_once:
         return _forward(x, values, impl)
     _check(x)
+    if not torch.compiler.is_compiling():
+        # says what is wrong with an option; of traced ones the operator's fake does
+        config_of(*values)
     result: Tensor = _operator(x, *_taken_apart(*values), impl)
     return result
 

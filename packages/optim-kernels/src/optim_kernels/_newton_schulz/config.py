@@ -50,7 +50,7 @@ class NSConfig:
         steps: how many, under 100.
         method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless more steps than
             rounding allows (``MOST_STEPS``) go without a restart, else ``"standard"``; with operands in bf16, where
-            errors of ``"gram"`` are up to 2.6 times those of ``"standard"``, always that.
+            errors of ``"gram"`` are up to 4.6 times those of ``"standard"``, always that.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
             fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits.
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is after every second one, unless a
