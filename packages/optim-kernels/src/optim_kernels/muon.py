@@ -329,7 +329,7 @@ def explain_row(
     """The row of ``explain()`` for the Muon parameter at ``place`` in its group."""
     param = group["params"][place]
     view = view_of(param, group, place, name)
-    config = ns_config_of(group)
+    config = ns_config_of(group).of(param)
     methods = sorted({config.method_for(min(shape[-2:]), max(shape[-2:])) for shape in view.shapes})
     reason = why_not_grouped(explained_entry(param, view, place, state.get(param) or {}), group)
     flops = sum(config.flops(*shape[-2:]) * shape[:-2].numel() for shape in map(torch.Size, view.shapes))

@@ -242,6 +242,7 @@ def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
 
 
 def _plan_for(x: Tensor, config: NSConfig, impl: Impl) -> Callable[[Tensor], Tensor]:
+    config = config.of(x)
     if _takes_triton(x, config, impl):
         from optim_kernels._newton_schulz import plan
 

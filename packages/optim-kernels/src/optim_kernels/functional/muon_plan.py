@@ -68,6 +68,7 @@ class MuonPlan:
         # now: a tensor whose ``.data`` is replaced changes its own
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
+        ns = ns.of(first.param)
         check_shapes(tensors)
         check_memory(tensors)
         check_apart([t.param for t in tensors])
