@@ -59,7 +59,7 @@ class Products(Protocol):
 
 
 class TorchProducts:
-    """Plain torch; products are rounded once. What is said of fp64 is off CUDA, where it takes but twice the time.
+    """Plain torch; products are rounded once. What is said of fp64 is on a CPU, where it takes but twice the time.
 
     Rounding of X between two steps, and of the R that a block of steps is computed from, is enlarged by all steps to
     come, so of fp32 matrices these are summed in fp64: on rank 8 beside noise of 1e-5 the standard iteration ends
@@ -113,14 +113,14 @@ def _multiplied(
     *,
     in_fp64: bool = False,
 ) -> Tensor:
-    """``alpha a b + beta c``; ``in_fp64``: of fp32 matrices off CUDA."""
+    """``alpha a b + beta c``; ``in_fp64``: of fp32 matrices on a CPU."""
     dtype = wide = a.dtype
     if dtype.itemsize == 2:
         # cuBLAS does as tensor cores do; C added to a product that has been rounded has twice the error
         if a.is_cuda and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
             return _by_cublas(a, b, c, alpha, beta)
         wide = torch.float32
-    elif in_fp64 and not a.is_cuda:
+    elif in_fp64 and a.is_cpu:
         wide = torch.float64
     product = a.to(wide) @ b.to(wide)
     if isinstance(alpha, Tensor) or alpha != 1.0:
