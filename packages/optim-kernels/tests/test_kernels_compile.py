@@ -20,6 +20,7 @@ from optim_kernels._newton_schulz.tiles import (
     FULL_PRECISION,
     GENERAL,
     GENERAL_STAGES_ALONE,
+    IN_FP64,
     JOINED,
     STAGES_ALONE,
     SYMMETRIC,
@@ -64,7 +65,8 @@ def compiled(module, name, constants, types, options):
     layouts = dict(line.split(" = ", 1) for line in lines if line.startswith("#blocked"))
     shuffled = [line.split("-> tensor<")[1].split(", ", 1)[1] for line in lines if "shfl.sync.idx" in line]
     shuffled = [re.sub("#blocked[0-9]*", lambda name: layouts[name[0]], layout) for layout in shuffled]
-    return len(made.asm["cubin"]), made.metadata.shared, shuffled, "wgmma" in made.asm["ptx"]
+    multiplies = re.search(r"wgmma|mma.sync.aligned.m[0-9a-z]+.row.col.f64", made.asm["ptx"])
+    return len(made.asm["cubin"]), made.metadata.shared, shuffled, bool(multiplies)
 
 for kind in json.load(sys.stdin):
     try:
@@ -230,6 +232,8 @@ def multiplying(
     overlaps = full and not tile.quartered
     if not tile.quartered:
         constants["OVERLAP"] = overlaps
+    if not (tile.quartered or tile.joined):
+        constants["IN_FP64"] = tile.in_fp64
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | (OVERLAPPING if overlaps else {})
     return kind(kernel, constants, types, **options)
 
@@ -286,6 +290,7 @@ PRODUCTS = {
     **{f"general, {tile.rows} × {tile.columns}": general(tile, full=True) for tile, _ in GENERAL},
     "general, alone": general(GENERAL[-1][0]._replace(num_stages=GENERAL_STAGES_ALONE), full=False, dtype="bfloat16"),
     "general, fp32": general(FULL_PRECISION, full=True, dtype="float32"),
+    "general, fp32 in fp64": general(IN_FP64, full=True, dtype="float32"),
     **{
         f"symmetric, {tile.rows} × {tile.columns}{', quartered' if tile.quartered else ''}": symmetric(tile, full=True)
         for tile in (*(tile for tile, _ in SYMMETRIC), SYMMETRIC_WIDE[0])
@@ -299,6 +304,7 @@ PRODUCTS = {
     },
     "symmetric, two matrices, quartered": symmetric(SYMMETRIC[-1][0], full=False, same=False),
     "symmetric, fp32, two matrices": symmetric(FULL_PRECISION, full=True, same=False, dtype="float32"),
+    "symmetric, fp32 in fp64": symmetric(IN_FP64, full=True, dtype="float32"),
     "joined": symmetric(JOINED[0]._replace(num_stages=STAGES_ALONE[64][0]), full=True),
     "last, update": last(LAST_TILE, full=True, squares=False, param="float32", master=0),
     "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),

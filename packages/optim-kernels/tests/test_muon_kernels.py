@@ -9,6 +9,7 @@ from random_tensors import DEVICE
 from torch import Tensor, nn
 
 from optim_kernels import NSConfig, TritonMuon
+from optim_kernels._impl import multiplies_fp64_fast
 from optim_kernels._newton_schulz.tiles import (
     INTERPRETED,
     LONE,
@@ -97,6 +98,28 @@ def test_fp32_products_keep_what_fp32_has(scale: float) -> None:
     for product, a, b in ((mk.symmetric_product(x, x), x, x.mT), (mk.general_product(s, x), s, x)):
         expected = a.double() @ b.double()
         assert (product.double() - expected).norm() <= 4e-7 * expected.norm()
+
+
+def test_exact_products_of_fp32_are_rounded_once() -> None:
+    """Where fp64 is multiplied fast, which is everywhere that these tests run but on small GPUs."""
+    if not multiplies_fp64_fast(torch.device(DEVICE)):
+        pytest.skip("fp64 takes dozens of times as long as fp32 here")
+    x, s = torch.randn(2, 132, 300, device=DEVICE), torch.randn(2, 132, 132, device=DEVICE)
+    s = s + s.mT
+    scale = torch.tensor([0.5, 3.0], device=DEVICE)
+    options = {"alpha": 0.75, "beta": -3.0, "scale": scale, "exact": True}
+    q = mk.empty_matrices(2, 132, 132, like=s)
+    square = mk.symmetric_product(s, s, c=s, shifted=(q, 2.0), **options)
+    wide = scale.double()[:, None, None] * (0.75 * s.double() @ s.double() - 3.0 * s.double())
+    torch.testing.assert_close(square.double(), wide, rtol=2**-24, atol=1e-13)
+    assert torch.equal(square, square.mT)
+    assert torch.equal(q, square + 2.0 * torch.eye(132, device=DEVICE))
+    rectangle = mk.general_product(s, x, c=x, **options).double()
+    wide = scale.double()[:, None, None] * (0.75 * s.double() @ x.double() - 3.0 * x.double())
+    torch.testing.assert_close(rectangle, wide, rtol=2**-24, atol=1e-13)
+    # of 16-bit matrices nothing changes
+    half = mk.as_batch(s.half())
+    assert torch.equal(mk.symmetric_product(half, half, exact=True), mk.symmetric_product(half, half))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -39,6 +39,15 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+@cache
+def multiplies_fp64_fast(device: torch.device) -> bool:
+    """Whether products of fp64 matrices take but twice the time of fp32 ones: CPUs, and GPUs made for it."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    # A100, H100 and H200, B200; others have 1/32 or 1/64 of their fp32 units for fp64
+    return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+
+
 def why_not_triton(tensor: Tensor) -> str | None:
     """What keeps the kernels from updating ``tensor``, in a few words; ``None`` where they can."""
     if not has_triton():

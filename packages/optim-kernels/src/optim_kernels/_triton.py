@@ -143,17 +143,22 @@ def fetch(address, size):
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b``, accumulated in fp32.
+    """``acc + a @ b``, accumulated in fp32; or multiplied and accumulated in fp64, where ``acc`` is fp64.
 
-    fp32 operands are each taken as the sum of two tf32 numbers, which keep 23 of 24 bits: three products on the tensor
-    cores, of which the two small ones are added first. Their sums are closer to fp64 than those of FMA are.
+    With sums in fp32, fp32 operands are each taken as the sum of two tf32 numbers, which keep 23 of 24 bits: three
+    products on the tensor cores, of which the two small ones are added first. Their sums are closer to fp64 than those
+    of FMA are.
     """
-    # triton#11584: the interpreter multiplies the bit patterns of bf16 operands, so they are widened there
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if acc.dtype == tl.float64:
+        acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, input_precision="ieee", out_dtype=tl.float64)
+    elif INTERPRETED:
+        # triton#11584: the interpreter multiplies the bit patterns of bf16 operands, so they are widened there
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

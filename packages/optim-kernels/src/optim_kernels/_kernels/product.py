@@ -6,8 +6,8 @@
 Every matrix is row-major with its own batch: A [batch, M, K], B [batch, M, K] or [batch, K, N], C and D like the
 product; s is 1 or a number of each matrix, read on the device; α and β are numbers, or addresses of fp32 ones. Operands
 arrive through tensor descriptors (the bulk copy engine), which fill what lies outside a matrix with zeros and drop what
-is stored there, so no size has to divide a tile. Sums are fp32 and rounded once. With OVERLAP the next launch may come
-to the device when the sums are done.
+is stored there, so no size has to divide a tile. Sums are fp32, or fp64 with IN_FP64, and rounded once. With OVERLAP
+the next launch may come to the device when the sums are done.
 
 Letters: i, j tile row and column; T square blocks a side; q a tile's number within its matrix.
 """
@@ -65,10 +65,19 @@ def read_numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
 
 @triton.jit
 def multiply_tile(
-    a_desc, b_desc, batch, row, column, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    a_desc,
+    b_desc,
+    batch,
+    row,
+    column,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_FP64: tl.constexpr = False,
 ):
-    """The tile of A B at (row, column), in fp32."""
-    if a_desc.dtype == tl.float32:
+    """The tile of A B at (row, column), in fp32 or fp64."""
+    if a_desc.dtype == tl.float32 and not IN_FP64:
         # of 32-bit operands the tensor cores take the right one along K alone, as A is stored, not B: so Bᵀ Aᵀ
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -76,7 +85,7 @@ def multiply_tile(
             b = b_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
             sums = dot(b.T, a.T, sums)
         return sums.T
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float64 if IN_FP64 else tl.float32)
     for k in range(0, K, BLOCK_K):
         a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
         b = b_desc.load([batch, k, column]).reshape(BLOCK_K, BLOCK_N)
@@ -105,18 +114,19 @@ def general_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_FP64: tl.constexpr,
 ):
     wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     batch = pid // tiles
     i, j = rectangle_tile(pid % tiles, rows, columns, GROUP)
-    acc = multiply_tile(a_desc, b_desc, batch, i * BLOCK_M, j * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    acc = multiply_tile(a_desc, b_desc, batch, i * BLOCK_M, j * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, IN_FP64)
     let_next_start(OVERLAP)
     alpha, beta = read_numbers(alpha, beta, BY_ADDRESS)
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)
-        acc += beta * c.to(tl.float32)
+        acc += beta * c.to(acc.dtype)
     if HAS_SCALE:
         acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)

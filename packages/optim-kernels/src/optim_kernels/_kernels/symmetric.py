@@ -9,14 +9,14 @@ are ``None``.
 
 D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
 a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
-symmetric by itself, the tensor cores add in one order; of A Bᵀ, and of fp32 A Aᵀ, whose small parts are added one after
-the other, a diagonal tile keeps its lower half.
+symmetric by itself, the tensor cores add in one order; of A Bᵀ, of fp32 A Aᵀ, whose small parts are added one after the
+other, and in the interpreter, where numpy may add in several orders, a diagonal tile keeps its lower half.
 """
 
 from __future__ import annotations
 
 from optim_kernels._kernels.product import read_numbers, triangle_tile
-from optim_kernels._triton import dot, let_next_start, narrow, tl, triton, wait_for_previous
+from optim_kernels._triton import INTERPRETED, dot, let_next_start, narrow, tl, triton, wait_for_previous
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _finish_symmetric(
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
-        acc += beta * c.to(tl.float32)
+        acc += beta * c.to(acc.dtype)
     if HAS_SCALE:
         acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)
@@ -62,7 +62,7 @@ def _finish_symmetric(
         if HAS_Q:
             _store_both(q_desc, q_mirror_desc, d, batch, row, column, BLOCK_M, BLOCK_N)
     else:
-        if not SAME or d_desc.dtype == tl.float32:
+        if not SAME or d_desc.dtype == tl.float32 or INTERPRETED:
             tl.static_assert(BLOCK_M == BLOCK_N)
             d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
         d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
@@ -89,10 +89,11 @@ def _symmetric_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_FP64: tl.constexpr = False,
 ):
     """The tile at (row, column), and its mirror image unless it is on the diagonal."""
     a_desc, b_desc, c_desc = operands
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float64 if IN_FP64 else tl.float32)
     for k in range(0, K, BLOCK_K):
         a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)
         if SAME and BLOCK_M == BLOCK_N:
@@ -145,6 +146,7 @@ def symmetric_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_FP64: tl.constexpr,
 ):
     wait_for_previous(OVERLAP)
     # the triangle is made of BLOCK_N × BLOCK_N blocks, each of one or two tiles
@@ -174,6 +176,7 @@ def symmetric_kernel(
         BLOCK_N,
         BLOCK_K,
         OVERLAP,
+        IN_FP64,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.iterations import NUM_EXACT
 
 # Side of a tile.
 BLOCK = 128
@@ -57,7 +58,8 @@ class Job:
 
     With ``low`` q is what rounding took from d, so that d + q has twice the digits. With ``apart`` the diagonal of a
     square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row. ``whole``:
-    a is not symmetric, so all of it is there; b always is, if it is square.
+    a is not symmetric, so all of it is there; b always is, if it is square. ``exact`` as in `iterations`; 16-bit
+    matrices, which alone are done in one launch, do without.
     """
 
     kind: Kind
@@ -73,6 +75,7 @@ class Job:
     low: bool = False
     apart: bool = False
     whole: bool = False
+    exact: bool = False
 
     @property
     def reads(self) -> set[tuple[str, int]]:
@@ -145,10 +148,12 @@ class _Writer:
                 q, other = other, q
         return q
 
-    def rectangle(self, s: int, alpha: float = 1.0, beta: float | None = None, *, apart: bool = False) -> None:
+    def rectangle(
+        self, s: int, alpha: float = 1.0, beta: float | None = None, *, apart: bool = False, exact: bool = False
+    ) -> None:
         d = 2 if self.x == 1 else 1
         c, scale = (-1 if beta is None else self.x), Scale.NONE if self.x else Scale.SCALE
-        others: dict[str, Any] = {"scale": scale, "apart": apart, "whole": s in self.whole}
+        others: dict[str, Any] = {"scale": scale, "apart": apart, "whole": s in self.whole, "exact": exact}
         self.jobs.append(Job(Kind.RECTANGLE, s, self.x, d, c, alpha=alpha, beta=beta or 0.0, **others))
         self.x = d
 
@@ -160,20 +165,21 @@ def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> li
     """
     write = _Writer()
     if config.method_for(m, n) == "standard":
-        for a, b, c in config.triples:
+        for step, (a, b, c) in enumerate(config.triples):
+            exact = step < NUM_EXACT
             write.gram(0)
             if c == 0.0:
-                write.rectangle(0, alpha=b, beta=a)
+                write.rectangle(0, alpha=b, beta=a, exact=exact)
             else:
-                write.square(0, 0, 1, c=0, alpha=c, beta=b)
-                write.rectangle(1, beta=a)
+                write.square(0, 0, 1, c=0, alpha=c, beta=b, exact=exact)
+                write.rectangle(1, beta=a, exact=exact)
     elif in_factors and config.restarts_in_factors(m, n):
         _restart_in_factors(write, *config.blocks)
     else:
         r, z, q, other = range(4)
         for block in config.blocks:
-            write.gram(r)
-            write.rectangle(write.factor(block, r, r, z, q, other, unit=1.0))
+            write.gram(r, exact=True)
+            write.rectangle(write.factor(block, r, r, z, q, other, unit=1.0), exact=True)
     return write.jobs
 
 

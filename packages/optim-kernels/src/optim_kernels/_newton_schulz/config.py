@@ -53,7 +53,8 @@ class NSConfig:
             than fp16 always that. In bf16 errors of ``"gram"`` are up to 4.6 times those of ``"standard"``, and who
             asks for fp32 asks for few: of singular values from 1 to 1e-6 they are 4 to 9 times as large.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits.
+            fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits; of the
+            first two steps, which matter most, fp32 matrices are multiplied in fp64 where that is fast.
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is after every second one, unless a
             single one would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is after
             every second one from the first. Longer blocks are faster, but with 16-bit operands four steps without a

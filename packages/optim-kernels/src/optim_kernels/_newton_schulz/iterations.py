@@ -28,18 +28,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from optim_kernels._impl import multiplies_fp64_fast
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.reference.newton_schulz import frobenius_norm, norm_divisor
+
+# Steps of the standard iteration whose S and X are exact (see `Products`). What a step loses, the later ones enlarge:
+# all five by 485 (keller) to 1,050 (cans), those behind the second by 30 to 41.
+NUM_EXACT = 2
 
 
 class Products(Protocol):
     """The three products of the iterations, on batches ``[..., M, K]``. Sums are fp32 at least, rounded once.
 
     An iteration runs on a family: tensors of matrices with one short side M, whose m×m factors are one batch.
+    ``exact``: the steps to come enlarge what this product loses, so that of fp32 matrices it is summed in fp64 where
+    the device multiplies fp64 fast.
     """
 
-    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
-        """``x xᵀ`` of every x of the family, as one batch; ``is_kept``: what steps to come are computed from alone."""
+    def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
+        """``x xᵀ`` of every x of the family, as one batch."""
 
     def symmetric_matmul(
         self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
@@ -50,24 +57,29 @@ class Products(Protocol):
         """
 
     def matmul_add(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        /,
+        *,
+        c: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        exact: bool = False,
     ) -> Tensor:
         """``alpha a b + beta c`` for symmetric ``a`` and rectangular ``b``."""
 
-    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+    def quadratic(
+        self, r: Tensor, b: float, c: float, a: float | None = None, /, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """``z = b r + c r²`` for symmetric ``r``, and ``z + a I`` where ``a`` is given."""
 
 
 class TorchProducts:
-    """Plain torch; products are rounded once. What is said of fp64 is on a CPU, where it takes but twice the time.
+    """Plain torch; products are rounded once."""
 
-    Rounding of X between two steps, and of the R that a block of steps is computed from, is enlarged by all steps to
-    come, so of fp32 matrices these are summed in fp64: on rank 8 beside noise of 1e-5 the standard iteration ends
-    5e-6 to 1.1e-5 from fp64, where with sums in fp32 it was 2.6e-5 to 5.7e-5.
-    """
-
-    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
-        grams = [_multiplied(x, x.mT, in_fp64=is_kept) for x in xs]
+    def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
+        grams = [_multiplied(x, x.mT, exact=exact) for x in xs]
         return grams[0] if len(grams) == 1 else torch.cat(grams)
 
     def matmul_add(
@@ -79,8 +91,9 @@ class TorchProducts:
         c: Tensor | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
+        exact: bool = False,
     ) -> Tensor:
-        return _multiplied(a, b, c, alpha, beta, in_fp64=True)
+        return _multiplied(a, b, c, alpha, beta, exact=exact)
 
     def symmetric_matmul(
         self,
@@ -91,12 +104,15 @@ class TorchProducts:
         c: Tensor | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
+        exact: bool = False,
     ) -> Tensor:
-        product = _multiplied(a, b, c, alpha, beta)
+        product = _multiplied(a, b, c, alpha, beta, exact=exact)
         return product.tril() + product.tril(-1).mT
 
-    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
-        z = self.symmetric_matmul(r, r, c=r, alpha=c, beta=b)
+    def quadratic(
+        self, r: Tensor, b: float, c: float, a: float | None = None, /, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        z = self.symmetric_matmul(r, r, c=r, alpha=c, beta=b, exact=exact)
         if a is None:
             return z, None
         # in fp32 at least: a rounded to fp16 would shift every singular value alike
@@ -111,16 +127,16 @@ def _multiplied(
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 0.0,
     *,
-    in_fp64: bool = False,
+    exact: bool = False,
 ) -> Tensor:
-    """``alpha a b + beta c``; ``in_fp64``: of fp32 matrices on a CPU."""
+    """``alpha a b + beta c``; ``exact`` as in `Products`."""
     dtype = wide = a.dtype
     if dtype.itemsize == 2:
         # cuBLAS does as tensor cores do; C added to a product that has been rounded has twice the error
         if a.is_cuda and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
             return _by_cublas(a, b, c, alpha, beta)
         wide = torch.float32
-    elif in_fp64 and a.is_cpu:
+    elif exact and multiplies_fp64_fast(a.device):
         wide = torch.float64
     product = a.to(wide) @ b.to(wide)
     if isinstance(alpha, Tensor) or alpha != 1.0:
@@ -158,14 +174,15 @@ def standard_iteration(xs: Sequence[Tensor], config: NSConfig, products: Product
     """X ← aX + (bA + cA²)X, A = XXᵀ, for every triple."""
     xs = list(xs)
     for step, (a, b, c) in enumerate(config.triples):
+        exact = step < NUM_EXACT
         gram = products.gram(xs)
         if step == 0 and config.row_factors:
             xs, gram = apply_row_factors(xs, gram)
         if c == 0.0:  # cubic: S is a multiple of A
-            xs = [products.matmul_add(s, x, c=x, alpha=b, beta=a) for s, x in _split(gram, xs)]
+            xs = [products.matmul_add(s, x, c=x, alpha=b, beta=a, exact=exact) for s, x in _split(gram, xs)]
             continue
-        factors, _ = products.quadratic(gram, b, c)
-        xs = [products.matmul_add(s, x, c=x, beta=a) for s, x in _split(factors, xs)]
+        factors, _ = products.quadratic(gram, b, c, exact=exact)
+        xs = [products.matmul_add(s, x, c=x, beta=a, exact=exact) for s, x in _split(factors, xs)]
     return xs
 
 
@@ -173,7 +190,7 @@ def gram_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -
     """The Gram iteration with restarts; see the module's formulas."""
     xs = list(xs)
     for number, block in enumerate(config.blocks):
-        r = products.gram(xs, is_kept=True)
+        r = products.gram(xs, exact=True)
         if number == 0 and config.row_factors:
             xs, r = apply_row_factors(xs, r)
         q: Tensor | None = None
@@ -184,7 +201,7 @@ def gram_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -
                 r = products.symmetric_matmul(z, p, c=p, beta=a)
             q = shifted if q is None else products.symmetric_matmul(q, z, c=q, beta=a)
         assert q is not None
-        xs = [products.matmul_add(factor, x) for factor, x in _split(q, xs)]
+        xs = [products.matmul_add(factor, x, exact=True) for factor, x in _split(q, xs)]
     return xs
 
 

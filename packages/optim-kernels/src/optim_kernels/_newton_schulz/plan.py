@@ -155,14 +155,15 @@ class Plan:
             if job.kind is Kind.RECTANGLE:
                 c = xs[job.c] if job.c >= 0 else None
                 a, b, d = squares[job.a], xs[job.b], xs[job.d]
-                general_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, scale=scale)
+                general_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, scale=scale, exact=job.exact)
                 continue
             operands = xs if job.kind is Kind.GRAM else squares
             c = squares[job.c] if job.c >= 0 else None
             q = (squares[job.q], job.omega) if job.q >= 0 else None
             a, b, d = operands[job.a], operands[job.b], squares[job.d]
             early = is_ready and number == 0
-            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, shifted=q, scale=scale, early=early)
+            more: dict[str, Any] = {"shifted": q, "scale": scale, "early": early, "exact": job.exact}
+            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)
             if number == 0 and self._has_row_factors:
                 apply_row_factors(a, d)
 

@@ -4,9 +4,9 @@
     general_product      s (α a b + β c)
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
-operands' dtype (fp16, bf16 or fp32; fp32 operands as the sums of two tf32 numbers: `_triton.dot`). `tiles` says which
-kernel takes a product, `multiply` either of them for matrices of any shape and strides. Launches are kept for matrices
-of the same shapes and strides.
+operands' dtype (fp16, bf16 or fp32; fp32 operands as the sums of two tf32 numbers, or in fp64: `_triton.dot`).
+`tiles` says which kernel takes a product, `multiply` either of them for matrices of any shape and strides. Launches are
+kept for matrices of the same shapes and strides.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ def symmetric_product(
     scale: Tensor | None = None,
     tile: Tile | None = None,
     early: bool = False,
+    exact: bool = False,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
     ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
     ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
     multiplies each matrix before it is rounded. ``early``: the launch before, as far as it is still running, makes
-    ``scale`` alone, and nobody but it and this one uses ``out`` any more; so some kernels start beside it.
+    ``scale`` alone, and nobody but it and this one uses ``out`` any more; so some kernels start beside it. ``exact``:
+    fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
     """
     batch, m, k = a.shape
     if out is None:
@@ -67,7 +69,7 @@ def symmetric_product(
     q, omega = (None, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
     key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
-    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early)
+    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
@@ -94,12 +96,12 @@ def symmetric_product(
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _symmetric_launch(
-    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
     same, ((batch, m, k), *_), _, c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
-        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None)
+        dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
     )
     if not same and (tile.joined or (tile.lone and tile.quartered)):
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
@@ -132,7 +134,7 @@ def _symmetric_launch(
         launch = BlockLaunch(symmetric.joined_kernel, programs, blocks, constants, **options)
         return tile, launch, (batch * (sides * (sides - 1) // 2), sides)
     blocks = [(rows, depth), (columns, depth), (rows, columns), *(2 * [(rows, columns), (columns, rows)])]
-    constants = (*flags, same, rows, columns, depth, PANEL, overlap)
+    constants = (*flags, same, rows, columns, depth, PANEL, overlap, tile.in_fp64)
     launch = BlockLaunch(symmetric.symmetric_kernel, programs, blocks, constants, **options)
     return tile, launch, (symmetric_tiles(m, tile), sides)
 
@@ -147,8 +149,12 @@ def general_product(
     out: Tensor | None = None,
     scale: Tensor | None = None,
     tile: Tile | None = None,
+    exact: bool = False,
 ) -> Tensor:
-    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given."""
+    """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given.
+
+    ``exact`` as in `symmetric_product`.
+    """
     batch, m, k = a.shape
     n = b.shape[-1]
     if out is None:
@@ -157,7 +163,7 @@ def general_product(
         return out
     factors = _factors(alpha, beta, out)
     key = (*map(_layout, (a, b, c, out)), *map(_place, (scale, *factors)))
-    tile, launch, counts = _general_launch(key, a.dtype, tile, a.device)
+    tile, launch, counts = _general_launch(key, a.dtype, tile, a.device, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
@@ -175,11 +181,11 @@ def general_product(
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _general_launch(
-    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device
+    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
     ((batch, m, k), *_), ((_, _, n), *_), c, _, scale, alpha, _ = key
-    tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper))
+    tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
         flags = (False, False, c is not None, False, scale is not None, False)
@@ -193,7 +199,7 @@ def _general_launch(
         product.general_kernel,
         programs,
         [(tile.rows, tile.depth), (tile.depth, tile.columns), square, square],
-        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL, overlap),
+        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL, overlap, tile.in_fp64),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,
@@ -334,11 +340,11 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 class TritonProducts:
     """The three products of `iterations`, on ``[batch, M, K]``."""
 
-    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
+    def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         m = xs[0].shape[-2]
         out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
         for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
-            symmetric_product(x, x, out=part)
+            symmetric_product(x, x, out=part, exact=exact)
         return out
 
     def symmetric_matmul(
@@ -347,12 +353,22 @@ class TritonProducts:
         return symmetric_product(a, b, c=c, alpha=alpha, beta=beta)
 
     def matmul_add(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        /,
+        *,
+        c: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        exact: bool = False,
     ) -> Tensor:
-        return general_product(a, b, c=c, alpha=alpha, beta=beta)
+        return general_product(a, b, c=c, alpha=alpha, beta=beta, exact=exact)
 
-    def quadratic(self, r: Tensor, b: float, c: float, a: float | None = None, /) -> tuple[Tensor, Tensor | None]:
+    def quadratic(
+        self, r: Tensor, b: float, c: float, a: float | None = None, /, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         if a is None:
-            return symmetric_product(r, r, c=r, alpha=c, beta=b), None
+            return symmetric_product(r, r, c=r, alpha=c, beta=b, exact=exact), None
         q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
-        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a)), q
+        return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a), exact=exact), q

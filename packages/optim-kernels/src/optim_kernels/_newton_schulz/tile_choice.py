@@ -9,16 +9,22 @@ import torch
 import triton
 from torch import Tensor
 
-from optim_kernels._impl import is_interpreted
-from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, Tile, general_tile, symmetric_tile
+from optim_kernels._impl import is_interpreted, multiplies_fp64_fast
+from optim_kernels._newton_schulz.tiles import FULL_PRECISION, IN_FP64, INTERPRETED, Tile, general_tile, symmetric_tile
 
 
-def choose_tile(dtype: torch.dtype, device: torch.device, choose: Callable[[int, bool], Tile]) -> Tile:
-    """The tile that ``choose`` takes, by the device's multiprocessors and whether it runs the kernels of `_hopper`."""
+def choose_tile(
+    dtype: torch.dtype, device: torch.device, choose: Callable[[int, bool], Tile], exact: bool = False
+) -> Tile:
+    """The tile that ``choose`` takes, by the device's multiprocessors and whether it runs the kernels of `_hopper`.
+
+    fp32 matrices have tiles of their own, in fp64 where the product is ``exact`` and the device is fast at it.
+    """
+    in_fp64 = exact and dtype == torch.float32 and multiplies_fp64_fast(device)
     if is_interpreted():
-        return INTERPRETED
+        return INTERPRETED._replace(in_fp64=in_fp64)
     if dtype == torch.float32:
-        return FULL_PRECISION
+        return IN_FP64 if in_fp64 else FULL_PRECISION
     return choose(num_multiprocessors(device.index), has_gluon(device.index))
 
 

@@ -40,6 +40,8 @@ class Tile(NamedTuple):
     joined: bool = False
     # one a program, which has its multiprocessor to itself (`_hopper.lone_kernel`)
     lone: bool = False
+    # fp32 operands are multiplied and summed in fp64
+    in_fp64: bool = False
 
     @property
     def on_hopper(self) -> bool:
@@ -73,6 +75,8 @@ class Cost(NamedTuple):
 INTERPRETED = Tile(32, 32, 32, 4, 2)
 # fp32 operands are multiplied in two parts each (`_triton.dot`). Deeper steps are less exact.
 FULL_PRECISION = Tile(64, 64, 32, 4, 3)
+# The same by the fp64 tensor cores: of seven tiles the fastest everywhere, 128 registers, 1.3 to 1.4 times as long.
+IN_FP64 = Tile(64, 64, 16, 4, 3, in_fp64=True)
 
 SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
     (tile._replace(quartered=quartered), cost)

@@ -50,18 +50,26 @@ class StepProducts(TritonProducts):
         self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []
 
-    def gram(self, xs: Sequence[Tensor], /, *, is_kept: bool = False) -> Tensor:
+    def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         self._grams += 1
         if self._grams > 1:
-            return super().gram(xs, is_kept=is_kept)
+            return super().gram(xs, exact=exact)
         m, counts = xs[0].shape[-2], [len(x) for x in xs]
         out = empty_matrices(sum(counts), m, m, like=xs[0])
         for x, part, batch in zip(xs, out.split(counts), self._family, strict=True):
-            symmetric_product(x, x, out=part, scale=self._tables.squared_scales[batch.numbers])
+            symmetric_product(x, x, out=part, scale=self._tables.squared_scales[batch.numbers], exact=exact)
         return out
 
     def matmul_add(
-        self, a: Tensor, b: Tensor, /, *, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        /,
+        *,
+        c: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        exact: bool = False,
     ) -> Tensor:
         batch = next(each for each in self._family if b.data_ptr() in (each.x.data_ptr(), each.other.data_ptr()))
         out = batch.other if b.data_ptr() == batch.x.data_ptr() else batch.x
@@ -71,4 +79,4 @@ class StepProducts(TritonProducts):
         if self._leave_last and done + 1 == num_rectangular(b.shape, self._ns):
             self.last.append(LastProduct(batch, a, b, c, out, alpha, beta, scale))
             return out
-        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale, exact=exact)
