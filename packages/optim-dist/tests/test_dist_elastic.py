@@ -15,7 +15,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from dist_cases import normal
+import torch.distributed as dist
+from dist_cases import device_of, normal
 from torch import nn
 from torch.distributed import HashStore
 
@@ -26,28 +27,28 @@ from optim_utils.testing import RankFailure, run_ranks
 TOTAL = 10
 
 
-def build():
-    model = nn.Linear(5, 3)
+def build(device="cpu"):
+    model = nn.Linear(5, 3, device=device)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(normal(tuple(parameter.shape), 3, number))
     return model, TritonDistAdamW(model.named_parameters(), lr=0.1, average=False)
 
 
-def train(run, rank=0, before_step=lambda step: None, total=TOTAL):
+def train(run, rank=0, before_step=lambda step: None, total=TOTAL, device="cpu"):
     """Steps on a global batch that the ranks share out: the sum of their gradients does not depend on their number."""
-    model, optimizer = build()
+    model, optimizer = build(device)
     numbers = []
     for step in run.steps(model, optimizer, total):
         before_step(step)
         for number, parameter in enumerate(model.parameters()):
-            whole = normal(tuple(parameter.shape), 5, number, step)
+            whole = normal(tuple(parameter.shape), 5, number, step).to(device)
             parameter.grad = whole if rank == 0 else torch.zeros_like(whole)
         optimizer.step()
         optimizer.zero_grad()
         numbers.append(step)
         run.extra["seen"] = [*run.extra.get("seen", []), step]
-    return numbers, [p.detach().clone() for p in model.parameters()], run
+    return numbers, [p.detach().cpu() for p in model.parameters()], run
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,8 @@ def on_ranks(rank, world_size, folder, lost):
         if (rank, step) == lost:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    numbers, parameters, _ = elastic.run(lambda run: train(run, rank, lose), folder, every=2)
+    device = device_of(rank) if dist.is_initialized() else torch.device("cpu")
+    numbers, parameters, _ = elastic.run(lambda run: train(run, rank, lose, device=device), folder, every=2)
     return numbers, parameters
 
 
@@ -163,6 +165,20 @@ def test_a_rank_is_killed_and_fewer_or_more_go_on(tmp_path, uninterrupted):
         for actual, expected in zip(parameters, uninterrupted, strict=True):
             # the others add zeros, so that not even the order of sums can differ
             assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_rank_is_killed_on_devices(tmp_path):
+    whole = elastic.run(lambda run: train(run, device="cuda"), tmp_path / "whole", every=100)[1]
+    for lost in ((1, 3), (0, 5), (1, 7)):
+        with pytest.raises(RankFailure, match="exit code -9"):
+            run_ranks(on_ranks, 2, str(tmp_path / "killed"), lost, backend="nccl")
+    # one rank is left
+    [(numbers, parameters)] = run_ranks(on_ranks, 1, str(tmp_path / "killed"), None, backend="nccl")
+    assert numbers == [6, 7, 8, 9]
+    for actual, expected in zip(parameters, whole, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def stop_one(rank, world_size, folder):
@@ -245,7 +261,8 @@ SCRIPT = """
         file.write(str(os.getpid()))
 
     def train(run):
-        model = nn.Linear(5, 3)
+        device = sys.argv[4]
+        model = nn.Linear(5, 3, device="cuda:" + os.environ["LOCAL_RANK"] if device == "cuda" else device)
         optimizer = TritonDistAdamW(model.named_parameters(), timeout=20)
         numbers = []
         for step in run.steps(model, optimizer, 12):
@@ -273,10 +290,17 @@ def torchrun(tmp_path, *arguments, options, log="log"):
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
+ON_DEVICES = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+)
+
+
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks_again(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", ON_DEVICES])
+def test_torchrun_starts_the_ranks_again(tmp_path, device):
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    job = torchrun(tmp_path, "rank", "0", options=options)
+    job = torchrun(tmp_path, "rank", "0", device, options=options)
     assert job.wait(180) == 0, (tmp_path / "log").read_text()
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == [list(range(4, 12)), 2]
@@ -304,7 +328,7 @@ def test_a_lost_node_leaves_the_others_training(tmp_path):
     options += [f"--rdzv-endpoint=localhost:{port}"]
     timeouts = "last_call_timeout=3,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
     options += [f"--rdzv-conf=is_host=0,{timeouts}"]
-    agents = [torchrun(tmp_path, "agent", "1", options=options, log=f"log-{number}") for number in range(3)]
+    agents = [torchrun(tmp_path, "agent", "1", "cpu", options=options, log=f"log-{number}") for number in range(3)]
     try:
         deadline = time.monotonic() + 120
         while checkpoint.latest(tmp_path / "runs") is None and time.monotonic() < deadline:
