@@ -4,7 +4,7 @@
     python -m benchmarks.adamw_benchmark --model d20 --dtype bfloat16 --max-norm 1.0 --peers all --json out.json
     python -m benchmarks.adamw_benchmark --suite all --peers fused
 
-The floor is the bytes a step has to move over 4.24 TB/s, what a copy reaches on an H200. "graph" is device time with
+The floor is the bytes a step has to move at the speed of a copy (`benchmarks.ceilings`). "graph" is device time with
 cold caches, "hot" the same with caches warm from the step before, "wall" what a training loop sees, "host" the
 processor's time in a call, "sm_mhz" the clock under that load (``benchmarks.timing``). All contenders step the same
 parameters, in turn. A first step is compared with the reference in fp64, and a wrong one prints no speed. On a CPU the
@@ -26,9 +26,9 @@ import torch
 
 from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
+from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import ONE, Shape, make_parameters, model_shapes, num_elements, size
 from benchmarks.report import Report, clocks
-from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import TritonAdamW, reference
 
 # More elements than this, and contenders are measured one after the other: their states do not fit side by side.
@@ -74,14 +74,20 @@ class Case:
         return self.options
 
     @property
+    def num_bytes(self) -> float:
+        """That a step has to move."""
+        return self.bytes_per_element * num_elements(self.shapes)
+
+    @property
     def floor_ms(self) -> float:
-        return 1e3 * self.bytes_per_element * num_elements(self.shapes) / COPY_BYTES_PER_SECOND
+        return 1e3 * self.num_bytes / ceilings().copy
 
 
 def main() -> int:
     arguments = parse()
     cases = suite(arguments.suite) if arguments.suite else [case_of(arguments)]
-    report = Report("AdamW step" if arguments.suite else f"AdamW step, {cases[0].label}")
+    title = "AdamW step" if arguments.suite else f"AdamW step, {cases[0].label}"
+    report = Report(title, note=str(ceilings()))
     for case in cases:
         if not add_case(report, case, arguments.peers, at_least_calls=arguments.steps, warmups=arguments.warmup):
             return 1
@@ -194,7 +200,7 @@ def add_case(report: Report, case: Case, choice: str, **counts: int) -> bool:
     for name, row in rows.items():
         if time in row:
             row |= {"of_floor": row[time] / case.floor_ms, "to_ours": row[time] / own}
-            row["gb_per_s"] = case.bytes_per_element * num_elements(case.shapes) / row[time] / 1e6
+            row["gb_per_s"] = case.num_bytes / row[time] / 1e6
         if name == "ours":
             row["error"] = error
         report.add(list=case.label, what=name, **row)

@@ -22,9 +22,9 @@ import torch
 from benchmarks import adamw_benchmark, timing
 from benchmarks.adamw_benchmark import Case
 from benchmarks.adamw_peers import PEERS
+from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import ONE, make_parameters, model_shapes, num_elements, size
 from benchmarks.report import Report
-from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import clip_grad_norm_, compute_global_grad_norm
 
 Params = list[torch.nn.Parameter]
@@ -40,7 +40,8 @@ def main() -> int:
         ]
     else:
         cases = [Case(*adamw_benchmark.chosen_list(arguments), getattr(torch, arguments.dtype))]
-    report = Report("Gradient clipping" if arguments.suite else f"Gradient clipping, {cases[0].label}")
+    title = "Gradient clipping" if arguments.suite else f"Gradient clipping, {cases[0].label}"
+    report = Report(title, note=str(ceilings()))
     for case in map(adamw_benchmark.fitting, cases):
         if not add_case(report, case):
             return 1
@@ -96,7 +97,7 @@ def add_case(report: Report, case: Case) -> bool:
         row = {kind: times[name, kind] for kind in ("graph_ms", "wall_ms") if (name, kind) in times}
         if on_gpu:
             row |= {"host_us": timing.host_us(calls[name][0]), "launches": timing.launches(calls[name][0])}
-        floor = 1e3 * passes * size / COPY_BYTES_PER_SECOND
+        floor = 1e3 * passes * size / ceilings().copy
         own = {"error": error} if "ours" in name else {}
         report.add(list=case.label, what=name, **row, floor_ms=floor, of_floor=next(iter(row.values())) / floor, **own)
     return True

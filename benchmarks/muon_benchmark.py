@@ -8,8 +8,9 @@
 Shapes are measured in each ``--dtype``, a suite in both 16-bit ones: fp16 is the more accurate, bf16 draws less power,
 which is what limits large products. ``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the
 iteration's flops, symmetric halves counted once, at the rate of a large matrix product, and for a step the bytes of its
-elementwise part. Peers are torch's own ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's
-``addmm``, compiled) and the installed packages of `newton_schulz_peers`. Without a GPU plain torch runs, small.
+elementwise part at the speed of a copy (`benchmarks.ceilings`). Peers are torch's own ways to write the iteration (as
+``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled) and the installed packages of `newton_schulz_peers`.
+Without a GPU plain torch runs, small.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
+from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements, size
 from benchmarks.newton_schulz_peers import installed_peers
 from benchmarks.report import Report, clocks
-from benchmarks.timing import COPY_BYTES_PER_SECOND
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
 
-PRODUCT_FLOPS_PER_SECOND = 803e12
 # Relative error against fp64 above which no speed is printed: twice that of bf16 products; of exact ones rounded to
 # bf16 on the CPU.
 ERROR_LIMITS = {"cuda": 2.5e-2, "cpu": 4e-3}
@@ -57,7 +57,8 @@ def main() -> int:
         report = measure_step(arguments, device)
     else:
         shapes = SUITE if arguments.suite else [tuple(arguments.shape or (arguments.dim, arguments.dim))]
-        report = Report(f"Newton–Schulz, {arguments.steps} steps, {' and '.join(arguments.dtype)}")
+        title = f"Newton–Schulz, {arguments.steps} steps, {' and '.join(arguments.dtype)}"
+        report = Report(title, note=str(ceilings()))
         dtypes = [getattr(torch, name) for name in arguments.dtype]
         if not all(measure_iteration(shape, dtype, arguments, device, report) for shape in shapes for dtype in dtypes):
             report = None
@@ -90,7 +91,7 @@ def measure_iteration(
         print(f"Newton–Schulz is wrong at {shape}: relative error {error:.3g}; no speed is printed")
         return False
     flops = config.flops(*shape[-2:]) * math.prod(shape[:-2])
-    floor = 1e3 * flops / PRODUCT_FLOPS_PER_SECOND
+    floor = 1e3 * flops / ceilings().product
     ours_first = 0.0
     for name, function in {"ours": ours, **peers_of(config, arguments.peers, device)}.items():
         calls = [lambda x=x, function=function: function(x) for x in inputs]
@@ -203,12 +204,13 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
             [{"params": params, "kind": "muon", **options}], capturable=True
         )
     products = f", products in {arguments.ns_dtype}" if arguments.ns_dtype else ""
-    report = Report(f"Muon step, {arguments.model}, {arguments.dtype[0]}{products}, {arguments.semantics} semantics")
+    title = f"Muon step, {arguments.model}, {arguments.dtype[0]}{products}, {arguments.semantics} semantics"
+    report = Report(title, note=str(ceilings()))
     config = NSConfig(coefficients="keller" if arguments.semantics == "torch" else "polar_express")
     flops = sum(config.flops(*shape) for shape in shapes)
     # read p, g and B, write p and B; with NorMuon the update O is read once more, in 16 bits
     size = num_elements(shapes) * (5 * dtype.itemsize + (0 if arguments.semantics == "torch" else 2))
-    floor = 1e3 * (flops / PRODUCT_FLOPS_PER_SECOND + size / COPY_BYTES_PER_SECOND)
+    floor = 1e3 * (flops / ceilings().product + size / ceilings().copy)
     results = []
     for name, make in makers.items():
         params = make_parameters(shapes, dtype, device)

@@ -67,8 +67,9 @@ def clocks(fields: str = "clocks.sm,clocks.mem,power.draw,temperature.gpu") -> d
 class Report:
     """Rows of one benchmark together with what is needed to repeat it."""
 
-    def __init__(self, title: str, *, command: str | None = None, announce: bool = True) -> None:
+    def __init__(self, title: str, *, command: str | None = None, note: str = "", announce: bool = True) -> None:
         self.title = title
+        self.note = note
         self.command = command or "python " + " ".join([f"-m {_module_name()}", *sys.argv[1:]])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
@@ -81,10 +82,11 @@ class Report:
             print("  ".join(f"{key} {_text(value)}" for key, value in row.items()), file=sys.stderr, flush=True)
 
     def heading(self) -> str:
-        """Title, command, date, machine and versions, a line each."""
+        """Title, command, date, machine and versions, a line each, and the note if there is one."""
         facts = ", ".join(f"{key} {value}" for key, value in machine().items())
         packages = ", ".join(f"{key} {value}" for key, value in versions().items())
-        return f"{self.title}\n$ {self.command}\n{self.date}; {facts}\n{packages}"
+        lines = [self.title, f"$ {self.command}", f"{self.date}; {facts}", packages, self.note]
+        return "\n".join(filter(None, lines))
 
     def table(self, columns: Sequence[str] | None = None) -> str:
         """The rows as an aligned text table: numbers with four significant digits, to the right."""
@@ -112,6 +114,7 @@ class Report:
             "date": self.date,
             "machine": machine(),
             "versions": versions(),
+            "note": self.note,
             "rows": self.rows,
         }
         _prepared(path).write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -30,7 +30,6 @@ K = TypeVar("K")
 
 L2_BYTES = 60 << 20
 REST_SECONDS = 0.6  # after which an H200 has its highest clock again
-COPY_BYTES_PER_SECOND = 4.24e12  # read and written, by a copy on an H200
 
 
 def num_cold_sets(num_bytes: int) -> int:

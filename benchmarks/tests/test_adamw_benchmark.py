@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import adamw_benchmark, clip_benchmark, timing
 from benchmarks.adamw_benchmark import SUITES, Case
+from benchmarks.ceilings import H200, ceilings
 from benchmarks.model_lists import model_shapes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,7 +36,19 @@ def test_bytes_of_an_element(dtype: torch.dtype, options: dict[str, object], siz
 
 
 def test_the_floor_of_gpt2() -> None:
-    assert Case("gpt2_124m", model_shapes("gpt2_124m"), BF16).floor_ms == pytest.approx(0.411, abs=5e-4)
+    num_bytes = Case("gpt2_124m", model_shapes("gpt2_124m"), BF16).num_bytes
+    assert 1e3 * num_bytes / H200.copy == pytest.approx(0.411, abs=5e-4)
+
+
+def test_ceilings_are_those_of_this_machine() -> None:
+    found = ceilings()
+    assert ceilings() is found
+    if not torch.cuda.is_available():
+        assert "measured here (cpu" in found.source
+        # between a slow core and a large server, so that units are right
+        assert 1e8 < found.copy < 2e12
+        assert 1e8 < found.product < 1e14
+    assert f"{found.copy / 1e12:.3g} TB/s" in str(found)
 
 
 def test_every_case_of_a_suite_has_a_floor() -> None:
