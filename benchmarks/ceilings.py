@@ -54,16 +54,17 @@ def _measured(device: str, *, num_bytes: int, size: int, dtype: torch.dtype) -> 
     return Ceilings(copies, products, f"measured here ({device}, {str(dtype).removeprefix('torch.')} products)")
 
 
-def _seconds(call: Callable[[], object], *, runs: int = 15) -> float:
-    """The median time of a call, on a rested card."""
+def _seconds(call: Callable[[], object], *, runs: int = 15, repeats: int = 5) -> float:
+    """The median time of a call among several in a row, on a rested card. Not from a graph, where copies are slower."""
     for _ in range(3):
         call()
     timing.rest()
-    if torch.cuda.is_available():
-        return timing.graph_ms([call], repeat=runs) / 1e3
     figures = []
-    for _ in range(runs):
+    for _ in range(repeats):
         start = time.perf_counter()
-        call()
-        figures.append(time.perf_counter() - start)
+        for _ in range(runs):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        figures.append((time.perf_counter() - start) / runs)
     return statistics.median(figures)
