@@ -13,7 +13,9 @@ from optim_kernels import TritonAdamW
 from optim_kernels._kernels import moment_codes, moment_scales
 from optim_kernels._kernels.approximations import power_approx
 from optim_kernels._kernels.moment_codes import LOWER
+from optim_kernels._optimizers.adamw_codes import encoded
 from optim_kernels._triton import FUSED, tl, triton
+from optim_kernels.adamw_groups import init_state
 from optim_kernels.functional import _adamw_launch, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks
@@ -23,6 +25,7 @@ from optim_utils.low_bit import (
     OCTAL8,
     OCTAL_MOMENT8,
     QUINTIC8_UNSIGNED,
+    LowBitFormat,
     LowBitTensor,
     dequantize,
     quantize,
@@ -283,3 +286,45 @@ def test_states_of_version_0_2_are_converted() -> None:
     for key, fmt in (("exp_avg", CUBIC8), ("exp_avg_sq", QUINTIC8_UNSIGNED)):
         same_bytes(optimizer.state[p][key], quantize(dequantize(moments[key]), fmt))
     optimizer.step()
+
+
+@pytest.mark.parametrize("fmt", [CUBIC8, QUINTIC8_UNSIGNED], ids=lambda fmt: fmt.code)
+def test_codes_are_found_again_from_their_numbers(fmt: LowBitFormat) -> None:
+    """Scales too, of blocks of all magnitudes of moments; what were no codes is coded as any numbers are."""
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randn(3000, 256, generator=generator)
+    numbers *= 10.0 ** (40 * torch.rand(3000, 1, generator=generator) - 32)
+    numbers[::50] = 0
+    numbers[7, 100], numbers[8, 3] = torch.inf, torch.nan
+    numbers = numbers.flatten()[:-77].to(DEVICE)
+    coded = quantize(numbers, fmt)
+    again = quantize(dequantize(coded), fmt)
+    assert (again.scale != coded.scale).sum() > 1000, "to encode anew is not enough"
+    found = encoded(dequantize(coded), fmt)
+    finite = coded.scale.isfinite()
+    assert torch.equal(found.scale[finite], coded.scale[finite])
+    assert found.scale[~finite].isnan().all()
+    known = finite.repeat_interleave(256)[: len(numbers)]
+    assert torch.equal(found.codes[known], coded.codes[known])
+    same_bytes(encoded(numbers[numbers.isfinite()], fmt), quantize(numbers[numbers.isfinite()], fmt))
+
+
+def test_parts_of_a_parameter_have_parts_of_its_codes() -> None:
+    """Also parts that are smaller than what has codes alone; where the whole has none, no part has."""
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.nn.Parameter(torch.zeros(70, 100, device=DEVICE))
+    numbers = torch.randn(7000, generator=generator).square().to(DEVICE)
+    group = {"state_dtype": "int8", "master_weights": None, "amsgrad": False}
+    step = torch.ones((), device=DEVICE)
+    for start, stop in ((0, 256), (256, 5120), (5120, 7000)):
+        state: dict[str, Any] = {"step": step, "exp_avg": numbers[start:stop], "exp_avg_sq": numbers[start:stop]}
+        part = whole.detach().view(-1)[start:stop]
+        init_state(part, group, state, whole=whole)
+        for key, fmt in (("exp_avg", CUBIC8), ("exp_avg_sq", QUINTIC8_UNSIGNED)):
+            same_bytes(state[key], quantize(numbers, fmt)[start:stop])
+        fresh: dict[str, Any] = {}
+        init_state(part, group, fresh, whole=whole)
+        assert isinstance(fresh["exp_avg"], LowBitTensor)
+        transposed: dict[str, Any] = {}
+        init_state(part, group, transposed, whole=whole.t())
+        assert transposed["exp_avg"].dtype == torch.float32

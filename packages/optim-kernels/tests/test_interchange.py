@@ -156,6 +156,18 @@ def test_torch_loads_to_torch_state_dict(source: str) -> None:
     steps(theirs, params, 1)
 
 
+def test_codes_come_back_from_the_numbers_that_torch_keeps() -> None:
+    """A state that went through ``torch.optim.AdamW`` goes on to the last bit, where the parameter's dtype is fp32."""
+    params = make(torch.float32)
+    old = TritonAdamW(params, state_dtype="int8")
+    steps(old, params, 2)
+    new = TritonAdamW(params, state_dtype="int8")
+    new.load_state_dict(through_file(old.to_torch_state_dict()))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(new.state[params[0]][key].codes, old.state[params[0]][key].codes)
+        assert torch.equal(new.state[params[0]][key].scale, old.state[params[0]][key].scale)
+
+
 def test_integer_steps_and_corrupt_states() -> None:
     params = make()
     old = TritonAdamW(params, state_dtype="int8")

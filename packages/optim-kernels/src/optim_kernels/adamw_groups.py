@@ -1,6 +1,8 @@
 """AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats."""
 
+from optim_kernels._optimizers.adamw_codes import has_codes
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, init_state
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 
-__all__ = ["MOMENT_DTYPES", "FollowedWrites", "can_be_followed", "init_state"]
+__all__ = ["CODE_BLOCK", "MOMENT_DTYPES", "FollowedWrites", "can_be_followed", "has_codes", "init_state"]

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local, placed_like
+from optim_kernels._optimizers.adamw_codes import FORMATS, encoded, has_codes
 from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
-from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor, from_plain, quantize, to_plain
+from optim_utils.low_bit import LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.rounding import join_master, split_master
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
@@ -31,8 +32,6 @@ MasterWeights = Literal["fp32", "split16"] | None
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _MASTERS = {"master": torch.float32, "master_low": torch.int16}
 _OWN_MASTER = {None: None, "fp32": "master", "split16": "master_low"}
-_FORMATS: dict[str, LowBitFormat] = {"exp_avg": CUBIC8, "exp_avg_sq": QUINTIC8_UNSIGNED}
-_LEAST_CODES = 4096  # elements; below, a scale and the coarser numbers are not worth the bytes saved
 _HALF = (torch.float16, torch.bfloat16)
 MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -95,29 +94,32 @@ def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -
     return param + sizes["grad"] + 2 * moments + 2 * sizes["master"]
 
 
-def has_codes(param: Tensor) -> bool:
-    """Whether 8-bit moments of ``param`` are codes: it is large enough, and in row-major order as their blocks are."""
-    return param.numel() >= _LEAST_CODES and param.is_contiguous()
-
-
-def new_state(param: Tensor, group: dict[str, Any], *, step_device: torch.device) -> dict[str, Any]:
-    """The state of a parameter that has not been stepped."""
+def new_state(
+    param: Tensor, group: dict[str, Any], *, step_device: torch.device, whole: Tensor | None = None
+) -> dict[str, Any]:
+    """The state of a parameter that has not been stepped; ``whole`` is the one that it is a part of, if it is one."""
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
-    for key, dtype in _dtypes(param, group).items():
+    for key, dtype in _dtypes(param if whole is None else whole, group).items():
         if key == "max_exp_avg_sq" and not group["amsgrad"]:
             continue
         float_dtype = torch.float32 if dtype == torch.uint8 else dtype
         zeros = torch.zeros_like(param, dtype=float_dtype, memory_format=torch.preserve_format)
-        state[key] = quantize(zeros, _FORMATS[key]) if dtype == torch.uint8 else zeros
+        state[key] = quantize(zeros, FORMATS[key]) if dtype == torch.uint8 else zeros
     return state
 
 
 def placed_state(
-    param: Tensor, group: dict[str, Any], saved: dict[str, Any], *, step_device: torch.device
+    param: Tensor,
+    group: dict[str, Any],
+    saved: dict[str, Any],
+    *,
+    step_device: torch.device,
+    whole: Tensor | None = None,
 ) -> dict[str, Any]:
     """A loaded state, of torch's AdamW or of ours in any format, in the format of this group.
 
-    A maximum that the group does not want now is kept, as torch does: it may want it again.
+    ``whole`` is the parameter that ``param`` is a part of, if it is one. A maximum that the group does not want now is
+    kept, as torch does: it may want it again.
     """
     missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]
     if missing:
@@ -125,7 +127,7 @@ def placed_state(
             f"the loaded state of a parameter of shape {tuple(param.shape)} has {sorted(saved)}, but AdamW needs "
             f"{' and '.join(missing)} too; load a state dict of an AdamW"
         )
-    dtypes = _dtypes(param, group)
+    dtypes = _dtypes(param if whole is None else whole, group)
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":
@@ -139,11 +141,16 @@ def placed_state(
     return state | placed_master(param, group["master_weights"], saved)
 
 
-def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has."""
-    is_whole = {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
-    made = {} if is_whole else new_state(param, group, step_device=param.device)
-    placed = placed_state(param, group, {**made, **state}, step_device=param.device)
+def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, whole: Tensor | None = None) -> None:
+    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has.
+
+    Args:
+        whole: the parameter of which ``param`` is a part, which begins at a multiple of ``CODE_BLOCK`` elements: the
+            state is that part of the whole one's, in the same formats and of the same bits.
+    """
+    is_complete = {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+    made = {} if is_complete else new_state(param, group, step_device=param.device, whole=whole)
+    placed = placed_state(param, group, {**made, **state}, step_device=param.device, whole=whole)
     state.clear()
     state.update(placed | missing_master(param, group, placed))
     drop_other_masters(group, state)
@@ -180,9 +187,9 @@ def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> T
         raise ValueError(f"the loaded {key} has shape {tuple(moment.shape)}, its parameter {tuple(param.shape)}")
     if dtype != torch.uint8:
         return as_float(moment).to(dtype)
-    if isinstance(moment, LowBitTensor) and moment.fmt == _FORMATS[key]:
+    if isinstance(moment, LowBitTensor) and moment.fmt == FORMATS[key]:
         return moment
-    return quantize(as_float(moment).float(), _FORMATS[key])
+    return encoded(as_float(moment).float(), FORMATS[key])
 
 
 def master_of(state: Mapping[str, Any]) -> Tensor | None:
