@@ -327,6 +327,13 @@ def test_what_cannot_be_stored_is_refused():
         TritonDistMuonAdamW([{"kind": "adamw", "params": [half], "master_weights": "split16"}])
     with pytest.raises(ValueError, match=r"master_weights must be None, 'fp32' or 'split16', got 'bf16'"):
         TritonDistAdamW([half], master_weights="bf16")
-    for wrong in ("int8", torch.int32, (torch.float32,), [torch.float32, torch.float32], torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=r"state_dtype must be None, a floating dtype or a pair"):
+    for wrong in (
+        "int4",
+        torch.int8,
+        torch.int32,
+        (torch.float32,),
+        [torch.float32, torch.float32],
+        torch.float8_e4m3fn,
+    ):
+        with pytest.raises(ValueError, match=r"state_dtype must be None, 'int8', a floating dtype or a pair"):
             TritonDistAdamW([wide], state_dtype=wrong)

@@ -8,16 +8,17 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions, Options
-from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
-from optim_dist.plan import RouteName
+from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext, check_rounding
+from optim_dist.plan import RouteName, code_block
 from optim_kernels.adamw_groups import MOMENT_DTYPES, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 
-StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
 
 # the dtypes of parameters that each kind of master weights completes
 _MASTERS: dict[str | None, tuple[torch.dtype, ...]] = {
@@ -30,11 +31,20 @@ _MASTERS: dict[str | None, tuple[torch.dtype, ...]] = {
 class AdamWRoute:
     """The elementwise update: any range of any parameter, all groups in one call."""
 
+    def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
+        return code_block(group, parameter)
+
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Moments in ``state_dtype``, a step count on the parameter's device, and what completes a 16-bit parameter."""
         # a group has only those that say something
         options = {key: group.get(key) for key in ("amsgrad", "state_dtype", "master_weights")}
-        init_state(shard.like.detach(), options, state)
+        init_state(shard.like.detach(), options, state, whole=shard.parameter)
+
+    def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
+        # masters wait for the next step, as the parameter they are made of may be loaded later
+        moments = {key: value for key, value in state.items() if key not in MASTER_KEYS}
+        self.complete_state(shard, {**group, "master_weights": None}, moments)
+        state.update(moments)
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         # a call has one kind of rounding, and amsgrad has a tensor more
@@ -83,7 +93,9 @@ class TritonDistAdamW(DistOptimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs or group dicts.
-        state_dtype: of the moments: None (the parameter's), one dtype, or a pair (first, second).
+        state_dtype: of the moments: None (the parameter's), one dtype, a pair (first, second), or ``"int8"`` for 8-bit
+            codes (of parameters in buckets; under 4096 elements, or not in row-major order, they have fp32 moments).
+            To be chosen when the optimizer is built, for which parameters are then cut between blocks of 256 elements.
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits,
             where the parameter is updated. The copy follows what others write to the parameter between steps, though
             not by way of ``param.data``.
@@ -152,14 +164,19 @@ def check_adamw(group: dict[str, Any]) -> None:
         raise ValueError(f"seed must be an int, got {group['seed']!r}")
     chosen = group.get("state_dtype")
     pair = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-    if len(pair) != 2 or any(dtype not in (None, *MOMENT_DTYPES) for dtype in pair):
+    if chosen != "int8" and (len(pair) != 2 or any(dtype not in (None, *MOMENT_DTYPES) for dtype in pair)):
         raise ValueError(
-            f"state_dtype must be None, a floating dtype or a pair of such, of {MOMENT_DTYPES}, got {chosen!r}"
+            f"state_dtype must be None, 'int8', a floating dtype or a pair of such, of {MOMENT_DTYPES}, got {chosen!r}"
         )
     masters = group.get("master_weights")
     if masters not in _MASTERS:
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {masters!r}")
     for place, parameter in enumerate(group["params"]):
+        if chosen == "int8" and isinstance(parameter, DTensor):
+            raise ValueError(
+                f"state_dtype='int8' has a scale for 256 elements, which shards may cut, and "
+                f"{name_in_group(group, place)} is a DTensor; choose a floating dtype for its group"
+            )
         if masters is not None and parameter.dtype not in _MASTERS[masters]:
             raise ValueError(
                 f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but "

@@ -28,8 +28,14 @@ from optim_utils.param_groups import MatrixView
 class MuonRoute:
     """The update of whole matrices, a bucket at a time; a group's options and views decide what a matrix is."""
 
+    def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
+        return 1
+
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         init_state(shard.like.detach(), _view(shard), group, state)
+
+    def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
+        raise AssertionError("momentum has no codes")
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}

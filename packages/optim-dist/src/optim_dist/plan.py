@@ -2,7 +2,8 @@
 
 Letters: W = ranks, C = elements of a chunk. A **bucket** is one flat storage of W equal chunks; rank r owns chunk r.
 
-    elementwise parameters   |p0 . p1 ....|.. p1 . p2 ..|. p2 ......|     chunk borders cut anywhere
+    elementwise parameters   |p0 . p1 ....|.. p1 . p2 ..|. p2 ......|     chunk borders cut anywhere, between blocks of
+                                                                          256 elements where 8-bit states have a scale
     matrices                 |A0 A2 B0    |A1 A3 B1     |A4 A5 pad  |     whole inside their owner's chunk
 
 Both layouts are reduced by the same reduce-scatter and returned by the same all-gather, each of which sends
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from optim_dist._dealing import Matrix, deal, newton_schulz_flops
+from optim_kernels.adamw_groups import CODE_BLOCK, has_codes
 
 RouteName = Literal["adamw", "muon"]
 
@@ -47,6 +49,7 @@ class ParameterSpec:
     device: str = "cpu"
     matrix_shapes: tuple[tuple[int, ...], ...] = ()  # the views that are orthogonalized one by one, if not the whole
     sharding: str = ""  # how a DTensor lies over ranks; it stays there, outside buckets
+    block: int = 1  # elements, counted from its start, of which each has one rank: those that share a scale
 
     @property
     def numel(self) -> int:
@@ -54,9 +57,9 @@ class ParameterSpec:
 
     @property
     def alignment(self) -> int:
-        """Elements."""
+        """Elements; of powers of two the largest."""
         in_bytes = MATRIX_ALIGNMENT if len(self.shape) >= 2 else VECTOR_ALIGNMENT
-        return max(1, in_bytes // self.dtype.itemsize)
+        return max(self.block, in_bytes // self.dtype.itemsize)
 
     @property
     def cost(self) -> int:
@@ -69,6 +72,8 @@ class ParameterSpec:
         return [
             *(self.name, list(self.shape), list(self.stride), str(self.dtype), self.route, self.group),
             *(self.device, [list(shape) for shape in self.matrix_shapes], self.sharding),
+            # others are described as they were before there were blocks, so that their saved states still fit
+            *([self.block] if self.block > 1 else []),
         ]
 
 
@@ -216,7 +221,7 @@ def make_plan(
     Args:
         named_shapes: the (global) shape of each parameter.
         groups: dicts with ``kind`` (``"adamw"`` or ``"muon"``) and ``params``, a list of names; parameters that no
-            group lists are left out, as frozen ones are.
+            group lists are left out, as frozen ones are. ``state_dtype="int8"`` of an AdamW group matters too.
         world_size: the number of ranks.
         dtype: of all parameters and gradients.
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
@@ -231,9 +236,16 @@ def make_plan(
             if name not in order:
                 raise ValueError(f"group {index} lists {name!r}, which named_shapes does not have")
             shape = tuple(int(size) for size in named_shapes[name])
-            specs.append(ParameterSpec(name, shape, contiguous_stride(shape), dtype, group["kind"], index))
+            block = code_block(group, torch.empty(shape, device="meta")) if group["kind"] == "adamw" else 1
+            description = (name, shape, contiguous_stride(shape), dtype, group["kind"], index)
+            specs.append(ParameterSpec(*description, block=block))
     specs.sort(key=lambda spec: order[spec.name])
     return plan_parameters(specs, world_size, bucket_mb=bucket_mb)
+
+
+def code_block(group: Mapping[str, Any], parameter: torch.Tensor) -> int:
+    """The ``block`` of a parameter in a group of AdamW."""
+    return CODE_BLOCK if group.get("state_dtype") == "int8" and has_codes(parameter) else 1
 
 
 def plan_parameters(specs: Sequence[ParameterSpec], world_size: int, *, bucket_mb: float | None = None) -> Plan:
@@ -320,11 +332,12 @@ def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int], start: int)
 
 def _bucket(specs: Sequence[ParameterSpec], slots: Sequence[Slot], chunk: int, world_size: int) -> BucketPlan:
     first = specs[slots[0].parameter]
+    alignment = max(CHUNK_ALIGNMENT, *(specs[slot.parameter].block for slot in slots))
     return BucketPlan(
         first.route,
         first.dtype,
         first.device,
-        max(CHUNK_ALIGNMENT, _round_up(chunk, CHUNK_ALIGNMENT)),
+        max(alignment, _round_up(chunk, alignment)),
         world_size,
         tuple(slots),
         tuple(specs[slot.parameter].numel for slot in slots),

@@ -21,6 +21,7 @@ from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     WHOLE_KEYS,
+    as_numbers,
     as_parameter_lies,
     cut_like,
     in_memory_order,
@@ -152,6 +153,7 @@ def restore(
         for key, value in entry.scalars.items():
             state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
         optimizer.state[shard.parameter] = state
+        optimizer.encode_state(shard)
     for part in from_rows(rows, layouts, optimizer.communicator):
         parameter = shards[part.name].parameter
         assert isinstance(parameter, DTensor), "only DTensors lie in rows"
@@ -256,8 +258,8 @@ def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
 
 
 def _flat(value: Tensor, shard: Shard) -> Tensor:
-    """The elements in the memory order of the parameter."""
-    value = local(value)
+    """The elements in the memory order of the parameter; of 8-bit codes the numbers they stand for."""
+    value = as_numbers(local(value))
     if value.shape == shard.value.shape and value.stride() != shard.value.stride():
         value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
     return in_memory_order(value.detach())

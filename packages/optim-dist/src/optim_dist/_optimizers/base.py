@@ -160,8 +160,12 @@ class DistOptimizer(PlannedOptimizer):
         if storage != self._storage:
             for group in self.param_groups:
                 self._check_group(group)
+            self._check_blocks()
             self._with_all_keys.clear()
             self._storage = storage
+
+    def _block(self, entry: Entry) -> int:
+        return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
         """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
@@ -324,11 +328,19 @@ class DistOptimizer(PlannedOptimizer):
         route = self._routes[self.plan.parameters[shard.index].route]
         route.complete_state(shard, self.param_groups[shard.group], state)
 
+    def encode_state(self, shard: Shard) -> None:
+        """Bring a loaded state into 8-bit codes if the group has them: not only at the next step, to save memory."""
+        spec, group = self.plan.parameters[shard.index], self.param_groups[shard.group]
+        if self.state.get(shard.parameter) and spec.block > 1:
+            self._routes[spec.route].encode_state(shard, group, self.state[shard.parameter])
+
     def state_dict(self) -> dict[str, Any]:
         """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
 
         Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
         or as parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``.
+        8-bit codes are copied as the fp32 numbers they stand for, which become the same codes again when they are
+        loaded.
         """
         self.check_open()
         step_checks.check_listed(self.param_groups, self._listed)
@@ -339,6 +351,8 @@ class DistOptimizer(PlannedOptimizer):
             state_dict |= {"state": whole, IS_WHOLE: True}
         elif self._communicator.world_size > 1:
             state_dict["state"] = interchange.complete_state(self)
+        else:
+            states.make_codes_numbers(state_dict)
         routes = map(self._route_name, self.param_groups)
         state_dict["param_groups"] = [
             interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
@@ -394,7 +408,9 @@ class DistOptimizer(PlannedOptimizer):
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
-        return explain(self.plan, self._options, self._communicator, self._bucketed.buckets, self._resident.owners)
+        buckets, owners = self._bucketed.buckets, self._resident.owners
+        held = sum(states.nbytes(value) for state in self.state.values() for value in state.values())
+        return explain(self.plan, self._options, self._communicator, buckets, owners, held)
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

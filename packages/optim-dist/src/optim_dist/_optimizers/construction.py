@@ -79,8 +79,8 @@ def name_in_group(group: Mapping[str, Any], place: int) -> str:
     return name
 
 
-def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
-    """What the plan knows of each entry."""
+def specify(found: Sequence[Entry], blocks: Sequence[int]) -> list[ParameterSpec]:
+    """What the plan knows of each entry; ``blocks`` are the elements of each that may not be cut."""
     return [
         ParameterSpec(
             entry.name,
@@ -92,8 +92,9 @@ def specify(found: Sequence[Entry]) -> list[ParameterSpec]:
             entry.parameter.device.type,
             entry.view.shapes if entry.view is not None and not entry.view.is_identity else (),
             _sharding(entry.parameter),
+            block,
         )
-        for entry in found
+        for entry, block in zip(found, blocks, strict=True)
     ]
 
 

@@ -23,9 +23,19 @@ class Explanation(str):
 
 
 def explain(
-    plan: Plan, options: Options, communicator: Communicator, buckets: Sequence[Bucket], owners: Mapping[int, int]
+    plan: Plan,
+    options: Options,
+    communicator: Communicator,
+    buckets: Sequence[Bucket],
+    owners: Mapping[int, int],
+    state_bytes: int,
 ) -> Explanation:
-    """The plan with what it means for this run; ``owners`` orthogonalize matrices that are cut over ranks."""
+    """The plan with what it means for this run.
+
+    Args:
+        owners: the ranks that orthogonalize matrices which are cut over ranks.
+        state_bytes: what this rank's states take.
+    """
     data = describe_plan(plan)
     data["sharded"] = [
         {
@@ -41,6 +51,7 @@ def explain(
         if spec.sharding
     ]
     data["rank"] = communicator.rank
+    data["state_bytes"] = state_bytes
     data["bytes_sent"] = communicator.bytes_sent
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
     data["reducer"] = options.reducer if plan.world_size > 1 else None
@@ -54,6 +65,7 @@ def explain(
     if data["sharded"]:
         lines += [*_sharded_table(data["sharded"]), ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
+    lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "
         "gradients that were found outside their bucket"
@@ -118,6 +130,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
                     "route": spec.route,
                     "group": spec.group,
                     "bucket": number,
+                    "block": spec.block,
                     "ranges": [(piece.rank, piece.start, piece.stop) for piece in pieces],
                 }
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
 from optim_dist._optimizers.state_part import StatePart
-from optim_dist._optimizers.states import listed_parameters
+from optim_dist._optimizers.states import as_numbers, listed_parameters
 from optim_dist.plan import ParameterSpec, Piece, RouteName
 
 
@@ -34,7 +34,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
             state = optimizer.new_state(make_shard(entry, index, 0, spec.numel, nothing))
         if not spec.sharding:
             pieces = plan.ranges(index)
-            state = {key: _wrapped(value, spec, shard, pieces, optimizer) for key, value in state.items()}
+            state = {key: _wrapped(as_numbers(value), spec, shard, pieces, optimizer) for key, value in state.items()}
         found[listed[id(entry.parameter)]] = dict(state)
     return found
 

@@ -58,6 +58,10 @@ class LiveOptimizer(Optimizer):
         """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
         raise NotImplementedError
 
+    def encode_state(self, shard: Shard) -> None:
+        """Bring a loaded state into 8-bit codes if the group has them."""
+        raise NotImplementedError
+
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
         """Why a saved group cannot be taken over by one of ours; empty if it can."""
         raise NotImplementedError

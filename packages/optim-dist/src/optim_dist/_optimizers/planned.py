@@ -43,6 +43,10 @@ class PlannedOptimizer(LiveOptimizer):
         """How each parameter is read as matrices; None where that does not matter."""
         return [None] * len(group["params"])
 
+    def _block(self, entry: Entry) -> int:
+        """How many elements of a parameter share a scale in its state, which one rank has to own."""
+        return 1
+
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with options that are not the same for all groups."""
         return group
@@ -74,7 +78,7 @@ class PlannedOptimizer(LiveOptimizer):
         """Plan ``found`` behind what is planned already, and move it into buckets; if refused, nothing has changed."""
         communicator = self._communicator
         meshes = construction.check_parameters(found, communicator)
-        specs = construction.specify(found)
+        specs = construction.specify(found, [*map(self._block, found)])
         bucket_mb = self._options.bucket_mb
         plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
         entries = [*self._entries, *found]
@@ -156,6 +160,15 @@ class PlannedOptimizer(LiveOptimizer):
                     "is for the matrices of that time; build a new optimizer"
                 )
         self._view_options = options
+
+    def _check_blocks(self) -> None:
+        """Refuse 8-bit states of parameters that were planned without: they may be cut anywhere."""
+        for spec, entry in zip(self.plan.parameters, self._entries):
+            if self._block(entry) > spec.block:
+                raise ValueError(
+                    f"state_dtype='int8' of {entry.name} came after the optimizer was built, which cuts the parameters "
+                    "of such groups between blocks of 256 elements; build a new optimizer with it"
+                )
 
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
         """Why a saved group cannot be taken over by one of ours; empty if it can."""

@@ -102,8 +102,14 @@ class StepContext:
 class Route(Protocol):
     """One kind of update: what state it needs and how it is applied."""
 
+    def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
+        """How many elements of a parameter share a scale in its state: it is cut between such blocks; 1 for none."""
+
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Create what ``state`` lacks for the group's options."""
+
+    def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Bring the moments of a loaded ``state`` into 8-bit codes, where ``block`` says that they have scales."""
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         """``cache`` is the route's own, kept from step to step for the same items."""

@@ -137,16 +137,31 @@ def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, A
             "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
             "passes the same to load_full_state_dict()"
         )
-    states = {
-        number: {key: _decoded(value) for key, value in state.items()} for number, state in state_dict["state"].items()
+    adapted = {**_with_complete_groups(optimizer, state_dict)}
+    make_codes_numbers(adapted)
+    return adapted
+
+
+def make_codes_numbers(state_dict: dict[str, Any]) -> None:
+    """Write 8-bit moments as the fp32 numbers that they stand for, of which ``init_state`` makes the same codes."""
+    state_dict["state"] = {
+        number: {key: as_numbers(value) for key, value in state.items()}
+        for number, state in state_dict["state"].items()
     }
-    return {**_with_complete_groups(optimizer, state_dict), "state": states}
 
 
-def _decoded(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
+    """What 8-bit codes, or their plain form, stand for; anything else as it is."""
     if isinstance(value, dict) and {"codes", "scale", "format"} <= value.keys():
         value = from_plain(value)
     return value.dequantize() if isinstance(value, LowBitTensor) else value
+
+
+def nbytes(value: Any) -> int:
+    """What a value of a state takes here: of a DTensor its local part, of 8-bit codes those and their scales."""
+    if isinstance(value, LowBitTensor):
+        return value.codes.nbytes + value.scale.nbytes
+    return local(value).nbytes if isinstance(value, Tensor) else 0
 
 
 def make_groups_plain(state_dict: dict[str, Any]) -> None:
@@ -181,8 +196,11 @@ def _view(saved: Any) -> MatrixView | None:
 
 
 @contextmanager
-def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
-    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706), as they lie."""
+def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
+    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706), as they lie.
+
+    In 8-bit codes where groups have these.
+    """
     loaded: dict[str, Any] = {}
 
     # user hooks may replace the dict and run before this one
@@ -196,6 +214,8 @@ def dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
             if saved_id in loaded["state"]:
                 saved = loaded["state"][saved_id]
                 optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in saved.items()}
+        for shard in optimizer.shards():
+            optimizer.encode_state(shard)
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -262,7 +282,8 @@ def _broadcast(
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
             # parts lie as their parameter does, whole tensors however they were made or loaded
-            part.copy_(in_memory_order(local(mine)) if in_pieces else local(mine).reshape(-1))
+            found = as_numbers(local(mine))
+            part.copy_(in_memory_order(found) if in_pieces else found.reshape(-1))
         communicator.broadcast_(part, piece.rank)
         if communicator.rank == to:
             parts.append(part.cpu())
