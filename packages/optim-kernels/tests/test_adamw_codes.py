@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -328,3 +329,22 @@ def test_parts_of_a_parameter_have_parts_of_its_codes() -> None:
         transposed: dict[str, Any] = {}
         init_state(part, group, transposed, whole=whole.t())
         assert transposed["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+def test_a_step_on_parts_is_that_on_the_whole() -> None:
+    generator = torch.Generator().manual_seed(6)
+    start, grad = (torch.randn(7000, generator=generator).to(DEVICE) for _ in range(2))
+    results = []
+    for ends in ([0, 7000], [0, 256, 5120, 7000]):
+        parts = list(itertools.pairwise(ends))
+        # as in a bucket: one behind another, at no place of their own
+        params = [start.clone()[begin:end] for begin, end in parts]
+        firsts = [quantize(torch.zeros_like(p), CUBIC8) for p in params]
+        seconds = [quantize(torch.zeros_like(p), QUINTIC8_UNSIGNED) for p in params]
+        steps = torch.zeros((), device=DEVICE)
+        for _ in range(2):
+            grads = [grad[begin:end] for begin, end in parts]
+            adamw_(params, grads, firsts, seconds, steps=steps, impl="triton", **OPTIONS)
+        results.append([torch.cat(params), *(torch.cat([m.dequantize() for m in each]) for each in (firsts, seconds))])
+    assert all(map(torch.equal, *results))
