@@ -7,6 +7,8 @@
 
 Neither divides by W: the factor is folded into the update, which reads the gradient anyway. Only a sum in fp16, which
 ends at 65504, is an average already: ``rs`` divides what it sends, ``exact`` the fp32 sum before it is rounded.
+
+Gradients of FSDP2 are summed by FSDP2. ``for_fsdp()`` lets it do so as ``exact`` does.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket
@@ -123,10 +127,7 @@ class Exact:
         return bucket.sums
 
     def _sum(self, bucket: Bucket, scratch: Tensor) -> None:
-        contributions = scratch[: bucket.plan.numel].view(self.communicator.world_size, -1)  # [W, C]
-        total = contributions[0].to(torch.promote_types(torch.float32, scratch.dtype), copy=True)
-        for contribution in contributions[1:]:
-            total += contribution
+        total = _summed(scratch[: bucket.plan.numel].view(self.communicator.world_size, -1))
         if bucket.divided:
             total /= self.communicator.world_size
         dtype = self.reduced_dtype or bucket.gradients.dtype
@@ -135,6 +136,85 @@ class Exact:
         elif bucket.sums is None:
             bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
         bucket.sums.copy_(total)
+
+
+class ExactReduceScatter:
+    """``exact`` in the place of FSDP2's reduce-scatter: torch asks its ``ReduceScatter`` for these two methods.
+
+    It keeps nothing from call to call, so that modules may share one.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for gradients to send, or for their sums."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor [C]`` with this rank's chunk of the sum of all ``input_tensor [W * C]``, times a factor.
+
+        The current stream, which FSDP2 has for it, waits for the contributions and adds them up.
+        """
+        if async_op:
+            raise ValueError("async_op=True: what follows the exchange runs in the current stream; leave it out")
+        factor = _factor(op)
+        communicator = Communicator(group, input_tensor.device)
+        received = torch.empty_like(input_tensor)
+        communicator.exchange(received, input_tensor).wait()
+        total = _summed(received.view(communicator.world_size, -1))
+        if factor is None:
+            total /= communicator.world_size
+        elif isinstance(factor, Tensor) or factor != 1:
+            total *= factor
+        output_tensor.copy_(total)
+
+
+def for_fsdp(reducer: Literal["exact"] = "exact") -> Any:
+    """What ``FSDPModule.set_custom_reduce_scatter`` takes, for gradients of FSDP2 that are summed as ``exact`` does.
+
+    In rank order, in fp32 (fp64 for fp64), averaged or scaled there as FSDP2 asks for it, and rounded once to the dtype
+    in which FSDP2 reduces: bitwise what one process gets, whatever the backend. Between the replicas of HSDP FSDP2 has
+    an all-reduce of its own, whose order is still the backend's.
+
+    Raises:
+        ValueError: for another reducer; ``"rs"`` is what FSDP2 does without this.
+        RuntimeError: for a torch whose FSDP2 does not let others reduce.
+    """
+    if reducer != "exact":
+        raise ValueError(
+            f"reducer must be 'exact', got {reducer!r}; a reduce-scatter of the backend is what FSDP2 does by itself"
+        )
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise RuntimeError(
+            f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; install torch 2.9 or newer"
+        )
+    return ExactReduceScatter()
+
+
+def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | Tensor | None:
+    """What a sum over ranks is to be multiplied by; None: divide it by their number."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return None
+    if op == dist.ReduceOp.PREMUL_SUM and isinstance(op, dist.ReduceOp):
+        # said to pickle alone
+        _, factor = cast("tuple[object, float | Tensor]", op.__getstate__())
+        return factor
+    raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, which FSDP2 asks for, got {op}")
+
+
+def _summed(contributions: Tensor) -> Tensor:
+    """``contributions [W, C]`` added up in their order, in fp32 (fp64 for fp64), not rounded yet."""
+    total = contributions[0].to(torch.promote_types(torch.float32, contributions.dtype), copy=True)
+    for contribution in contributions[1:]:
+        total += contribution
+    return total
 
 
 def _like_wires(buckets: Sequence[Bucket], dtype: torch.dtype | None) -> Iterator[Tensor]:
