@@ -1,6 +1,7 @@
 """8-bit states of AdamW: the same codes and scales on any number of ranks, and in and out of everything that saves."""
 
 import copy
+import json
 from itertools import product
 
 import pytest
@@ -435,6 +436,31 @@ def converted(rank, world_size, folder):
 def test_what_is_loaded_does_not_choose_the_format(backend, tmp_path):
     for world_size in world_sizes(backend, (1, 2)):
         run_ranks(converted, world_size, str(tmp_path), backend=backend)
+
+
+def sizes_of_files(rank, world_size, folder):
+    """Codes as they are; a checkpoint without any is what it was before there were codes."""
+    for state_dtype, bytes_each, kind in (("int8", 2 + 8 / BLOCK, 2), (torch.float32, 8, 1)):
+        p = nn.Parameter(normal((512, 128), 1).to(device_of(rank)))
+        optimizer = TritonDistAdamW([("p", p)], state_dtype=state_dtype)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        where = checkpoint.save(f"{folder}/{state_dtype}", None, optimizer)
+        files = sum(file.stat().st_size for file in where.glob("rank-*.pt"))
+        assert (4 + bytes_each) * p.numel() < files < (4 + bytes_each) * p.numel() + 8000
+        found = json.loads((where / "manifest.json").read_text())
+        assert found["format"] == f"optim-dist.checkpoint/{kind}"
+        state = found["parameters"][0]["state"]
+        if kind == 1:
+            assert state["exp_avg"] == {"dtype": "float32", "shape": [512, 128], "in_pieces": True}
+        else:
+            assert state["exp_avg.scale"]["shape"] == [256]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoints_hold_codes(backend, tmp_path):
+    if world_sizes(backend, (2,)):
+        run_ranks(sizes_of_files, 2, str(tmp_path), backend=backend)
 
 
 def from_and_to_shards(rank, world_size, folder):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint.codes import with_numbers
 from optim_dist._checkpoint.common import packed, packed_readable
 from optim_dist._checkpoint.contents import (
     compare_groups,
@@ -44,7 +45,7 @@ from optim_dist._checkpoint.contents import (
     whole_rest,
 )
 from optim_dist._checkpoint.faults import described, raised_together
-from optim_dist._checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter, read_manifest
 from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist.plan import ParameterSpec
@@ -129,6 +130,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
+    saved: list[SavedParameter] = []
     identity: str | None = None
     cause: Exception | None = None
     opt.wait()  # what is on its way would overwrite what is loaded
@@ -142,6 +144,8 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         for saved_rank in range(communicator.rank, manifest.world_size, communicator.world_size):
             contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
             problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
+        if not problems:
+            saved = with_numbers(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems += error.problems if isinstance(error, CheckpointError) else [described(communicator, error)]
         cause = error
@@ -155,7 +159,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     index = {spec.name: place for place, spec in enumerate(specs)}
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         parts = exchange(
-            streams(manifest.parameters, communicator.world_size, lambda name: pieces_of(opt, index[name])),
+            streams(saved, communicator.world_size, lambda name: pieces_of(opt, index[name])),
             lambda file, name, key: contents[file][name][key],
             communicator.rank,
             communicator.ranks,
@@ -163,7 +167,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
             communicator.device,
         )
         load_groups(opt, common["groups"])
-        restore(opt, specs, {entry.name: entry for entry in manifest.parameters}, parts)
+        restore(opt, specs, {entry.name: entry for entry in saved}, parts)
         load_rest(model, rest, common["model"])
         communicator.barrier()  # nobody goes on with what others have not loaded
     return common["extra"]

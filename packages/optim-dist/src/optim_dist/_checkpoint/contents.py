@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from optim_dist._checkpoint.codes import in_files, joined, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._checkpoint.reshard import VALUE
@@ -21,7 +22,6 @@ from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     WHOLE_KEYS,
-    as_numbers,
     as_parameter_lies,
     cut_like,
     in_memory_order,
@@ -69,17 +69,17 @@ def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str,
     cut: list[Part] = []
     for shard in optimizer.shards():
         spec, state = specs[shard.index], optimizer.kept_state(shard)
-        tensors = {VALUE: shard.value, **{key: value for key, value in state.items() if key not in SCALARS}}
+        tensors = {VALUE: shard.value, **{key: value for key, value, *_ in in_files(state) if key not in SCALARS}}
         if not spec.sharding:
-            parts[spec.name] = {key: _flat(value, shard).cpu() for key, value in tensors.items()}
+            parts[spec.name] = {key: _to_write(_flat(value, shard)) for key, value in tensors.items()}
             continue
         for key, value in tensors.items():
             if key in (VALUE, *WHOLE_KEYS):
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
-                parts.setdefault(spec.name, {})[key] = in_memory_order(local(value).detach()).cpu()
+                parts.setdefault(spec.name, {})[key] = _to_write(in_memory_order(local(value).detach()))
     for part in to_rows(cut, _layouts(optimizer, specs), optimizer.communicator):
-        parts.setdefault(part.name, {})[part.key] = part.local.reshape(-1).cpu()
+        parts.setdefault(part.name, {})[part.key] = _to_write(part.local.reshape(-1))
     return parts
 
 
@@ -89,7 +89,11 @@ def describe_state(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict
     for shard in optimizer.shards():
         state = optimizer.kept_state(shard)
         if state:
-            keys = {key: [dtype_name(v.dtype), list(v.shape)] for key, v in state.items() if key not in SCALARS}
+            keys = {
+                key: [dtype_name(value.dtype), list(value.shape), *storage]
+                for key, value, *storage in in_files(state)
+                if key not in SCALARS
+            }
             scalars = {key: float(value) for key, value in state.items() if key in SCALARS}
             described[specs[shard.index].name] = [keys, scalars]
     return described
@@ -103,10 +107,12 @@ def saved_parameters(
     for index, spec in enumerate(specs):
         pieces = pieces_of(optimizer, index)
         keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
-        state = {
-            key: SavedState(dtype, list(spec.shape) if key in WHOLE_KEYS else shape, key in WHOLE_KEYS)
-            for key, (dtype, shape) in keys.items()
-        }
+        state = {}
+        for key, (dtype, shape, block, fmt) in keys.items():
+            in_pieces = key in WHOLE_KEYS or block > 1
+            state[key] = SavedState(
+                dtype, whole_shape(spec.shape, block) if in_pieces else shape, in_pieces, block, fmt
+            )
         ranges = [[piece.rank, piece.start, piece.stop] for piece in pieces]
         description = (spec.name, list(spec.shape), list(spec.stride), dtype_name(spec.dtype), spec.route)
         saved.append(SavedParameter(*description, ranges, state, scalars))
@@ -150,6 +156,7 @@ def restore(
                 # all ranks keep it, and the one of the first rows has got it
                 state[key] = _shaped(mine.get(key), description, shard)
                 optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
+        joined(state, entry)
         for key, value in entry.scalars.items():
             state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
         optimizer.state[shard.parameter] = state
@@ -258,17 +265,25 @@ def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
 
 
 def _flat(value: Tensor, shard: Shard) -> Tensor:
-    """The elements in the memory order of the parameter; of 8-bit codes the numbers they stand for."""
-    value = as_numbers(local(value))
+    """The elements in the memory order of the parameter."""
+    value = local(value)
     if value.shape == shard.value.shape and value.stride() != shard.value.stride():
         value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
     return in_memory_order(value.detach())
 
 
+def _to_write(part: Tensor) -> Tensor:
+    """A part on the CPU and in memory of its own: ``torch.save`` writes all of the memory that a view is of."""
+    found = part.cpu()
+    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+
+
 def _shaped(part: Tensor | None, description: SavedState, shard: Shard) -> Tensor:
     """A flat part (None if it is empty) as the state tensor of a shard."""
     like, dtype = shard.value, getattr(torch, description.dtype)
-    if description.in_pieces or tuple(description.shape) == tuple(like.shape):
+    if description.block > 1:
+        state = torch.empty(whole_shape(like.shape, description.block), dtype=dtype, device=like.device)
+    elif description.in_pieces or tuple(description.shape) == tuple(like.shape):
         state = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
     else:
         state = torch.empty(description.shape, dtype=dtype, device=like.device)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from optim_dist.plan import ParameterSpec
 
 FORMAT = "optim-dist.checkpoint/1"
+CODED_FORMAT = "optim-dist.checkpoint/2"  # with 8-bit codes, which version 0.5 cannot read
 MANIFEST = "manifest.json"
 DIGEST = "sha256"  # of the rest of the manifest
 COMMON = "common.pt"
@@ -38,11 +39,25 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class SavedState:
-    """One state tensor of a parameter: stored in the parameter's pieces, or whole at the first piece's rank."""
+    """One state tensor of a parameter: stored in the parameter's pieces, or whole at the first piece's rank.
+
+    ``block``: of scales, how many elements of the parameter have one. ``format``: of 8-bit codes, what they stand for.
+    """
 
     dtype: str
     shape: list[int]
     in_pieces: bool
+    block: int = 1
+    format: dict[str, int] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON, and as it was before there were codes if it is none."""
+        described = asdict(self)
+        if self.block == 1:
+            del described["block"]
+        if not self.format:
+            del described["format"]
+        return described
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,10 @@ class Manifest:
     parameters: list[SavedParameter]
 
     def write(self, folder: Path) -> None:
-        described = {"format": FORMAT, "torch": torch.__version__, **asdict(self)}
+        is_coded = any(state.format for entry in self.parameters for state in entry.state.values())
+        described = {"format": CODED_FORMAT if is_coded else FORMAT, "torch": torch.__version__, **asdict(self)}
+        for entry, saved in zip(described["parameters"], self.parameters, strict=True):
+            entry["state"] = {key: state.describe() for key, state in saved.state.items()}
         described[DIGEST] = _digest(described)
         write_durably(folder / MANIFEST, json.dumps(described).encode())
 
@@ -85,8 +103,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(folder, [f"there is no {MANIFEST}: no checkpoint, or one that was never finished"])
     try:
         described = json.loads(file.read_bytes())
-        if described["format"] != FORMAT:
-            raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {FORMAT!r}"])
+        if described["format"] not in (FORMAT, CODED_FORMAT):
+            known = f"{FORMAT!r} and {CODED_FORMAT!r}"
+            raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {known}"])
         # those of version 0.3 have none
         expected = described.pop(DIGEST, None)
         altered = expected is not None and expected != _digest(described)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_dist._checkpoint.codes import blocks_of
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
@@ -81,8 +82,8 @@ def streams(
             stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
             numel = prod(state.shape)
             if state.in_pieces:
-                before = [Segment(rank % world_size, start, stop, rank) for rank, start, stop in entry.pieces]
-                after = [Segment(piece.rank, piece.start, piece.stop) for piece in pieces(entry.name)]
+                before = [Segment(rank % world_size, *blocks_of(state, *part), rank) for rank, *part in entry.pieces]
+                after = [Segment(p.rank, *blocks_of(state, p.start, p.stop)) for p in pieces(entry.name)]
             else:
                 owner = entry.pieces[0][0]
                 before = [Segment(owner % world_size, 0, numel, owner)]

@@ -1,0 +1,76 @@
+"""8-bit moments in a checkpoint: codes and scales as they are, each a flat tensor in the pieces of its parameter.
+
+    exp_avg         uint8, one for each element
+    exp_avg.scale   fp32, one for each block of elements
+
+Pieces begin between blocks, at any number of ranks, so that both are exchanged like anything else. For an optimizer
+that cuts the parameter elsewhere (without 8-bit states, or as DTensors) the rank that reads codes makes them numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState
+from optim_dist.plan import ParameterSpec
+from optim_utils.low_bit import LowBitFormat, LowBitTensor
+
+SCALE = ".scale"  # behind the key of the moment
+
+Contents = Mapping[int, dict[str, dict[str, Tensor]]]  # by file, parameter and key
+
+
+def in_files(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int, dict[str, int]]]:
+    """Key, tensor, elements of the parameter for each of its own, and of codes the format."""
+    for key, value in state.items():
+        if isinstance(value, LowBitTensor):
+            yield key, value.codes, 1, value.fmt.to_ints()
+            yield key + SCALE, value.scale, value.fmt.block_size, {}
+        else:
+            yield key, value, 1, {}
+
+
+def joined(state: dict[str, Tensor], saved: SavedParameter) -> None:
+    """Make moments of codes and scales that have been read."""
+    for key, fmt in _coded(saved):
+        codes = state[key]
+        state[key] = LowBitTensor(codes, state.pop(key + SCALE), None, fmt, codes.shape)
+
+
+def with_numbers(
+    parameters: Sequence[SavedParameter], specs: Sequence[ParameterSpec], contents: Contents
+) -> list[SavedParameter]:
+    """The saved parameters, and in ``contents`` their parts, with numbers where ``specs`` may cut through blocks."""
+    blocks = {spec.name: 1 if spec.sharding else spec.block for spec in specs}
+    found = []
+    for saved in parameters:
+        state = dict(saved.state)
+        for key, fmt in _coded(saved):
+            if blocks[saved.name] % fmt.block_size == 0:
+                continue
+            state[key] = SavedState("float32", state[key].shape, in_pieces=True)
+            del state[key + SCALE]
+            for parts in (content[saved.name] for content in contents.values() if saved.name in content):
+                codes = parts[key]
+                parts[key] = LowBitTensor(codes, parts.pop(key + SCALE), None, fmt, codes.shape).dequantize()
+        found.append(replace(saved, state=state))
+    return found
+
+
+def blocks_of(state: SavedState, start: int, stop: int) -> tuple[int, int]:
+    """The elements of a state tensor that belong to the elements ``[start, stop)`` of its parameter."""
+    return start // state.block, -(-stop // state.block)
+
+
+def whole_shape(shape: Sequence[int], block: int) -> list[int]:
+    """The shape of a state tensor in pieces."""
+    return list(shape) if block == 1 else [-(-prod(shape) // block)]
+
+
+def _coded(saved: SavedParameter) -> list[tuple[str, LowBitFormat]]:
+    return [(key, LowBitFormat.from_ints(state.format)) for key, state in saved.state.items() if state.format]
