@@ -365,6 +365,25 @@ def groups_that_are_added_are_cut_between_blocks_too(rank, world_size):
     assert all(isinstance(s["exp_avg"], LowBitTensor) for p, s in optimizer.state.items() if p is more and s)
 
 
+@scenarios(2)
+def one_rank_alone_is_refused_by_name(rank, world_size):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has wide \(70, 101\) float32 \(adamw, group 0, state_dtype='int8'\)"
+    ):
+        build(state_dtype="int8" if rank else None)
+
+
+@scenarios(4)
+def a_grid_of_ranks_has_the_same_codes(rank, world_size):
+    net, optimizer = build()
+    wanted = steps(net, optimizer, range(2))
+    again, other = build(mesh=mesh_of(2, 2, names=("replicate", "shard")))
+    assert_equal(steps(again, other, range(2)), wanted, "over a grid")
+    found, expected = other.full_state_dict(), optimizer.full_state_dict()
+    if rank == 0:
+        assert_same_state(found, expected)
+
+
 @scenarios.parametrize()
 def test_codes_over_ranks(backend, world_size, name):
     scenarios.check(backend, world_size, name)

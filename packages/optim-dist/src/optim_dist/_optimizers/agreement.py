@@ -102,5 +102,6 @@ def digest(tensor: Tensor) -> str:
 def _brief(described: list[Any] | None) -> str:
     if described is None:
         return "no such parameter"
-    name, shape, _, dtype, route, group, *_ = described
-    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({route}, group {group})"
+    name, shape, _, dtype, route, group, _, _, _, *block = described
+    storage = ", state_dtype='int8'" if block else ""
+    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({route}, group {group}{storage})"
