@@ -62,7 +62,7 @@ def _finish_symmetric(
         if HAS_Q:
             _store_both(q_desc, q_mirror_desc, d, batch, row, column, BLOCK_M, BLOCK_N)
     else:
-        if not SAME or d_desc.dtype == tl.float32 or INTERPRETED:
+        if not SAME or d_desc.dtype == tl.float32 or (INTERPRETED and BLOCK_M == BLOCK_N):
             tl.static_assert(BLOCK_M == BLOCK_N)
             d = tl.where(rows[:, None] >= columns[None, :], d, d.T)
         d_desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
