@@ -424,18 +424,6 @@ def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
     assert len(optimizer.param_groups) == 1
 
 
-@scenario(1, 2)
-def multipliers_of_a_parameter_are_refused(rank, world_size):
-    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
-    parameter.lr_mul, parameter.wd_mul = 1.0, 1
-    TritonDistAdamW([("w", parameter)])
-    for key in ("lr_mul", "wd_mul"):
-        setattr(parameter, key, 0.5)
-        with pytest.raises(ValueError, match=f"w: its {key} is 0.5"):
-            TritonDistAdamW([("w", parameter)])
-        delattr(parameter, key)
-
-
 @scenario(2)
 def parameters_of_fsdp1_are_refused(rank, world_size):
     device = device_of(rank)

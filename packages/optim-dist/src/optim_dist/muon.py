@@ -38,12 +38,13 @@ class MuonRoute:
         raise AssertionError("momentum has no codes")
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
+        # by the hyperparameters that a parameter takes, which its multipliers make others than its group's
         by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
                 entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.place)
-                by_group.setdefault(shard.group, (item.group, []))[1].append(entry)
+                by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
         planner: MuonPlanner = cache.setdefault("planner", MuonPlanner())
         planner.step(
             list(by_group.values()),

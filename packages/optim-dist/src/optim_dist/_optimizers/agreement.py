@@ -10,19 +10,26 @@ import torch
 from torch import Tensor
 
 from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket, is_dense
 from optim_dist.plan import Plan
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:
-    """The hyperparameters of the groups in which ``found`` are, as text; what is no plain value is left out."""
-    return {
+    """The hyperparameters of the groups in which ``found`` are, and what multiplies them, as text.
+
+    What is no plain value is left out.
+    """
+    described = {
         f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
         for index in sorted({entry.group for entry in found})
         for key, value in groups[index].items()
         if key not in ("params", "param_names") and value is not None and _is_plain(value)
     }
+    for name, pair in given_multipliers(found).items():
+        described |= {f"{key} of {name}": str(value) for key, value in zip(ATTRIBUTES, pair) if value != 1}
+    return described
 
 
 def _is_plain(value: Any) -> bool:

@@ -31,6 +31,7 @@ from optim_dist._optimizers import interchange, states, step_checks
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.construction import Entry, local
 from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import norm_over_ranks
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext
@@ -67,6 +68,7 @@ class DistOptimizer(PlannedOptimizer):
         self._with_all_keys = set()
         self._made_to_show = {}
         self._storage: list[list[Any]] = []
+        self._scaled_groups = ScaledGroups()
         self._factor: Tensor | None = None
         self._consolidated = None
         self.grad_norm = None
@@ -129,6 +131,7 @@ class DistOptimizer(PlannedOptimizer):
         self._communicator.check_ranks()
         step_checks.check_listed(self.param_groups, self._listed)
         self._check_views()
+        self._scaled_groups.follow(self._entries)
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()
         self._resident.check()
@@ -187,6 +190,7 @@ class DistOptimizer(PlannedOptimizer):
     def _update(self, context: StepContext) -> None:
         """Phases 4 and 5."""
         self._follow_writes()
+        self._scaled_groups.refresh(self.param_groups)
         counts = self._bucketed.counts
         averaging = {
             divided: replace(context, factor=_product(factor, context.factor), counts=counts)
@@ -233,7 +237,8 @@ class DistOptimizer(PlannedOptimizer):
         state = self._state_of(shard)
         if isinstance(shard.parameter, DTensor):
             state = {key: local(value) for key, value in state.items()}
-        return Item(shard, self.param_groups[shard.group], state)
+        group = self._scaled_groups.of(shard.index, shard.group, self.param_groups[shard.group])
+        return Item(shard, group, state)
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         state = self.state[shard.parameter]
@@ -408,9 +413,10 @@ class DistOptimizer(PlannedOptimizer):
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
+        multipliers = given_multipliers(self._entries)
         buckets, owners = self._bucketed.buckets, self._resident.owners
         held = sum(states.nbytes(value) for state in self.state.values() for value in state.values())
-        return explain(self.plan, self._options, self._communicator, buckets, owners, held)
+        return explain(self.plan, self._options, self._communicator, buckets, owners, held, multipliers)
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

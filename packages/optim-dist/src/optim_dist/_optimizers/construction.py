@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import is_dense
 from optim_dist.plan import ParameterSpec, RouteName
@@ -163,12 +164,7 @@ def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
         if name in names:
             findings.append(f"{name}: two parameters have this name")
         names.add(name)
-        for key in ("lr_mul", "wd_mul"):
-            if getattr(parameter, key, 1) != 1:
-                findings.append(
-                    f"{name}: its {key} is {getattr(parameter, key)}, which is not read here; put it in a group with "
-                    f"{'lr' if key == 'lr_mul' else 'weight_decay'} multiplied, and delete the attribute"
-                )
+        findings += multiplier_faults(name, parameter)
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
             findings.append(
                 f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "

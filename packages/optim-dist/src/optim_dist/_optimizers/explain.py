@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optim_dist._optimizers.multipliers import ATTRIBUTES
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.buckets import Bucket
@@ -29,14 +30,17 @@ def explain(
     buckets: Sequence[Bucket],
     owners: Mapping[int, int],
     state_bytes: int,
+    multipliers: Mapping[str, tuple[float, float]],
 ) -> Explanation:
     """The plan with what it means for this run.
 
     Args:
         owners: the ranks that orthogonalize matrices which are cut over ranks.
         state_bytes: what this rank's states take.
+        multipliers: by name what parameters multiply lr and weight_decay of their groups with, where that is not 1.
     """
     data = describe_plan(plan)
+    data["multipliers"] = {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()}
     data["sharded"] = [
         {
             "name": spec.name,
@@ -64,6 +68,9 @@ def explain(
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
         lines += [*_sharded_table(data["sharded"]), ""]
+    if multipliers:
+        rows = [(name, *map(str, pair)) for name, pair in multipliers.items()]
+        lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(

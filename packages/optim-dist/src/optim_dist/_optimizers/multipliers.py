@@ -1,0 +1,99 @@
+"""Parameters that take another share of their group's learning rate and weight decay.
+
+    learning rate of p   group lr · p.lr_mul
+    weight decay of p    group weight_decay · p.wd_mul          both 1 where p has no such attribute
+
+They are read before every step, as a group's own hyperparameters are. A learning rate that is a tensor is multiplied on
+its device into memory that is kept: so what was planned or captured for its address still holds, and a graph that is
+replayed multiplies what the tensor is by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from optim_dist._optimizers.construction import Entry
+
+# the attribute of a parameter, and what of its group that multiplies
+ATTRIBUTES: Mapping[str, str] = {"lr_mul": "lr", "wd_mul": "weight_decay"}
+
+Pair = tuple[float, float]  # lr_mul, wd_mul
+
+
+def multipliers_of(parameter: Tensor) -> Pair:
+    """What multiplies the hyperparameters of the parameter's group."""
+    return getattr(parameter, "lr_mul", 1.0), getattr(parameter, "wd_mul", 1.0)
+
+
+def multiplier_faults(name: str, parameter: Tensor) -> list[str]:
+    """Why hyperparameters cannot be multiplied as the parameter says; empty if they can."""
+    return [
+        f"{name}: its {key} is {value!r}; give it a number of at least 0, or delete the attribute"
+        for key, value in zip(ATTRIBUTES, multipliers_of(parameter))
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf
+    ]
+
+
+def given_multipliers(entries: Iterable[Entry]) -> dict[str, Pair]:
+    """By name the parameters of which one is not 1."""
+    found = {entry.name: multipliers_of(entry.parameter) for entry in entries}
+    return {name: (float(lr), float(wd)) for name, (lr, wd) in found.items() if (lr, wd) != (1, 1)}
+
+
+class ScaledGroups:
+    """The groups of one optimizer as parameters with multipliers see them."""
+
+    def __init__(self) -> None:
+        self._pairs: list[Pair] = []
+        self._of_entry: dict[int, Pair] = {}  # by number in the plan, where one is not 1
+        # the same objects in every step, for what was planned for a group to hold
+        self._groups: dict[tuple[int, Pair], dict[str, Any]] = {}
+        self._products: dict[tuple[int, Pair, str], Tensor] = {}
+
+    def follow(self, entries: Sequence[Entry]) -> None:
+        """Read every parameter's multipliers.
+
+        Raises:
+            ValueError: naming those that are no numbers by now, before anything has moved.
+        """
+        pairs = [multipliers_of(entry.parameter) for entry in entries]
+        if pairs == self._pairs:
+            return
+        if faults := [fault for e in entries for fault in multiplier_faults(e.name, e.parameter)]:
+            raise ValueError("multipliers that cannot be followed:\n  " + "\n  ".join(faults))
+        self._pairs = pairs
+        self._of_entry = {i: (float(lr), float(wd)) for i, (lr, wd) in enumerate(pairs) if (lr, wd) != (1, 1)}
+        wanted = {(entries[index].group, pair) for index, pair in self._of_entry.items()}
+        self._groups = {key: self._groups.get(key, {}) for key in sorted(wanted)}
+        self._products = {key: value for key, value in self._products.items() if key[:2] in wanted}
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what the groups are now; once a step."""
+        for key, scaled in self._groups.items():
+            number, pair = key
+            scaled.clear()
+            scaled.update(groups[number])
+            for name, factor in zip(ATTRIBUTES.values(), pair):
+                scaled[name] = self._times((*key, name), scaled[name], factor)
+
+    def of(self, index: int, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """``group``, which is ``number``, as the parameter ``index`` of the plan takes it."""
+        pair = self._of_entry.get(index)
+        return group if pair is None else self._groups[number, pair]
+
+    def _times(self, key: tuple[int, Pair, str], value: float | Tensor, factor: float) -> float | Tensor:
+        if factor == 1:
+            return value
+        if not isinstance(value, Tensor):
+            return value * factor
+        product = self._products.get(key)
+        if product is None or (product.dtype, product.device) != (value.dtype, value.device):
+            product = self._products[key] = torch.empty_like(value.detach())
+        return torch.mul(value.detach(), factor, out=product)
