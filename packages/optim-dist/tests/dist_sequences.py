@@ -119,6 +119,7 @@ class Session:
         self.kind = self.draw.choice(KINDS)
         self.with_late = False
         self.former: list[Any] = []  # optimizers that others took over from, still there
+        self.left_out: set[int] = set()  # layers that were frozen when the plan was rebuilt
         net = self.make_net()
         self.ours = Arm(net, self.build(net))
         twin = self.make_twin()
@@ -237,6 +238,7 @@ class Session:
         for arm in (self.ours, self.twin):
             for layer in arm.net.layers[:LATE]:
                 layer.requires_grad_(True)
+        self.left_out.clear()
 
     def retire(self, is_closed: bool) -> None:
         """Another optimizer takes over."""
@@ -277,10 +279,19 @@ class Session:
     def freeze_or_thaw(self) -> bool | None:
         place = self.draw.randrange(1, 4)
         is_trained = not self.ours.net.layers[place].weight.requires_grad
+        if place in self.left_out:
+            return False
         self.say(f"layer {place} {is_trained}")
         for arm in (self.ours, self.twin):
             arm.net.layers[place].requires_grad_(is_trained)
         return None
+
+    def forget_left_out(self) -> None:
+        """The twin gives up the state that ours have dropped."""
+        dropped = {id(p) for place in self.left_out for p in self.twin.net.layers[place].parameters()}
+        for optimizer in self.twin.optimizers:
+            for p in [p for p in optimizer.state if id(p) in dropped]:
+                del optimizer.state[p]
 
     def tell_a_group(self) -> None:
         number, place = self.draw.randrange(9), self.draw.randrange(9)

@@ -472,7 +472,7 @@ def thawed_parameters_are_refused(rank, world_size):
     optimizer = TritonDistAdamW(net.named_parameters())
     net.layers[2].requires_grad_(True)
     net(batch(rank, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"layers\.2\.weight of .* did not need one when the optimizer was built"):
+    with pytest.raises(RuntimeError, match=r"layers\.2\.weight of .* did not need one when.*call rebuild_plan"):
         optimizer.step()
 
 

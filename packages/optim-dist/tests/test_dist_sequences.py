@@ -266,11 +266,14 @@ class PlainSequence(Beside):
         self.twin.net.load_state_dict(theirs[0])
         for optimizer, state in zip(self.twin.optimizers, theirs[1], strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))
+        self.forget_left_out()
         self.compare_states()
         return None
 
-    def checkpoint(self) -> None:
+    def checkpoint(self) -> bool | None:
         """To one rank and back."""
+        if self.left_out:
+            return False  # of an optimizer that trains fewer
         self.zero_grad_of_all()
         net = Net()
         alone = self.optimizers(net, process_group=self.alone)
@@ -287,6 +290,31 @@ class PlainSequence(Beside):
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(path)
+        return None
+
+    def rebuild_plans(self) -> None:
+        """With other layers frozen than before perhaps, and in another order."""
+        self.zero_grad_of_all()
+        toggled = [place for place in range(1, 4) if self.draw.random() < 0.3]
+        order = [name for name, _ in self.ours.net.named_parameters()]
+        order += [name.replace(f"layers.{LATE}", "late") for name in order if f"layers.{LATE}" in name]
+        self.draw.shuffle(order)
+        given = order if self.draw.random() < 0.5 else None
+        self.say(f"{toggled} {given}")
+        for place in toggled:
+            for arm in (self.ours, self.twin):
+                for p in arm.net.layers[place].parameters():
+                    p.requires_grad_(not p.requires_grad)
+        self.left_out = {place for place in range(1, 4) if not self.ours.net.layers[place].weight.requires_grad}
+        self.forget_left_out()
+        if self.left_out:
+            # who trains what is left out would be taken for its optimizer
+            for optimizer in self.former:
+                optimizer.close()
+            self.former.clear()
+        for optimizer in self.ours.optimizers:
+            optimizer.rebuild_plan(given)
+        self.compare_states()
 
     def build_anew(self) -> bool | None:
         if self.dropped:
@@ -321,6 +349,7 @@ PlainSequence.operations = [
     PlainSequence.swap_states,
     PlainSequence.checkpoint,
     PlainSequence.build_anew,
+    *[PlainSequence.rebuild_plans] * 2,
 ]
 
 

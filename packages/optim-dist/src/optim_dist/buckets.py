@@ -142,11 +142,12 @@ class Bucket:
                 )
 
     def release(self) -> None:
-        """Give parameters and gradients storages of their own."""
+        """Give parameters and gradients storages of their own; those that have left for another bucket stay there."""
         for member in self.members:
             if member.parameter.grad is member.gradient:
                 member.parameter.grad = member.gradient.clone()
-            member.parameter.data = member.value.clone()
+            if member.parameter.data_ptr() == member.address:
+                member.parameter.data = member.value.clone()
 
     def note_reduced(self) -> None:
         """Remember the gradients' versions: from here on they hold reduced values."""

@@ -115,7 +115,14 @@ class BackwardReduction:
                 member.arrivals, member.arrived = 0, False
             bucket.missing = len(bucket.members)
 
+    def clear(self) -> None:
+        """Let go of all buckets; others may come."""
+        self.close()
+        self.buckets.clear()
+        self.restart()
+
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -17,8 +17,8 @@ from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
-from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     WHOLE_KEYS,
@@ -35,7 +35,7 @@ from optim_redist import Layout
 SCALARS = ("step",)
 
 
-def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
+def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
     """The plan's parameters under the names that the model gives them; of DTensors, the rows that files hold."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     specs = [
@@ -55,7 +55,7 @@ def named_specs(optimizer: DistOptimizer, model: nn.Module | None) -> list[Param
     return specs
 
 
-def pieces_of(optimizer: DistOptimizer, index: int) -> list[Piece]:
+def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
     """Which rank writes, and is the first to read, which elements of a parameter."""
     spec = optimizer.plan.parameters[index]
     if spec.sharding:
@@ -63,7 +63,7 @@ def pieces_of(optimizer: DistOptimizer, index: int) -> list[Piece]:
     return optimizer.plan.ranges(index)
 
 
-def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, dict[str, Tensor]]:
+def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, dict[str, Tensor]]:
     """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU. Collective if there are DTensors."""
     parts: dict[str, dict[str, Tensor]] = {}
     cut: list[Part] = []
@@ -71,7 +71,7 @@ def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str,
         spec, state = specs[shard.index], optimizer.kept_state(shard)
         tensors = {VALUE: shard.value, **{key: value for key, value, *_ in in_files(state) if key not in SCALARS}}
         if not spec.sharding:
-            parts[spec.name] = {key: _to_write(_flat(value, shard)) for key, value in tensors.items()}
+            parts[spec.name] = {key: _to_write(flat_part(value, shard)) for key, value in tensors.items()}
             continue
         for key, value in tensors.items():
             if key in (VALUE, *WHOLE_KEYS):
@@ -83,7 +83,7 @@ def own_parts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str,
     return parts
 
 
-def describe_state(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, Any]:
+def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, Any]:
     """This rank's state keys and scalars by parameter, as JSON takes them."""
     described = {}
     for shard in optimizer.shards():
@@ -100,7 +100,7 @@ def describe_state(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict
 
 
 def saved_parameters(
-    optimizer: DistOptimizer, specs: list[ParameterSpec], described: list[dict[str, Any]]
+    optimizer: LiveOptimizer, specs: list[ParameterSpec], described: list[dict[str, Any]]
 ) -> list[SavedParameter]:
     """The manifest's entries, from what every rank said of its state."""
     saved = []
@@ -120,7 +120,7 @@ def saved_parameters(
 
 
 def restore(
-    optimizer: DistOptimizer,
+    optimizer: LiveOptimizer,
     specs: list[ParameterSpec],
     saved: Mapping[str, SavedParameter],
     parts: Mapping[str, Mapping[str, Tensor]],
@@ -148,13 +148,13 @@ def restore(
             rows += _rows_read(optimizer, entry, mine, shard, in_pieces)
         for key, description in entry.state.items():
             if not specs[shard.index].sharding:
-                state[key] = _shaped(mine.get(key), description, shard)
+                state[key] = state_of_part(mine.get(key), description, shard)
                 # one rank cuts nothing, but its DTensors' state lies as they do
                 if description.in_pieces and isinstance(shard.parameter, DTensor):
                     state[key] = as_parameter_lies(state[key], shard.parameter)
             elif not description.in_pieces:
                 # all ranks keep it, and the one of the first rows has got it
-                state[key] = _shaped(mine.get(key), description, shard)
+                state[key] = state_of_part(mine.get(key), description, shard)
                 optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
         joined(state, entry)
         for key, value in entry.scalars.items():
@@ -169,7 +169,7 @@ def restore(
 
 
 def _rows_read(
-    optimizer: DistOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard, wanted: Mapping[str, str]
+    optimizer: LiveOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard, wanted: Mapping[str, str]
 ) -> Iterator[Part]:
     """The rows of a DTensor that this rank has read, of the ``wanted`` keys and their dtypes."""
     for key, dtype in wanted.items():
@@ -177,11 +177,11 @@ def _rows_read(
         yield Part(entry.name, key, as_rows(flat, entry.shape, optimizer.communicator), tuple(entry.shape))
 
 
-def _layouts(optimizer: DistOptimizer, specs: list[ParameterSpec]) -> dict[str, Layout]:
+def _layouts(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, Layout]:
     return {specs[index].name: layout for index, layout in optimizer.layouts.items()}
 
 
-def group_options(optimizer: DistOptimizer) -> list[dict[str, Any]]:
+def group_options(optimizer: LiveOptimizer) -> list[dict[str, Any]]:
     """Every group's hyperparameters, as plain values and tensors, and how many parameters it has."""
     content = Optimizer.state_dict(optimizer)
     make_groups_plain(content)
@@ -195,7 +195,7 @@ def group_members(specs: list[ParameterSpec]) -> dict[str, int]:
 
 
 def compare_groups(
-    saved: list[dict[str, Any]], members: Mapping[str, int], optimizer: DistOptimizer, specs: list[ParameterSpec]
+    saved: list[dict[str, Any]], members: Mapping[str, int], optimizer: LiveOptimizer, specs: list[ParameterSpec]
 ) -> list[str]:
     """How the saved groups differ from this optimizer's in number, size, members, kind and views."""
     found, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
@@ -211,13 +211,13 @@ def compare_groups(
     return problems + [f"group {number} {fault}" for number, fault in enumerate(faults) if fault]
 
 
-def load_groups(optimizer: DistOptimizer, saved: list[dict[str, Any]]) -> None:
+def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
     """Take over hyperparameters; the state is empty afterwards."""
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     optimizer.load_state_dict({"state": {}, "param_groups": saved, **stamp})
 
 
-def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str, Any]:
+def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> dict[str, Any]:
     """The model's state that the optimizer does not own: buffers and frozen parameters.
 
     Called before parameters are asked for their names: FSDP2 leaves whole ones in a model that was evaluated, and puts
@@ -231,7 +231,7 @@ def rest_of_model(model: nn.Module | None, optimizer: DistOptimizer) -> dict[str
     return {name: value for name, value in state.items() if name not in names}
 
 
-def whole_rest(rest: Mapping[str, Any], optimizer: DistOptimizer) -> dict[str, Any]:
+def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, Any]:
     """``rest`` with DTensors whole on the first rank's CPU, one after another; None elsewhere. Collective."""
     return {
         name: on_one_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
@@ -264,7 +264,7 @@ def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
     return saved.dtype == mine.dtype or (saved.is_floating_point() and mine.is_floating_point())
 
 
-def _flat(value: Tensor, shard: Shard) -> Tensor:
+def flat_part(value: Tensor, shard: Shard) -> Tensor:
     """The elements in the memory order of the parameter."""
     value = local(value)
     if value.shape == shard.value.shape and value.stride() != shard.value.stride():
@@ -278,7 +278,7 @@ def _to_write(part: Tensor) -> Tensor:
     return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
-def _shaped(part: Tensor | None, description: SavedState, shard: Shard) -> Tensor:
+def state_of_part(part: Tensor | None, description: SavedState, shard: Shard) -> Tensor:
     """A flat part (None if it is empty) as the state tensor of a shard."""
     like, dtype = shard.value, getattr(torch, description.dtype)
     if description.block > 1:

@@ -70,15 +70,17 @@ def streams(
     saved: Sequence[SavedParameter],
     world_size: int,
     pieces: Callable[[str], Sequence[Piece]] = lambda name: (),
+    *,
+    with_values: bool = True,
 ) -> list[Stream]:
     """The flat tensors of a checkpoint, the same on every rank; ``pieces`` are a parameter's new ones, if it is read.
 
-    State that is not in pieces goes to the first piece's rank.
+    State that is not in pieces goes to the first piece's rank. ``with_values=False`` leaves out the parameters.
     """
     found: dict[tuple[str, str], Stream] = {}
     for entry in saved:
-        value = SavedState(entry.dtype, entry.shape, in_pieces=True)
-        for key, state in {VALUE: value, **entry.state}.items():
+        values = {VALUE: SavedState(entry.dtype, entry.shape, in_pieces=True)} if with_values else {}
+        for key, state in {**values, **entry.state}.items():
             stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
             numel = prod(state.shape)
             if state.in_pieces:

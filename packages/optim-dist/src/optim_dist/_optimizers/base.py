@@ -31,6 +31,7 @@ from optim_dist._optimizers import interchange, states, step_checks
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.construction import Entry, local
 from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import norm_over_ranks
 from optim_dist._optimizers.planned import PlannedOptimizer
@@ -80,6 +81,39 @@ class DistOptimizer(PlannedOptimizer):
         super()._extend(found)
         self._storage += map(_storage_options, self.param_groups[len(self._storage) :])
         self._outdate("add_param_group()")
+
+    @torch.no_grad()
+    def rebuild_plan(self, order: Sequence[str | Tensor] | None = None) -> None:
+        """Plan anew for the parameters that need a gradient now: after unfreezing some, or freezing some for good.
+
+        Collective, between ``zero_grad()`` and the next backward pass. Parameters that stay keep their state, bit for
+        bit, whoever owns them now; new ones begin afresh, and are those of the first rank, as at construction
+        (``sync_params``); the state of those that are frozen by now is dropped, and so are their buckets.
+
+        Args:
+            order: names or parameters in the order in which forward passes use them, for buckets to be reduced and
+                gathered by; every one that is trained, and others if you like. None: the order of construction.
+
+        Raises:
+            RuntimeError: on every rank, before anything has changed: with gradients around, or if another rank refuses.
+        """
+        plan, found, meshes = self._newly_planned(order)
+        with self.begun_together("rebuild_plan()"):
+            self.wait()
+            self._follow_writes()
+            for bucket in self._bucketed.buckets:
+                self._caches.pop(bucket, None)
+            moved = take_state(self, plan, found)
+            for entry in self._entries:
+                if entry.parameter not in self.state:
+                    self._with_all_keys.discard(id(entry.parameter))
+                    self._made_to_show.pop(id(entry.parameter), None)
+            self._replace(plan, found, meshes)
+            moved.put(self)
+            self._scaled_groups, self._writes = ScaledGroups(), FollowedWrites()
+            self._note_writes()
+            self._outdate("rebuild_plan()")
+            self._restart()
 
     # a step
 

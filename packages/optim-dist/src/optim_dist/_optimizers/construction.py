@@ -64,6 +64,28 @@ def find_entries(
     return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
 
 
+def in_forward_order(found: Sequence[Entry], order: Sequence[str | Tensor] | None) -> list[Entry]:
+    """``found`` as ``order`` lists them, by names or as parameters; as they are without one.
+
+    Raises:
+        TypeError: for what is neither.
+        ValueError: naming those that ``order`` leaves out; what it has beside them is not asked for.
+    """
+    if order is None:
+        return list(found)
+    places: dict[str | int, int] = {}
+    for place, item in enumerate(order):
+        if not isinstance(item, str | Tensor):
+            raise TypeError(f"order must list names or parameters, got {item!r} at place {place}")
+        # a tied parameter is needed where it is used first
+        places.setdefault(item if isinstance(item, str) else id(item), place)
+    keyed = [(places.get(entry.name, places.get(id(entry.parameter))), entry) for entry in found]
+    missing = [entry.name for place, entry in keyed if place is None]
+    if missing:
+        raise ValueError(f"order must list every parameter that is trained; it lacks {', '.join(missing[:8])}")
+    return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0] or 0)]
+
+
 def names_of(groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[int, str]:
     """A name for the ``id`` of each parameter: the model's, the one that it was given with, or its place."""
     found = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}

@@ -78,6 +78,10 @@ class LiveOptimizer(Optimizer):
         """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
         raise NotImplementedError
 
+    def gather_parameters(self) -> None:
+        """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
+        raise NotImplementedError
+
     def trained_ids(self) -> set[int]:
         """``id`` of every parameter that is updated."""
         return {id(entry.parameter) for entry in self.entries}

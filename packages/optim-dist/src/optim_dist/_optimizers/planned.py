@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from optim_dist._optimizers import agreement, construction, states
+from optim_dist._optimizers import agreement, construction, states, step_checks
 from optim_dist._optimizers.construction import Entry
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options
@@ -76,15 +77,29 @@ class PlannedOptimizer(LiveOptimizer):
 
     def _extend(self, found: Sequence[Entry]) -> None:
         """Plan ``found`` behind what is planned already, and move it into buckets; if refused, nothing has changed."""
-        communicator = self._communicator
-        meshes = construction.check_parameters(found, communicator)
+        more, meshes = self._planned(found)
+        plan = self.plan.followed_by(more)
+        self._agree(plan, found)
+        self._move(plan, [*self._entries, *found], found, meshes)
+
+    def _planned(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
+        """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
+        meshes = construction.check_parameters(found, self._communicator)
         specs = construction.specify(found, [*map(self._block, found)])
-        bucket_mb = self._options.bucket_mb
-        plan = self.plan.followed_by(plan_parameters(specs, communicator.world_size, bucket_mb=bucket_mb))
-        entries = [*self._entries, *found]
-        if communicator.world_size > 1:
+        world_size, bucket_mb = self._communicator.world_size, self._options.bucket_mb
+        return plan_parameters(specs, world_size, bucket_mb=bucket_mb), meshes
+
+    def _agree(self, plan: Plan, found: Sequence[Entry]) -> None:
+        """Refuse a plan, options or hyperparameters of ``found`` that other ranks do not have."""
+        if self._communicator.world_size > 1:
             hyperparameters = agreement.describe_groups(self.param_groups, found)
-            agreement.check_plan(plan, self._options.described(), hyperparameters, communicator)
+            agreement.check_plan(plan, self._options.described(), hyperparameters, self._communicator)
+
+    def _move(
+        self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        """Bring ``found``, the last of ``entries``, to where ``plan`` has them."""
+        if self._communicator.world_size > 1:
             taken = {id(entry.parameter) for entry in found}
             for other in live_optimizers():
                 if other is not self and taken & other.trained_ids():
@@ -97,6 +112,40 @@ class PlannedOptimizer(LiveOptimizer):
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
         self._show_state()
+
+    def _newly_planned(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
+        """What ``_replace`` takes, for the parameters that need a gradient now; if refused, nothing has changed."""
+        self.check_open()
+        self._communicator.check_ranks()
+        refused: Exception | None = None
+        found: list[Entry] = []
+        try:
+            step_checks.check_listed(self.param_groups, self._listed)
+            self._check_views()
+            for group in self.param_groups:
+                self._check_group(group)
+            self._bucketed.check_pointers()
+            step_checks.check_no_gradients(
+                construction.names_of(self.param_groups, self._options.model), self.param_groups
+            )
+            found = construction.in_forward_order(self._find_entries(), order)
+        except Exception as error:
+            refused = error
+        self._raise_if_refused(refused, "the plan was not rebuilt")
+        # batches that some rank gave up
+        is_between_steps = self.is_between_steps
+        assert is_between_steps, "no rank has a gradient"
+        plan, meshes = self._planned(found)
+        self._agree(plan, found)
+        return plan, found, meshes
+
+    def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+        """Move parameters from the plan that there is to a new one; state is left where it is."""
+        former = self._bucketed.clear()
+        self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
+        self._move(plan, found, found, meshes)
+        for bucket in former:
+            bucket.release()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
@@ -130,15 +179,19 @@ class PlannedOptimizer(LiveOptimizer):
         except Exception as error:
             refused = error
         if is_built:
-            problems = self._communicator.gather_json(
-                None if refused is None else f"{type(refused).__name__}: {refused}"
-            )
-            if refused is None and any(problems):
-                listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-                raise RuntimeError(f"the group was not added, for it was refused by {listed}")
+            self._raise_if_refused(refused, "the group was not added")
         if refused is not None:
             raise refused
         return found
+
+    def _raise_if_refused(self, refused: Exception | None, what: str) -> None:
+        """Raise ``refused``; without one, what another rank refuses. Collective."""
+        problems = self._communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
+        if refused is not None:
+            raise refused
+        if any(problems):
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+            raise RuntimeError(f"{what}, for it was refused by {listed}")
 
     def _note_views(self) -> None:
         """Remember how new groups read their parameters as matrices, which the plan was made for."""
@@ -167,7 +220,8 @@ class PlannedOptimizer(LiveOptimizer):
             if self._block(entry) > spec.block:
                 raise ValueError(
                     f"state_dtype='int8' of {entry.name} came after the optimizer was built, which cuts the parameters "
-                    "of such groups between blocks of 256 elements; build a new optimizer with it"
+                    "of such groups between blocks of 256 elements; build a new optimizer with it, or call "
+                    "rebuild_plan()"
                 )
 
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:

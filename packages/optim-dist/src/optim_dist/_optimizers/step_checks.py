@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from operator import is_
 from typing import Any
@@ -48,8 +48,17 @@ def check_left_out(left_out: Iterable[tuple[str, Tensor]]) -> None:
         if parameter.grad is not None:
             raise RuntimeError(
                 f"{name} of shape {tuple(parameter.shape)} has a gradient but did not need one when the optimizer "
-                "was built; unfreeze parameters first, then build it"
+                "was planned; after unfreezing parameters call rebuild_plan(), on all ranks, before the next backward "
+                "pass (now: zero_grad() first)"
             )
+
+
+def check_no_gradients(names: Mapping[int, str], groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse gradients, which belong to the plan under which they arrived; ``names`` are by ``id``."""
+    found = [names[id(parameter)] for group in groups for parameter in group["params"] if parameter.grad is not None]
+    if found:
+        listed = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise RuntimeError(f"{listed} have gradients, which would be lost; call rebuild_plan() after zero_grad()")
 
 
 def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:

@@ -88,6 +88,20 @@ class BucketedParameters:
             self._gathers = ForwardGathers(options.model, self.buckets)
             weakref.finalize(self, self._gathers.close)
 
+    def clear(self) -> list[Bucket]:
+        """Let go of all buckets, between two steps, for ``extend`` to make others; ``release`` them afterwards."""
+        self.detach()
+        former, self.buckets = self.buckets, []
+        self._shards.clear()
+        if self.reduction is not None:
+            self.reduction.clear()
+        return former
+
+    def check_pointers(self) -> None:
+        """Refuse parameters that have left their buckets."""
+        for bucket in self.buckets:
+            bucket.check_pointers()
+
     @property
     def shards(self) -> list[Shard]:
         """What this rank owns, bucket by bucket."""
@@ -124,8 +138,7 @@ class BucketedParameters:
                 self._gathers.check()
             if self.reduction.is_due and self.reduction.are_gone():
                 self.reduction.drop()  # the batch was given up, and this rank has none in its place
-            for bucket in self.buckets:
-                bucket.check_pointers()
+            self.check_pointers()
         for bucket in self.buckets:
             bucket.check_gradients()
 

@@ -1,0 +1,365 @@
+"""``rebuild_plan()``: afterwards an optimizer is one that was built for what is trained now, and has loaded the state.
+
+What differs between the two is where the state has been: here it went from owner to owner, there over one process.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import Scenarios, assert_same_state, device_of, mesh_of, normal
+from dist_loops import Net, assert_same, batch, build, values
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+
+scenario = Scenarios()
+
+BF16 = torch.bfloat16
+# a class's kind, the options of all groups, and the parameters' dtype
+KINDS = {
+    "adamw": ("adamw", {"amsgrad": True}, torch.float32),
+    "masters": ("adamw", {"master_weights": "fp32", "state_dtype": torch.float32}, BF16),
+    "split16": ("adamw", {"master_weights": "split16"}, BF16),
+    "at random": ("adamw", {"stochastic_rounding": True, "seed": 3}, BF16),
+    "muon": ("muon", {"beta2": 0.9}, torch.float32),
+    "muon at random": ("muon", {"stochastic_rounding": True, "seed": 3}, BF16),
+    "mixed": ("mixed", {}, torch.float32),
+}
+OPTIONS = {"lr": 0.05, "reducer": "exact", "bucket_mb": 1e-4}
+
+
+def make_net(rank, dtype=torch.float32, frozen=(2,)):
+    net = Net(device_of(rank)).to(dtype)
+    freeze(net, frozen)
+    return net
+
+
+def freeze(net, frozen):
+    for place, layer in enumerate(net.layers):
+        layer.requires_grad_(place not in frozen)
+
+
+def make_optimizer(net, kind, options, **others):
+    weights = [(name, p) for name, p in net.named_parameters() if p.ndim == 2]
+    rest = [(name, p) for name, p in net.named_parameters() if p.ndim < 2]
+    others = {"reducer": "exact", "bucket_mb": 1e-4, **others}
+    if kind == "adamw":
+        return TritonDistAdamW([{"params": weights, "lr": 0.05}, {"params": rest}], **options, **others)
+    if kind == "muon":
+        return TritonDistMuon([{"params": weights, "impl": "torch", **options}], **others)
+    groups = [{"kind": "muon", "params": weights, "impl": "torch"}, {"kind": "adamw", "params": rest, "lr": 0.05}]
+    return TritonDistMuonAdamW(groups, **others)
+
+
+def train(pairs, rank, steps):
+    for step in steps:
+        for net, optimizer in pairs:
+            net(batch(rank, step).to(net.layers[0].weight.dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net.zero_grad()  # of what no optimizer has
+
+
+def on_every_rank(full):
+    found = [full]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def names(optimizer):
+    return [spec.name for spec in optimizer.plan.parameters]
+
+
+@scenario(1, 2, 3, 4)
+def it_goes_on_as_one_built_from_scratch(rank, world_size):
+    for name, (kind, options, dtype) in KINDS.items():
+        net = make_net(rank, dtype)
+        optimizer = make_optimizer(net, kind, options)
+        train([(net, optimizer)], rank, range(2))
+        before = on_every_rank(optimizer.full_state_dict())
+        twin = make_net(rank, dtype, frozen=(0,))
+        twin.load_state_dict(net.state_dict())
+        freeze(net, (0,))
+        optimizer.rebuild_plan()
+        oracle = make_optimizer(twin, kind, options)
+        assert optimizer.plan.hash == oracle.plan.hash
+        oracle.load_full_state_dict(before)
+        gone = {n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if not p.requires_grad}
+        after = optimizer.full_state_dict()
+        if rank == 0:
+            kept = {number: state for number, state in before["state"].items() if number not in gone}
+            assert len(kept) < len(before["state"]), name
+            assert_same_state(after, {"state": kept})
+        train([(net, optimizer), (twin, oracle)], rank, range(2, 5))
+        assert_same(values(net), values(twin))
+        assert_same_state(optimizer.full_state_dict() or {"state": {}}, oracle.full_state_dict() or {"state": {}})
+        # what was frozen begins anew, as in an optimizer that has never seen it
+        for each in (net, twin):
+            freeze(each, ())
+        optimizer.rebuild_plan()
+        full = on_every_rank(oracle.full_state_dict())
+        oracle = make_optimizer(twin, kind, options)
+        oracle.load_full_state_dict(full)
+        train([(net, optimizer), (twin, oracle)], rank, range(5, 7))
+        assert_same(values(net), values(twin))
+
+
+@scenario(1, 2, 3)
+def with_reductions_and_gathers_under_way(rank, world_size):
+    """Hooks, and the group in which reductions run, go along."""
+    net, twin = make_net(rank), make_net(rank)
+    common = {"lr": 0.05, "reducer": "exact", "bucket_mb": 1e-4}
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net, accumulation_steps=1, timeout=60.0, **common)
+    oracle = TritonDistAdamW(twin.named_parameters(), overlap=False, **common)
+    train([(net, optimizer), (twin, oracle)], rank, range(2))
+    groups = len(dist.distributed_c10d._world.pg_names)
+    for first, frozen in enumerate([(), (1, 3), (0, 1, 2, 3), (1,)]):
+        for each, opt in ((net, optimizer), (twin, oracle)):
+            freeze(each, frozen)
+            opt.rebuild_plan()
+        if len(frozen) < 4:
+            train([(net, optimizer), (twin, oracle)], rank, range(2 * first, 2 * first + 2))
+            # a batch that is given up
+            net(batch(rank, 9)).backward()
+            net.zero_grad()
+        assert_same(values(net), values(twin))
+    assert len(dist.distributed_c10d._world.pg_names) == groups
+
+
+@scenario(1, 2)
+def order_decides_which_bucket_comes_first(rank, world_size):
+    net, optimizer = build(rank)
+    forward = [name for name, _ in net.named_parameters()]
+    assert names(optimizer) == forward
+    optimizer.rebuild_plan(forward[::-1])
+    assert names(optimizer) == forward[::-1]
+    train([(net, optimizer)], rank, range(1))
+    parameters = dict(net.named_parameters())
+    other = forward[4:] + forward[:4]
+    # as parameters, one of them twice, among others
+    optimizer.rebuild_plan([nn.Parameter(torch.ones(1)), "what", *(parameters[name] for name in [*other, forward[4]])])
+    assert names(optimizer) == other
+    train([(net, optimizer)], rank, range(1))
+    optimizer.rebuild_plan()
+    assert names(optimizer) == forward
+
+
+@scenario(1, 2)
+def an_order_that_is_none_is_refused_on_every_rank(rank, world_size):
+    net, optimizer = build(rank)
+    forward = [name for name, _ in net.named_parameters()]
+    is_last = rank == world_size - 1
+    for given, error, text in (
+        ([*forward[:2], *forward[3:]], ValueError, r"it lacks layers\.1\.weight"),
+        ([*forward, 3], TypeError, "names or parameters, got 3 at place 8"),
+    ):
+        with pytest.raises(error if is_last else RuntimeError, match=text):
+            optimizer.rebuild_plan(given if is_last else forward)
+    if world_size > 1:
+        with pytest.raises(RuntimeError, match=r"first that differs is number 0: rank 0 has layers\.0\.weight"):
+            optimizer.rebuild_plan(forward[::-1] if is_last else forward)
+    assert names(optimizer) == forward
+    twin, oracle = build(rank)
+    train([(net, optimizer), (twin, oracle)], rank, range(2))
+    assert_same(values(net), values(twin))
+
+
+@scenario(1, 2)
+def it_is_refused_where_gradients_are(rank, world_size):
+    for accumulation_steps in (None, 1):
+        net, optimizer = build(rank, accumulation_steps=accumulation_steps)
+        twin, oracle = build(rank)
+        net.layers[1].weight.requires_grad_(False)
+        is_last = rank == world_size - 1
+        if is_last or accumulation_steps:
+            net(batch(rank, 0)).backward()
+        text = r"layers\.0\.weight, layers\.0\.bias, layers\.1\.bias, .* and 3 more have gradients, which would be lost"
+        with pytest.raises(RuntimeError, match=text):
+            optimizer.rebuild_plan()
+        if not is_last and not accumulation_steps:
+            net(batch(rank, 0)).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=text):  # those of the last step would be added to
+            optimizer.rebuild_plan()
+        optimizer.zero_grad()
+        optimizer.rebuild_plan()
+        twin.layers[1].weight.requires_grad_(False)
+        train([(twin, oracle)], rank, range(1))
+        train([(net, optimizer), (twin, oracle)], rank, range(1, 3))
+        assert_same(values(net), values(twin))
+
+
+@scenario(2)
+def ranks_that_freeze_differently_are_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net.layers[1].weight.requires_grad_(rank == 0)
+    with pytest.raises(RuntimeError, match=r"ranks were given different parameters.* rank 0 has layers\.1\.weight"):
+        optimizer.rebuild_plan()
+    net.layers[1].weight.requires_grad_(True)
+    twin, oracle = build(rank)
+    train([(net, optimizer), (twin, oracle)], rank, range(2))
+    assert_same(values(net), values(twin))
+
+
+@scenario(1, 2)
+def what_has_left_its_bucket_or_was_closed_is_refused(rank, world_size):
+    net, optimizer = build(rank)
+    if world_size > 1:
+        if rank == 1:
+            weight = net.layers[1].weight
+            kept, weight.data = weight.data, weight.data.clone()
+        with pytest.raises(RuntimeError, match=r"layers\.1\.weight is no longer a view of its bucket"):
+            optimizer.rebuild_plan()
+        if rank == 1:
+            weight.data = kept
+    optimizer.rebuild_plan()
+    optimizer.consolidate_state_dict()
+    optimizer.rebuild_plan()
+    with pytest.raises(RuntimeError, match=r"rebuild_plan\(\) came after consolidate_state_dict"):
+        optimizer.state_dict()
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        optimizer.rebuild_plan()
+
+
+@scenario(2)
+def it_takes_new_parameters_from_the_first_rank_and_from_other_optimizers(rank, world_size):
+    net = make_net(rank)
+    optimizer = TritonDistAdamW(net.layers[:3].named_parameters(), lr=0.05, bucket_mb=1e-4)
+    with torch.no_grad():
+        net.layers[2].weight += rank
+    former = TritonDistAdamW([*net.layers[3].parameters()])
+    optimizer.add_param_group({"params": [*net.layers[3].named_parameters(prefix="last")]})
+    freeze(net, ())
+    optimizer.rebuild_plan()
+    assert torch.equal(net.layers[2].weight.cpu(), 0.3 * normal((5, 5), 11, 4))
+    former.close()
+    train([(net, optimizer)], rank, range(2))
+
+
+@scenario(1, 2, 3)
+def dtensors_and_what_is_beside_them(rank, world_size):
+    def make(frozen):
+        net = Net(device_of(rank))
+        for layer in net.layers[:2]:
+            fully_shard(layer, mesh=mesh_of(world_size))
+        freeze(net, frozen)
+        return net
+
+    def build_one(net):
+        weights = [p for p in net.parameters() if p.ndim == 2]
+        rest = [p for p in net.parameters() if p.ndim < 2]
+        groups = [{"kind": "muon", "params": weights, "impl": "torch"}, {"kind": "adamw", "params": rest, "lr": 0.05}]
+        return TritonDistMuonAdamW(groups, reducer="exact", bucket_mb=1e-4)
+
+    net, twin = make((1, 2)), make((0, 3))
+    optimizer = build_one(net)
+    train([(net, optimizer)], rank, range(2))
+    before = on_every_rank(optimizer.full_state_dict())
+    with torch.no_grad():
+        for p, other in zip(twin.parameters(), net.parameters()):
+            p.copy_(other)
+    freeze(net, (0, 3))
+    optimizer.rebuild_plan()
+    oracle = build_one(twin)
+    assert optimizer.plan.hash == oracle.plan.hash
+    oracle.load_full_state_dict(before)
+    train([(net, optimizer), (twin, oracle)], rank, range(2, 5))
+    for p, other in zip(net.parameters(), twin.parameters()):
+        left, right = (each.full_tensor() if isinstance(each, DTensor) else each for each in (p, other))
+        assert torch.equal(left, right)
+    assert_same_state(optimizer.full_state_dict() or {"state": {}}, oracle.full_state_dict() or {"state": {}})
+
+
+@scenario(1, 2, 3)
+def codes_of_8_bits_move_as_they_are(rank, world_size):
+    """Between blocks; where a group wants other moments from now on, or wants codes, as numbers."""
+    shapes = {"a": (5000,), "b": (70, 70), "c": (100,), "d": (4096,), "e": (61, 100)}
+    device = device_of(rank)
+
+    def make(frozen):
+        parameters = {name: nn.Parameter(normal(shape, 3).to(device)) for name, shape in shapes.items()}
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        return parameters
+
+    def step(parameters, optimizer, number):
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.grad = normal(shapes[name], 5, number, rank, len(name)).to(device)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for before, after in (("int8", "int8"), ("int8", torch.float32), (torch.float32, "int8")):
+        ours, twins = make("b"), make("a")
+        optimizer = TritonDistAdamW(ours.items(), state_dtype=before, **OPTIONS)
+        for number in range(2):
+            step(ours, optimizer, number)
+        full = on_every_rank(optimizer.full_state_dict())
+        with torch.no_grad():
+            for name, parameter in ours.items():
+                twins[name].copy_(parameter)
+                parameter.requires_grad_(name != "a")
+        optimizer.param_groups[0]["state_dtype"] = after
+        optimizer.rebuild_plan(list(shapes))
+        oracle = TritonDistAdamW(twins.items(), state_dtype=after, **OPTIONS)
+        oracle.load_full_state_dict(full)
+        assert optimizer.plan.hash == oracle.plan.hash
+        for number in range(2, 4):
+            step(ours, optimizer, number)
+            step(twins, oracle, number)
+            assert_same(list(ours.values()), list(twins.values()))
+        assert_same_state(optimizer.full_state_dict() or {"state": {}}, oracle.full_state_dict() or {"state": {}})
+
+
+@scenario(4)
+def over_a_grid(rank, world_size):
+    """Where chunks are owned in another order than that of ranks."""
+    net = make_net(rank)
+    optimizer = TritonDistAdamW(net.named_parameters(), mesh=mesh_of(2, 2, names=("replicate", "shard")), **OPTIONS)
+    twin = make_net(rank)
+    oracle = TritonDistAdamW(twin.named_parameters(), **OPTIONS)
+    train([(net, optimizer), (twin, oracle)], rank, range(2))
+    for each, opt in ((net, optimizer), (twin, oracle)):
+        freeze(each, (0,))
+        opt.rebuild_plan()
+    train([(net, optimizer), (twin, oracle)], rank, range(2, 4))
+    assert_same(values(net), values(twin))
+    assert_same_state(optimizer.full_state_dict() or {"state": {}}, oracle.full_state_dict() or {"state": {}})
+
+
+@scenario(2)
+def a_former_optimizer_that_is_closed_leaves_parameters_alone(rank, world_size):
+    net, former = build(rank)
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net, **OPTIONS)
+    train([(net, optimizer)], rank, range(1))
+    before = values(net)
+    former.close()
+    assert_same(values(net), before)
+    train([(net, optimizer)], rank, range(1, 2))
+
+
+@scenario.parametrize()
+def test_rebuild(backend, world_size, name):
+    scenario.check(backend, world_size, name)
+
+
+def test_without_a_process_group(tmp_path):
+    net = make_net(0)
+    optimizer = TritonDistAdamW(net.named_parameters(), lr=0.05)
+    train([(net, optimizer)], 0, range(2))
+    moments = [optimizer.state[p]["exp_avg"] for p in net.layers[1].parameters()]
+    freeze(net, (0,))
+    optimizer.rebuild_plan()
+    assert set(optimizer.state) == {p for layer in (net.layers[1], net.layers[3]) for p in layer.parameters()}
+    assert all(a is optimizer.state[p]["exp_avg"] for a, p in zip(moments, net.layers[1].parameters()))
+    train([(net, optimizer)], 0, range(2))
+    assert [int(optimizer.state[layer.weight]["step"]) for layer in net.layers[1:]] == [4, 2, 4]
+    checkpoint.save(tmp_path / "saved", net, optimizer)
+    other = make_net(0, frozen=(0,))
+    loaded = TritonDistAdamW(other.named_parameters(), lr=0.05)
+    checkpoint.load(tmp_path / "saved", other, loaded)
+    train([(net, optimizer), (other, loaded)], 0, range(2))
+    assert_same(values(net), values(other))
