@@ -218,6 +218,52 @@ def a_use_that_turns_up_late_is_an_error(rank, world_size):
 
 
 @scenario(2)
+def prefetch_waits_for_one_module(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    twin = Net(device_of(rank))
+    losses(rank, net, optimizer, steps=2)
+    losses(rank, twin, optimizer_of(twin, overlap=False), steps=2)
+    assert net.blocks[1].linear.weight.data_ptr() in {
+        m.address for b in optimizer._bucketed.buckets if b.gathering is not None for m in b.members
+    }
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    optimizer.prefetch(net.blocks[1].linear)
+    here = {id(m.parameter) for b in optimizer._bucketed.buckets if b.gathering is None for m in b.members}
+    found, late = dict(net.named_parameters()), 0
+    for name, wanted in twin.named_parameters():
+        if id(found[name]) in here:
+            assert torch.equal(found[name], wanted), name
+        late += id(found[name]) not in here and torch.equal(found[name], before[name])
+    assert {"blocks.1.linear.weight", "blocks.1.linear.bias"} <= {n for n, p in found.items() if id(p) in here}
+    assert late > 0
+    # it may be used without its module's forward from now on, in this step
+    linear = net.blocks[1].linear
+    for step, is_announced in enumerate((True, True, False)):
+        if is_announced:
+            optimizer.prefetch(linear)
+        F.linear(net.embed(tokens(rank, step)), linear.weight, linear.bias).square().mean().backward()
+        if is_announced:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"used without the forward of its module.*call prefetch\(module\)"):
+                optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(1, 2)
+def prefetch_of_what_is_not_in_flight_does_nothing(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = TritonDistAdamW(net.named_parameters())
+    losses(rank, net, optimizer, steps=1)
+    optimizer.prefetch(net)
+    optimizer.prefetch(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"prefetch takes a module, got Parameter; wait\(\) is for all"):
+        optimizer.prefetch(net.scale)
+
+
+@scenario(2)
 def compiled_before_the_first_step(rank, world_size):
     for compiled in ("model", "block"):
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optim_dist._optimizers import agreement, construction, states, step_checks
 from optim_dist._optimizers.construction import Entry
@@ -252,6 +252,15 @@ class PlannedOptimizer(LiveOptimizer):
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight; afterwards parameters may be read."""
         self._bucketed.wait()
+
+    def prefetch(self, module: nn.Module) -> None:
+        """Let the current stream wait for the gathers of this module's parameters alone, which may be read afterwards.
+
+        ``step()`` has launched all gathers in the order of the forward pass: what is used first is here first.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"prefetch takes a module, got {type(module).__name__}; wait() is for all parameters")
+        self._bucketed.prefetch(module)
 
     def _show_state(self) -> None:
         # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone

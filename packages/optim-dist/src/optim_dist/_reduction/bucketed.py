@@ -13,7 +13,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optim_dist._optimizers.agreement import check_replicas, synchronise
 from optim_dist._optimizers.construction import Entry
@@ -235,6 +235,12 @@ class BucketedParameters:
             self._gathers.wait()
         for bucket in self.buckets:
             bucket.finish_gathering()
+
+    def prefetch(self, module: nn.Module) -> None:
+        """Let the current stream wait for the gathers of a module's parameters."""
+        # elsewhere none is in flight between two steps
+        if self._gathers is not None:
+            self._gathers.fetch({id(parameter) for parameter in module.parameters()})
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate; the first time a collective."""

@@ -13,7 +13,7 @@ read too early: an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,8 @@ class ForwardGathers:
                     self.wait()
                     raise RuntimeError(
                         f"{member.name} was used without the forward of its module, perhaps before its gather was "
-                        "finished; call wait() before such a forward, or build the optimizer with overlap=False"
+                        "finished; call prefetch(module) or wait() before such a use, or build the optimizer with "
+                        "overlap=False"
                     )
                 bucket.waits_at_step = True
             member.entered = False
@@ -85,6 +86,13 @@ class ForwardGathers:
             bucket.finish_gathering()
             bucket.deferred = False
         self.in_flight = False
+
+    def fetch(self, parameters: Collection[int]) -> None:
+        """Wait for these, by ``id``, as a module does that is about to use them."""
+        for bucket, member in self._members():
+            if id(member.parameter) in parameters:
+                member.entered = True
+                bucket.finish_gathering()
 
     def close(self) -> None:
         """Remove the hooks."""
