@@ -102,8 +102,13 @@ def takes_step_chain(
     """
     if m > LARGEST_SIDE or not _can_chain(config, dtype, device):
         return False
-    is_long = any(config.restarts_in_factors(m, n) for n, _ in shapes)
+    is_long = any(needs_step_chain(m, n, config, dtype, device) for n, _ in shapes)
     return is_long or takes_chain(sum(count for _, count in shapes), m, m, config, dtype, device)
+
+
+def needs_step_chain(m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a step takes a chain for matrices m×n however few they are."""
+    return m <= LARGEST_SIDE and _can_chain(config, dtype, device) and config.restarts_in_factors(m, n)
 
 
 def _can_chain(config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:

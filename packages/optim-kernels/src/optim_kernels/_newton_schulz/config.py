@@ -17,6 +17,8 @@ from optim_kernels._newton_schulz.coefficients import Triple, resolve
 
 Method = Literal["auto", "standard", "gram"]
 EpsMode = Literal["clamp", "add"]
+# What the tiles of a matrix's products hang on: "auto" also on how many others there are, "shape" on it alone.
+Tiles = Literal["auto", "shape"]
 Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[float]]
 
 # From which n/m on "auto" takes the Gram iteration, by the slope at 0 of the whole polynomial: how much the iteration
@@ -165,6 +167,12 @@ class NSConfig:
     def of(self, x: Tensor) -> NSConfig:
         """This config with the dtype that it has for input ``x``: what hangs on the dtype takes ``None`` for fp16."""
         return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x))
+
+
+def check_tiles(tiles: str) -> None:
+    """Raise ``ValueError`` for what is none of `Tiles`."""
+    if tiles not in get_args(Tiles):
+        raise ValueError(f"tiles must be one of {get_args(Tiles)}, got {tiles!r}")
 
 
 def restart_steps(restarts: Any, steps: int) -> Any:

@@ -40,6 +40,18 @@ def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
     return choose_tile(a.dtype, a.device, choose)
 
 
+def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:
+    """The tile of ``a bᵀ``, symmetric, or ``a b`` that one matrix takes, however many there are."""
+    m, k = a.shape[-2:]
+
+    def choose(num_sms: int, hopper: bool) -> Tile:
+        if symmetric:
+            return symmetric_tile(m, k, 1, num_sms, a is b, hopper, shifted)
+        return general_tile(m, b.shape[-1], k, 1, num_sms, hopper)
+
+    return choose_tile(a.dtype, a.device, choose, exact)
+
+
 @cache
 def has_gluon(device: int | None) -> bool:
     """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""

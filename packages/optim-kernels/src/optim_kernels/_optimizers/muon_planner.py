@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from optim_kernels._impl import has_triton
+from optim_kernels._newton_schulz.config import Tiles, check_tiles
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
@@ -38,9 +39,16 @@ class _Batch:
 
 
 class MuonPlanner:
-    """Steps Muon groups; holds the plans."""
+    """Steps Muon groups; holds the plans.
 
-    def __init__(self) -> None:
+    Args:
+        tiles: with ``"shape"`` the bits of a parameter depend on it alone, and not on which others are stepped with it,
+            which costs speed.
+    """
+
+    def __init__(self, tiles: Tiles = "auto") -> None:
+        check_tiles(tiles)
+        self._tiles = tiles
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with these options
@@ -67,7 +75,7 @@ class MuonPlanner:
             rest = []
             for entry in members:
                 if why_not_grouped(entry, group) is None:
-                    _add(batches, group, entry)
+                    self._add(batches, group, entry)
                 else:
                     rest.append(entry)
             if rest:
@@ -146,11 +154,29 @@ class MuonPlanner:
                 variance=group["beta2"] is not None,
                 stochastic_rounding=group["stochastic_rounding"],
                 num_groups=len(batch.groups),
+                tiles=self._tiles,
             )
         self._plans[key] = plan
         self._groups[key] = batch.groups
         plan.refresh([t.grad for t in batch.tensors])
         return plan
+
+    def _add(self, batches: dict[_Key, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
+        """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
+        tensors = _tensors_of(entry, group, 0)
+        master = None if tensors.master is None else tensors.master.dtype
+        dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
+        key: _Key = (_options_of(group), dtypes, entry.param.device)
+        if self._tiles == "shape":
+            from optim_kernels.functional.muon_plan import alignment_of
+
+            # a plan has what all its parameters have
+            key += alignment_of(tensors)
+        batch = batches.setdefault(key, _Batch([], [], []))
+        if not batch.groups or batch.groups[-1] is not group:
+            batch.groups.append(group)
+        batch.entries.append(entry)
+        batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
 
     def _put_aside(self, key: _Key) -> None:
         """Keep a plan that graphs read, though its steps are over."""
@@ -170,19 +196,6 @@ def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
     from optim_kernels.functional.muon_plan import why_not_plan
 
     return why_not_plan(_tensors_of(entry, group, 0), ns_config_of(group))
-
-
-def _add(batches: dict[_Key, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
-    """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
-    tensors = _tensors_of(entry, group, 0)
-    master = None if tensors.master is None else tensors.master.dtype
-    dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
-    key = (_options_of(group), dtypes, entry.param.device)
-    batch = batches.setdefault(key, _Batch([], [], []))
-    if not batch.groups or batch.groups[-1] is not group:
-        batch.groups.append(group)
-    batch.entries.append(entry)
-    batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
 
 
 def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from optim_kernels._kernels import muon_momentum as front
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._kernels import muon_update as back
 from optim_kernels._newton_schulz.chain_jobs import Ending
-from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
@@ -27,7 +27,6 @@ from optim_kernels.functional._muon_tables import (
     ChainedBatches,
     Family,
     MuonTables,
-    takes_ping_pong,
 )
 from optim_kernels.reference.muon import MuonRule
 
@@ -45,10 +44,12 @@ class StepOptions:
 
     Args:
         state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`).
+        tiles: what tiles are chosen by.
     """
 
     rule: MuonRule
     ns: NSConfig
+    tiles: Tiles
     variance: bool
     stochastic_rounding: bool
     state_is_aligned: bool
@@ -118,7 +119,8 @@ class Launches:
         self._x_dtype = TRITON_DTYPES[options.x_dtype]
         ns, leave_last = options.ns, options.updates_in_last_product or options.has_factors
         self._families = families
-        self._products = [StepProducts(family, ns, tables, leave_last=leave_last) for family in families]
+        how: dict[str, Any] = {"leave_last": leave_last, "tiles": options.tiles}
+        self._products = [StepProducts(family, ns, tables, **how) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
         common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
@@ -167,7 +169,7 @@ class Launches:
     def _gains_by_branches(self) -> bool:
         """Whether families fill each other's last rounds; on the ping-pong schedule each fills the chip by itself."""
         batches = [batch for family in self._families for batch in family]
-        return len(self._families) > 1 and not all(takes_ping_pong(batch.x) for batch in batches)
+        return len(self._families) > 1 and not all(batch.takes_ping_pong for batch in batches)
 
     @property
     def _of_gradient(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ class Launches:
         """The last product of a batch, with the update of its parameters or what that has to know of O."""
         t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
-        if self._options.updates_in_last_product and takes_ping_pong(last.x):
+        if self._options.updates_in_last_product and last.batch.takes_ping_pong:
             self._ping_pong_update(last)
             return
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -151,6 +152,27 @@ def is_aligned(matrix: Matrix, *tensors: Tensor | None) -> bool:
     there = [tensor for tensor in tensors if tensor is not None]
     sizes = (matrix.stride, matrix.outer, matrix.inner, matrix.offset)
     return all(address_of(t, matrix.offset) % 16 == 0 for t in there) and all(size % 8 == 0 for size in sizes)
+
+
+def alignment_of(t: MuonTensors) -> tuple[bool, bool]:
+    """Whether all matrices of a parameter keep the promise of ALIGNED, and whether those of its gradient do as well.
+
+    A plan makes the promise that all its parameters keep. Without the first O is stored, and so rounded, before
+    parameters are updated by it; without the second sums are added in another order.
+    """
+    tensors = [t.param, t.momentum_buffer, *([] if t.master is None else [t.master])]
+    has_sizes = _has_aligned_sizes(tuple(t.param.shape), tuple(t.param.stride()), t.view)
+    state_is_aligned = has_sizes and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    # with other strides, or another sign, it is copied
+    is_read = t.grad.stride() == t.param.stride() and not t.grad.is_neg()
+    return state_is_aligned, state_is_aligned and not (is_read and t.grad.data_ptr() % 16)
+
+
+@lru_cache(maxsize=1024)
+def _has_aligned_sizes(shape: tuple[int, ...], stride: tuple[int, ...], view: MatrixView | None) -> bool:
+    like = torch.empty_strided(shape, stride, device="meta")
+    tensors = MuonTensors(like, like, like, view=view)
+    return all(is_aligned(matrix) for matrix in matrices_of(0, tensors, MuonRule()))
 
 
 def address_of(tensor: Tensor | None, offset: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.product_launches import TritonProducts, general_product, symmetric_product
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
@@ -39,7 +39,10 @@ class StepProducts(TritonProducts):
         leave_last: do not compute the last rectangular products; they are in ``last`` afterwards.
     """
 
-    def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool) -> None:
+    def __init__(
+        self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool, tiles: Tiles = "auto"
+    ) -> None:
+        super().__init__(tiles)
         self._family, self._ns, self._tables = family, ns, tables
         self._leave_last = leave_last
         self.begin()
@@ -57,7 +60,9 @@ class StepProducts(TritonProducts):
         m, counts = xs[0].shape[-2], [len(x) for x in xs]
         out = empty_matrices(sum(counts), m, m, like=xs[0])
         for x, part, batch in zip(xs, out.split(counts), self._family, strict=True):
-            symmetric_product(x, x, out=part, scale=self._tables.squared_scales[batch.numbers], exact=exact)
+            tile = self._tile(x, x, symmetric=True, exact=exact)
+            squared_scales = self._tables.squared_scales[batch.numbers]
+            symmetric_product(x, x, out=part, scale=squared_scales, tile=tile, exact=exact)
         return out
 
     def matmul_add(
@@ -79,4 +84,5 @@ class StepProducts(TritonProducts):
         if self._leave_last and done + 1 == num_rectangular(b.shape, self._ns):
             self.last.append(LastProduct(batch, a, b, c, out, alpha, beta, scale))
             return out
-        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale, exact=exact)
+        tile = self._tile(a, b, symmetric=False, exact=exact)
+        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale, tile=tile, exact=exact)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_table as fields
-from optim_kernels._newton_schulz.chain import takes_step_chain
-from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.chain import needs_step_chain, takes_step_chain
+from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
@@ -40,6 +40,7 @@ class Batch:
         x, other: two buffers that X goes back and forth between: ``[count, m, n]``, or those panels of the chain's that
             are the batch's. One buffer, if X stays where it is.
         last_tile: of the last product.
+        chosen_for: for how many matrices tiles are chosen.
     """
 
     first: int
@@ -47,11 +48,21 @@ class Batch:
     x: Tensor
     other: Tensor
     last_tile: Tile
+    chosen_for: int
     in_panels: bool = False
 
     @property
     def numbers(self) -> slice:
         return slice(self.first, self.first + self.shape[0])
+
+    @property
+    def takes_ping_pong(self) -> bool:
+        """Whether the last product that makes X runs on the schedule of `_hopper.ping_pong_kernels`."""
+        if not self.x.is_cuda or self.x.dtype == torch.float32 or not has_gluon(self.x.device.index):
+            return False
+        _, m, n = self.shape
+        tile = general_tile(m, n, m, self.chosen_for, num_multiprocessors(self.x.device.index), True)
+        return tile.ping_pong or tile.cooperative
 
 
 Family = list[Batch]
@@ -75,11 +86,19 @@ def in_order(matrices: Sequence[Matrix], ns: NSConfig) -> list[Matrix]:
 
 
 def families_of(
-    matrices: Sequence[Matrix], ns: NSConfig, dtype: torch.dtype, device: torch.device, *, stores_last: bool
+    matrices: Sequence[Matrix],
+    ns: NSConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    stores_last: bool,
+    tiles: Tiles = "auto",
 ) -> tuple[list[Family], list[ChainedBatches]]:
     """The families of ordered matrices, and those batches that make chains, with their buffers.
 
-    ``stores_last``: the last product is stored as any other, so that X moves once more.
+    Args:
+        stores_last: the last product is stored as any other, so that X moves once more.
+        tiles: with ``"shape"`` a chain has those alone that cannot do without, which are the longest of a short side.
     """
     families: list[Family] = []
     chains: list[ChainedBatches] = []
@@ -90,17 +109,26 @@ def families_of(
             for _, family in groupby(members, key=lambda matrix: _family_key(matrix, ns)[1])
         ]
         shapes = [shape for family in of_families for shape in family]
-        if takes_step_chain(shapes, m, ns, dtype, device):
-            moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in shapes]
-            chains.append(_chained(shapes, moves, first, m, dtype, device))
-        else:
-            families += _unchained(of_families, first, m, dtype, device)
-        first += sum(count for _, count in shapes)
+        chained = shapes if takes_step_chain(shapes, m, ns, dtype, device) else []
+        if tiles == "shape":
+            chained = [(n, count) for n, count in shapes if needs_step_chain(m, n, ns, dtype, device)]
+        unchained = [[shape for shape in family if shape not in chained] for family in of_families]
+        families += _unchained([family for family in unchained if family], first, m, dtype, device, tiles)
+        first += sum(count for family in unchained for _, count in family)
+        if chained:
+            moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in chained]
+            chains.append(_chained(chained, moves, first, m, dtype, device))
+        first += sum(count for _, count in chained)
     return families, chains
 
 
 def _unchained(
-    of_families: Sequence[Sequence[tuple[int, int]]], first: int, m: int, dtype: torch.dtype, device: torch.device
+    of_families: Sequence[Sequence[tuple[int, int]]],
+    first: int,
+    m: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: Tiles,
 ) -> list[Family]:
     """Families of batches (n, count) of short side m, numbered from ``first`` on, in buffers of their own."""
     families: list[Family] = []
@@ -110,7 +138,8 @@ def _unchained(
             padded = cdiv(n, ROW_STEP) * ROW_STEP
             # zeros, for tiles are read with what lies beyond a matrix's columns
             x, other = (torch.zeros(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
-            families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x)))
+            chosen_for = 1 if tiles == "shape" else count
+            families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x, chosen_for), chosen_for))
             first += count
     return families
 
@@ -131,7 +160,7 @@ def _chained(
     batches, start = [], 0
     for (n, count), does_move, size in zip(shapes, moves, panels, strict=True):
         its_x, its_other = (each[start : start + size] for each in (x, other if does_move else x))
-        batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, in_panels=True))
+        batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, count, in_panels=True))
         first, start = first + count, start + size
     return ChainedBatches(batches, x, other)
 
@@ -143,23 +172,14 @@ def num_rectangular(shape: Sequence[int], ns: NSConfig, *, in_chain: bool = Fals
     return len(ns.blocks) if ns.method_for(*shape[-2:]) == "gram" else ns.steps
 
 
-def _last_tile(x: Tensor) -> Tile:
+def _last_tile(x: Tensor, chosen_for: int) -> Tile:
     if is_interpreted():
         return INTERPRETED
     if x.dtype == torch.float32:
         return FULL_PRECISION
-    count, m, n = x.shape
-    tiles = count * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
+    _, m, n = x.shape
+    tiles = chosen_for * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
     return LAST_TILE if tiles > 2 * num_multiprocessors(x.device.index) else SMALL_LAST_TILE
-
-
-def takes_ping_pong(x: Tensor) -> bool:
-    """Whether the last product that makes ``x [count, m, n]`` runs on the schedule of `_hopper.ping_pong_kernels`."""
-    if not x.is_cuda or x.dtype == torch.float32 or not has_gluon(x.device.index):
-        return False
-    count, m, n = x.shape
-    tile = general_tile(m, n, m, count, num_multiprocessors(x.device.index), True)
-    return tile.ping_pong or tile.cooperative
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:

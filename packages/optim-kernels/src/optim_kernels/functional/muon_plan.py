@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels.functional._adamw_tensor import check_apart
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
@@ -30,6 +30,7 @@ from optim_kernels.functional._muon_launches import Launches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     Matrix,
     MuonTensors,
+    alignment_of,
     check_memory,
     check_moments,
     check_shapes,
@@ -41,7 +42,7 @@ from optim_kernels.functional._muon_tables import MuonTables, families_of, in_or
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
-__all__ = ["MuonPlan", "MuonTensors", "why_not_plan"]
+__all__ = ["MuonPlan", "MuonTensors", "alignment_of", "why_not_plan"]
 
 
 class MuonPlan:
@@ -53,6 +54,8 @@ class MuonPlan:
         variance: whether second moments are moved (NorMuon).
         stochastic_rounding: of bf16 parameters without masters.
         num_groups: rows of hyperparameters; a parameter names its own by ``group``.
+        tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
+            others there are. With ``"shape"`` they depend on its own shape, as long as `alignment_of` all is the same.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class MuonPlan:
         variance: bool,
         stochastic_rounding: bool = False,
         num_groups: int = 1,
+        tiles: Tiles = "auto",
     ) -> None:
+        check_tiles(tiles)
         # now: a tensor whose ``.data`` is replaced changes its own
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
@@ -89,11 +94,13 @@ class MuonPlan:
             variance=variance,
             stochastic_rounding=stochastic_rounding,
             state_is_aligned=_state_is_aligned(tensors, self._matrices),
+            tiles=tiles,
         )
+        stores_last = not options.updates_in_last_product
         families, chains = families_of(
-            self._matrices, ns, options.x_dtype, self._device, stores_last=not options.updates_in_last_product
+            self._matrices, ns, options.x_dtype, self._device, stores_last=stores_last, tiles=tiles
         )
-        self._tile_words = tile_words(families, chains, ns)
+        self._tile_words = tile_words(families, chains, tiles)
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
         self._launches = Launches(self._tables, families, chains, self._inputs, options)

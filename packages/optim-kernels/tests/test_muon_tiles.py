@@ -1,0 +1,182 @@
+"""Steps with ``tiles="shape"``: what a matrix becomes does not depend on which others are stepped with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_tensors import DEVICE, random
+from torch import Tensor
+
+from optim_kernels import NSConfig, TritonMuon
+from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
+from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_utils.param_groups import MatrixView
+
+pytest.importorskip("triton")
+from optim_kernels._newton_schulz import chain as hopper_chain
+from optim_kernels._newton_schulz import product_launches, tile_choice
+from optim_kernels._newton_schulz.iterations import iterate
+from optim_kernels._newton_schulz.tiles import Tile, general_tile, symmetric_tile
+from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional._muon_tables import families_of
+from optim_kernels.functional.muon_plan import MuonPlan
+
+SMS = 132
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are chosen as on that GPU."""
+    for module in (tile_choice, tables_of_a_plan):
+        monkeypatch.setattr(module, "is_interpreted", lambda: False)
+    for module in (tile_choice, tables_of_a_plan, hopper_chain):
+        monkeypatch.setattr(module, "has_gluon", lambda _: True)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda _: SMS)
+    monkeypatch.setattr(hopper_chain, "has_short_launch", lambda _: True)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The tile of every product that a `TritonProducts` asks for, in order; nothing is computed."""
+    found: list[Any] = []
+
+    def symmetric(a: Tensor, b: Tensor, *, tile: Tile | None = None, shifted: Any = None, **_: Any) -> Tensor:
+        batch, m, k = a.shape
+        found.append(tile or symmetric_tile(m, k, batch, SMS, a is b, True, shifted is not None))
+        return torch.empty(batch, m, m, dtype=a.dtype, device="meta")
+
+    def general(a: Tensor, b: Tensor, *, tile: Tile | None = None, **_: Any) -> Tensor:
+        batch, m, k = a.shape
+        found.append(tile or general_tile(m, b.shape[-1], k, batch, SMS, True))
+        return b
+
+    monkeypatch.setattr(product_launches, "symmetric_product", symmetric)
+    monkeypatch.setattr(product_launches, "general_product", general)
+    monkeypatch.setattr(product_launches, "empty_matrices", lambda *shape, like: like.new_empty(shape))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 1024), (768, 768), (1280, 5120), (4096, 4096)], ids=str)
+def test_tiles_are_those_of_one_matrix(h200: None, taken: list[Any], shape: tuple[int, int]) -> None:
+    """Of every product of the iteration; and without the option they are others for many."""
+    by_tiles: dict[Any, list[list[Any]]] = {"auto": [], "shape": []}
+    for tiles, lists in by_tiles.items():
+        for count in (1, 3, 400):
+            x = torch.empty(count, *shape, dtype=torch.float16, device="meta")
+            iterate([x], NSConfig(), product_launches.TritonProducts(tiles))
+            lists.append(taken.copy())
+            taken.clear()
+    one, three, many = by_tiles["shape"]
+    assert one == three == many == by_tiles["auto"][0]
+    assert by_tiles["auto"][2] != one
+
+
+def matrix(m: int, n: int) -> Any:
+    return SimpleNamespace(shape=(m, n))
+
+
+def test_chains_have_those_alone_that_take_one_however_few_they_are(
+    h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, ns = torch.device("cuda", 0), NSConfig(dtype=torch.float16)
+    for name in ("takes_step_chain", "needs_step_chain"):
+        function = getattr(hopper_chain, name)
+        monkeypatch.setattr(tables_of_a_plan, name, lambda *args, function=function: function(*args[:-1], cuda))
+
+    def placed(shapes: Sequence[tuple[int, int]], tiles: Any) -> tuple[dict[Any, Any], set[Any], list[int]]:
+        matrices, meta = [matrix(*shape) for shape in sorted(shapes)], torch.device("meta")
+        found, chains = families_of(matrices, ns, torch.float16, meta, stores_last=False, tiles=tiles)
+        batches = [batch for family in found for batch in family]
+        chained = [batch for chain in chains for batch in chain.batches]
+        firsts = sorted((batch.first, batch.shape[0]) for batch in batches + chained)
+        assert [first for first, _ in firsts] == [sum(c for _, c in firsts[:i]) for i in range(len(firsts))]
+        assert sum(count for _, count in firsts) == len(shapes)
+        return (
+            {batch.shape[1:]: (batch.last_tile, batch.takes_ping_pong) for batch in batches},
+            {batch.shape[1:] for batch in chained},
+            [count for _, count in firsts],
+        )
+
+    shapes = [(768, 768), (768, 3072), (768, 2304), (768, 1000), (1280, 1280), (2048, 8192), (64, 200)]
+    assert placed(shapes * 40, "auto")[1] > {(768, 768), (768, 3072), (1280, 1280)}
+    last_tiles, chained, _ = placed(shapes * 40, "shape")
+    assert chained == {(768, 3072), (768, 2304)}
+    assert set(last_tiles) == {*shapes} - chained
+    for shape in shapes:
+        alone = placed([shape], "shape")
+        assert alone[0] == {each: how for each, how in last_tiles.items() if each == shape}
+        assert alone[1] == chained & {shape}
+
+
+def stepped(
+    shapes: Sequence[tuple[int, ...]], tiles: Any, dtype: torch.dtype, steps: int = 2, **options: Any
+) -> list[list[Tensor]]:
+    """Of each shape the parameter and its state after some steps together; numbers depend on the shape alone."""
+    (group,) = TritonMuon([torch.nn.Parameter(torch.zeros(8, 8))], lr=0.1, **options).param_groups
+    planner, entries = MuonPlanner(tiles), []
+    for place, shape in enumerate(shapes):
+        p, view = random(shape, 1, dtype), MatrixView.identity(shape)
+        state: dict[str, Any] = {}
+        init_state(p, view, group, state)
+        entries.append(MuonEntry(p, random(shape, 2, dtype), state, view, place))
+    for _ in range(steps):
+        planner.step([(group, entries)])
+    return [[entry.param, *entry.state.values()] for entry in entries]
+
+
+def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], what: Any) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b), what
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.parametrize("variance", [False, True])
+def test_a_matrix_that_cannot_be_aligned_is_nobody_elses_matter(variance: bool) -> None:
+    """Beside it others would be rounded before they update their parameters."""
+    options: dict[str, Any] = {"impl": "triton", "ns_dtype": torch.float16, "beta2": 0.9 if variance else None}
+    alone, mates = [(16, 24)], [(16, 24), (9, 7), (16, 24), (24, 16)]
+    for tiles in ("auto", "shape"):
+        (wanted,) = stepped(alone, tiles, torch.float32, **options)
+        found = stepped(mates, tiles, torch.float32, **options)
+        if tiles == "shape":
+            assert_same(found[0], wanted, "beside others")
+            assert_same(found[2], wanted, "beside others")
+        elif not variance:
+            assert not torch.equal(found[0][0], wanted[0]), "the test sees no difference"
+
+
+def test_tiles_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tiles must be one of .*'auto', 'shape'.*, got 'matrix'"):
+        MuonPlanner("matrix")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tiles must be one of"):
+        MuonPlan([], rule=None, ns=None, variance=False, tiles=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta2": 0.9}, {"beta2": 0.9, "row_equilibrate": True, "renormalize": True}, {"ns_dtype": torch.float32}],
+    ids=["plain", "normuon", "equilibrated", "fp32-products"],
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 64), (100, 60), (256, 1024), (768, 768), (3072, 768), (1280, 1280), (1600, 400), (2048, 1024), (3, 256, 256)],
+    ids=str,
+)
+def test_alone_in_a_batch_of_3_and_of_40(shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype) -> None:
+    """And beside matrices of other shapes, aligned or not, of the same short side or another."""
+    assert DEVICE == "cuda"
+    # launched, recorded, replayed
+    (wanted,) = stepped([shape], "shape", dtype, steps=3, **options)
+    short = min(shape[-2:])
+    others: list[tuple[int, ...]] = [(short, 3 * short), (short, short + 8), (short, short + 1), (96, 200), (9, 7)]
+    for mates in ([shape] * 3, [shape] * 40, [*others, shape, *others], [shape, *others * 5, shape]):
+        found = stepped(mates, "shape", dtype, steps=3, **options)
+        for place, (mate, tensors) in enumerate(zip(mates, found, strict=True)):
+            if mate == shape:
+                assert_same(tensors, wanted, (place, len(mates)))
