@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from dist_cases import BACKENDS, Case, Tensors, assert_equal, assert_same_state, train, train_each, world_sizes
+from dist_cases import BACKENDS, Case, Tensors, assert_equal, assert_same_state, mesh_of, train, train_each, world_sizes
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from optim_dist import TritonDistMuon
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_utils.testing import run_ranks
 
@@ -54,6 +56,22 @@ WHOLE_MODEL = Case(
     ),
     ({"kind": "muon", "weight_decay": 0.1}, {"kind": "adamw"}),
 )
+# of which owners have different numbers, in tiles that hang on how many there are
+MANY_MATRICES = Case(
+    "muon_adamw",
+    (
+        *(Tensors((128, 128), dtype=torch.bfloat16) for _ in range(13)),
+        *(Tensors((256, 256), group=1) for _ in range(5)),
+        *(Tensors((256, 1024), group=1, dtype=torch.bfloat16) for _ in range(3)),
+        Tensors((1024, 256), group=1, dtype=torch.bfloat16),
+        Tensors((100, 60)),
+        Tensors((3, 64, 96), group=1),
+        Tensors((33, 128)),
+        Tensors((1000,), group=2),
+    ),
+    ({"kind": "muon", "variant": "keller"}, {"kind": "muon"}, {"kind": "adamw"}),
+    steps=2,
+)
 CASES = {"elementwise": ELEMENTWISE, "few elements": FEW_ELEMENTS, "matrices": MATRICES, "model": WHOLE_MODEL}
 
 
@@ -70,7 +88,8 @@ def test_exact_is_one_process_summing_in_rank_order(backend):
         for number, (name, _) in enumerate(cases):
             expected = next(oracle)
             if backend == "nccl" and name in ("matrices", "model"):
-                # the grouped launches choose tiles by how many matrices an owner has, so that bits depend on W
+                # the grouped launches choose tiles by how many matrices an owner has, so that bits depend on W, unless
+                # they are told to be deterministic
                 for actual, wanted in zip(results[0][number]["parameters"], expected["parameters"]):
                     torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=1e-3)
                 continue
@@ -82,6 +101,43 @@ def test_exact_is_one_process_summing_in_rank_order(backend):
             for index in set(state["state"]) - set(expected["state"]["state"]):
                 assert not any(value.any() for value in state["state"].pop(index).values())
             assert_same_state(state, expected["state"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_muon_is_the_same_at_any_number_of_ranks(backend):
+    sizes, options = world_sizes(backend), {**EXACT, "deterministic": True}
+    oracle = run_ranks(train_each, 1, [(MANY_MATRICES, size, options) for size in sizes], backend=backend)[0]
+    for world_size, expected in zip(sizes, oracle):
+        results = run_ranks(train, world_size, MANY_MATRICES, 0, options, backend=backend)
+        for rank, result in enumerate(results):
+            what = f"rank {rank} of {world_size}"
+            assert_equal(result["parameters"], expected["parameters"], what)
+        assert_same_state(results[0]["state"], expected["state"])
+
+
+def _planners(rank, world_size, deterministic):
+    """What the planners of Muon's kernels are told: of matrices that are whole here, and of an owner's."""
+    value = torch.ones(4, 8)
+    cut = distribute_tensor(value, mesh_of(world_size), [Shard(0)])
+    parameters = [torch.nn.Parameter(value.clone()), torch.nn.Parameter(cut)]
+    optimizer = TritonDistMuon(parameters, deterministic=deterministic)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    planners = [cache["planner"] for cache in optimizer._caches.values() if cache]
+    if optimizer._resident.layouts:
+        planners += [batch._owner._planner for batch in optimizer._resident._muon._batches]
+    return [planner._tiles for planner in planners], "deterministic" in optimizer.explain()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_every_planner(deterministic):
+    wanted = "shape" if deterministic else "auto"
+    # on two ranks one of them owns the matrix that is in a bucket
+    first, second = run_ranks(_planners, 2, deterministic)
+    assert (*first[0], *second[0]) == (wanted,) * 3
+    assert first[1] == second[1] == deterministic
+    assert run_ranks(_planners, 1, deterministic) == [([wanted], deterministic)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -45,7 +45,7 @@ class MuonRoute:
                 shard = item.shard
                 entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.place)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
-        planner: MuonPlanner = cache.setdefault("planner", MuonPlanner())
+        planner: MuonPlanner = cache.setdefault("planner", MuonPlanner(context.tiles))
         planner.step(
             list(by_group.values()),
             clip_factor=context.factor,

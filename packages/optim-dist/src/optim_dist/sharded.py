@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._muon.sharded import Matrix, ShardedMuon
 from optim_dist._optimizers.construction import Entry, joint_layout, local
+from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, takes_zeros
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.pending_sums import LocalGradients, check_gradient
@@ -43,9 +44,9 @@ class Resident:
 class ResidentParameters:
     """The parameters of one optimizer that are in no bucket."""
 
-    def __init__(self, communicator: Communicator, bucket_mb: float | None) -> None:
+    def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
-        self._bucket_mb = bucket_mb
+        self._options = options
         self._members: list[Resident] = []
         self._muon: ShardedMuon | None = None
         self._gradients = LocalGradients()
@@ -70,7 +71,8 @@ class ResidentParameters:
             for m in self._members
             if m.spec.route == "muon" and m.layout is not None
         ]
-        self._muon = ShardedMuon(matrices, self._communicator, self._bucket_mb) if matrices else None
+        options = self._options
+        self._muon = ShardedMuon(matrices, self._communicator, options.bucket_mb, options.tiles) if matrices else None
 
     def __len__(self) -> int:
         return len(self._members)

@@ -4,6 +4,7 @@ A group is torch's dict of hyperparameters. A `MuonPlanner` steps groups with `M
 the kernels run.
 """
 
+from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
 from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
@@ -22,6 +23,7 @@ __all__ = [
     "DEFAULTS",
     "MuonEntry",
     "MuonPlanner",
+    "Tiles",
     "check_group",
     "check_param",
     "given_options",

@@ -23,7 +23,7 @@ from torch import Tensor
 from optim_dist._muon.halves import scales, takes_part
 from optim_dist._optimizers.shards import Item
 from optim_dist.plan import MATRIX_ALIGNMENT
-from optim_kernels.muon_groups import MuonEntry, MuonPlanner
+from optim_kernels.muon_groups import MuonEntry, MuonPlanner, Tiles
 from optim_utils.param_groups import MatrixView
 
 # the options of a group that make a step of Muon its direction alone
@@ -68,9 +68,10 @@ class Owner:
 
     Args:
         memory: ``room_for(matrices)`` bytes or more; batches may share it, one is done with it before the next begins.
+        tiles: what the kernels choose tiles by.
     """
 
-    def __init__(self, matrices: Sequence[Whole], memory: Tensor) -> None:
+    def __init__(self, matrices: Sequence[Whole], memory: Tensor, tiles: Tiles = "auto") -> None:
         self._matrices = matrices
         self._us, self._os = [], []
         half = room_for(matrices) // 2
@@ -79,7 +80,7 @@ class Owner:
             self._us.append(matrix.in_memory(memory[begin:]))
             self._os.append(matrix.in_memory(memory[half + begin :]))
             begin += matrix.nbytes
-        self._planner = MuonPlanner()
+        self._planner = MuonPlanner(tiles)
 
     def directions(self, items: Sequence[Item], arrived: Sequence[Tensor]) -> list[Tensor]:
         """O of every U that has arrived, zeros of a matrix that is left alone; second moments move.

@@ -28,6 +28,7 @@ from optim_dist._muon.owner import Owner, Whole, room_for
 from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import DEFAULT_BUCKET_MB
+from optim_kernels.muon_groups import Tiles
 from optim_redist import Handle, Layout, Mesh, plan
 from optim_redist.many import ManyProgram
 from optim_utils.balance import partition
@@ -88,6 +89,7 @@ class Batch:
         moments: Mapping[int, Tensor],
         world: Communicator,
         memory: Tensor,
+        tiles: Tiles,
     ) -> None:
         self.matrices = matrices
         # those of which every rank gets the second moment back
@@ -95,7 +97,7 @@ class Batch:
         everybody = Mesh(world.world_size, ranks=world.ranks)
         at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
         self.mine = owned_by(world.ranks[world.rank], matrices, owners)
-        self._owner = Owner([matrix.whole for matrix in self.mine], memory)
+        self._owner = Owner([matrix.whole for matrix in self.mine], memory, tiles)
         there = [Move(m.shape, m.dtype, m.layout, _whole(at_owner[m.index], m.shape)) for m in matrices]
         back = [Move(m.shape, m.dtype, _whole(at_owner[m.index], m.shape), m.layout) for m in matrices]
         for matrix in self.with_moment:
@@ -132,8 +134,10 @@ class Batch:
 class ShardedMuon:
     """The owners of all matrices, and their batches."""
 
-    def __init__(self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None, tiles: Tiles
+    ) -> None:
+        self._communicator, self._tiles = communicator, tiles
         chosen = partition([float(matrix.cost) for matrix in matrices], communicator.world_size).owner
         self.owners = {matrix.index: communicator.ranks[owner] for matrix, owner in zip(matrices, chosen)}
         self._parts = _cut(matrices, self.owners, (bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
@@ -178,7 +182,7 @@ class ShardedMuon:
             # one batch has been packed when the next begins
             room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
             memory = torch.empty(room, dtype=torch.uint8, device=world.device)
-            self._batches = [Batch(part, self.owners, moments, world, memory) for part in self._parts]
+            self._batches = [Batch(part, self.owners, moments, world, memory, self._tiles) for part in self._parts]
             self._moments = tuple(moments)
         return self._batches
 

@@ -219,7 +219,8 @@ class DistOptimizer(PlannedOptimizer):
         if self._options.skip_nonfinite and self.grad_norm is not None:
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
-        return StepContext(_product(self._factor, clip_factor), grad_scale, found_inf)
+        factor = _product(self._factor, clip_factor)
+        return StepContext(factor, grad_scale, found_inf, tiles=self._options.tiles)
 
     def _update(self, context: StepContext) -> None:
         """Phases 4 and 5."""

@@ -58,6 +58,7 @@ def explain(
     data["state_bytes"] = state_bytes
     data["bytes_sent"] = communicator.bytes_sent
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
+    data["deterministic"] = options.deterministic
     data["reducer"] = options.reducer if plan.world_size > 1 else None
     data["phases"] = phases(plan, options, communicator)
     unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
@@ -72,6 +73,8 @@ def explain(
         rows = [(name, *map(str, pair)) for name, pair in multipliers.items()]
         lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
+    if options.deterministic:
+        lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "

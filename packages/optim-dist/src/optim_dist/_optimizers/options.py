@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from optim_dist._reduction.collectives import Communicator, Traffic
 from optim_dist._reduction.grid import GridCommunicator
+from optim_kernels.muon_groups import Tiles
 
 REDUCERS = ("rs", "exact")
 SYNC = ("broadcast", "check")
@@ -33,6 +34,7 @@ class CommonOptions(TypedDict, total=False):
     max_norm: float | None
     skip_nonfinite: bool
     sync_params: Literal["broadcast", "check"]
+    deterministic: bool
     timeout: float | None
     debug: bool
 
@@ -59,6 +61,9 @@ class Options:
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
             are equal.
+        deterministic: Muon's kernels choose tiles by the shape of each matrix alone, not by how many of them an owner
+            has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
+            with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
         timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
             parameters after it.
@@ -77,6 +82,7 @@ class Options:
     max_norm: float | None = None
     skip_nonfinite: bool = False
     sync_params: str = "broadcast"
+    deterministic: bool = False
     timeout: float | None = None
     debug: bool = False
 
@@ -110,6 +116,11 @@ class Options:
                     f"it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+    @property
+    def tiles(self) -> Tiles:
+        """What Muon's kernels choose tiles by; see ``optim_kernels.muon_groups.MuonPlanner``."""
+        return "shape" if self.deterministic else "auto"
 
     def communicator(
         self, device: torch.device, traffic: Traffic | None = None, is_apart: bool = False

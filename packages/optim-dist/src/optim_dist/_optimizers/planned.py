@@ -61,7 +61,7 @@ class PlannedOptimizer(LiveOptimizer):
         device = found[0].parameter.device if found else torch.device("cpu")
         self._communicator = self._options.communicator(device)
         self._bucketed = BucketedParameters(self._communicator, self._options)
-        self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
+        self._resident = ResidentParameters(self._communicator, self._options)
         self.plan = Plan(self._communicator.world_size, (), ())
         self._entries: list[Entry] = []
         self._planned_views: list[list[MatrixView | None]] = []
@@ -142,7 +142,7 @@ class PlannedOptimizer(LiveOptimizer):
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
         """Move parameters from the plan that there is to a new one; state is left where it is."""
         former = self._bucketed.clear()
-        self._resident = ResidentParameters(self._communicator, self._options.bucket_mb)
+        self._resident = ResidentParameters(self._communicator, self._options)
         self._move(plan, found, found, meshes)
         for bucket in former:
             bucket.release()

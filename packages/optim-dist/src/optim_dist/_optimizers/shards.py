@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from optim_dist._optimizers.construction import Entry
 from optim_dist.buckets import Bucket
 from optim_dist.plan import ParameterSpec
+from optim_kernels.muon_groups import Tiles
 from optim_utils.param_groups import MatrixView
 
 # what a state may hold beside a 16-bit parameter to complete it
@@ -87,12 +88,14 @@ class StepContext:
         grad_scale: what they are divided by (``GradScaler``).
         found_inf: non-zero: leave everything untouched.
         counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
+        tiles: what Muon's kernels choose tiles by; the same in all steps.
     """
 
     factor: Tensor | None = None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     counts: Tensor | None = None
+    tiles: Tiles = "auto"
 
     def count(self, shard: Shard) -> Tensor | None:
         """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""
