@@ -314,6 +314,18 @@ def codes_of_8_bits_move_as_they_are(rank, world_size):
         assert_same_state(optimizer.full_state_dict() or {"state": {}}, oracle.full_state_dict() or {"state": {}})
 
 
+@scenario(1, 2)
+def everything_was_frozen(rank, world_size):
+    net, twin = make_net(rank, frozen=range(4)), make_net(rank, frozen=())
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net, accumulation_steps=1, **OPTIONS)
+    optimizer.step()
+    freeze(net, ())
+    optimizer.rebuild_plan()
+    oracle = TritonDistAdamW(twin.named_parameters(), **OPTIONS)
+    train([(net, optimizer), (twin, oracle)], rank, range(2))
+    assert_same(values(net), values(twin))
+
+
 @scenario(4)
 def over_a_grid(rank, world_size):
     """Where chunks are owned in another order than that of ranks."""

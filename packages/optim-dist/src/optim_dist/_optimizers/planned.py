@@ -6,6 +6,7 @@ Groups may come later, and with ``close`` all goes back. Every rank does the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ class PlannedOptimizer(LiveOptimizer):
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
         found = self._find_entries()
-        device = found[0].parameter.device if found else torch.device("cpu")
+        # of a frozen one if all are
+        listed = (parameter for group in self.param_groups for parameter in group["params"])
+        candidates = chain((entry.parameter for entry in found), listed)
+        device = next((parameter.device for parameter in candidates), torch.device("cpu"))
         self._communicator = self._options.communicator(device)
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options)
