@@ -110,10 +110,10 @@ class Row:
     bytes_sent: Callable[[], int] | None = None
 
 
-def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool) -> Row:
+def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool, deterministic: bool = False) -> Row:
     bag = job.bag()
     parameters = list(bag.parameters())
-    optimizer = _our_optimizer(job, parameters, model=bag, reducer=reducer)
+    optimizer = _our_optimizer(job, parameters, model=bag, reducer=reducer, deterministic=deterministic)
 
     @torch.no_grad()
     def before() -> None:
@@ -198,6 +198,7 @@ REFERENCE = "ours exact, in place"
 ROWS: dict[str, Callable[[Job], Row]] = {
     REFERENCE: lambda job: ours(job, reducer="exact", in_place=True),
     "ours rs, in place": lambda job: ours(job, reducer="rs", in_place=True),
+    "ours rs, in place, deterministic": lambda job: ours(job, reducer="rs", in_place=True, deterministic=True),
     "ours rs, copied in": lambda job: ours(job, reducer="rs", in_place=False),
     "DDP + torch": ddp,
     "DDP + ZeroRedundancyOptimizer": lambda job: ddp(job, zero=True),
@@ -212,6 +213,9 @@ def rows_for(mode: str, wanted: str) -> list[str]:
     if mode == "muon":
         # ZeRO's shards are no matrices, and torch's Muon takes FSDP2's for such
         names = [name for name in names if "Zero" not in name and name != "FSDP2 + torch"]
+    else:
+        # an option of Muon's
+        names = [name for name in names if "deterministic" not in name]
     return [REFERENCE, *[name for name in names if name != REFERENCE]]
 
 

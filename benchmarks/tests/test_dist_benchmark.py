@@ -12,13 +12,13 @@ def run(rank, world_size, mode):
 
 
 def test_every_row_is_right_before_it_is_timed():
-    for mode, most in (("adamw", 7), ("muon", 5)):
+    for mode, most in (("adamw", 7), ("muon", 6)):
         rows = run_ranks(run, 2, mode)[0]
         assert len(rows) == most
         assert not [row for row in rows if "ms" not in row]
         sent = [row["wire_GB"] for row in rows if row["what"].startswith("ours")]
         # 2 f P of the 2-layer model in fp32, padding included
-        assert sent == pytest.approx([sent[0]] * 3)
+        assert sent == pytest.approx([sent[0]] * len(sent))
         assert 1.0e-4 < sent[0] < 1.25e-4
 
 
