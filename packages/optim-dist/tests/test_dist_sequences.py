@@ -48,7 +48,8 @@ class PlainSequence(Beside):
         return None
 
     def interrupted_backward(self) -> bool | None:
-        if self.reduced or (self.eager and self.passes):
+        # a rank that gets no gradient could not tell that others have reductions to give up
+        if self.reduced or self.dropped or (self.eager and self.passes):
             return False
 
         def act(arm: Arm, rank: int) -> None:
