@@ -6,7 +6,6 @@ they are first asked for, which takes a second or two.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def _measured(device: str, *, num_bytes: int, size: int, dtype: torch.dtype) -> 
 
 
 def _seconds(call: Callable[[], object], *, runs: int = 15, repeats: int = 5) -> float:
-    """The median time of a call among several in a row, on a rested card. Not from a graph, where copies are slower."""
+    """The least mean time of a call in several rows, on a rested card. Not from a graph, where copies are slower."""
     for _ in range(3):
         call()
     timing.rest()
@@ -67,4 +66,4 @@ def _seconds(call: Callable[[], object], *, runs: int = 15, repeats: int = 5) ->
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         figures.append((time.perf_counter() - start) / runs)
-    return statistics.median(figures)
+    return min(figures)
