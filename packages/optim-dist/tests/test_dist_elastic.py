@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from optim_dist import TritonDistAdamW, checkpoint, elastic
+from optim_dist._checkpoint import manifest
 from optim_dist._fresh_store import fresh_store
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -128,6 +130,75 @@ def test_sigterm_saves_and_leaves(tmp_path, uninterrupted):
         assert torch.equal(actual, expected)
 
 
+@pytest.fixture
+def slow_disk(monkeypatch):
+    write = manifest.write_durably
+    monkeypatch.setattr(manifest, "write_durably", lambda *args: time.sleep(0.05) or write(*args))
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_saves_are_complete_when_it_returns(tmp_path, uninterrupted, slow_disk, async_):
+    writers = set()
+
+    def note(step):
+        writers.update(thread.name for thread in threading.enumerate() if thread.name.startswith("saving"))
+
+    numbers, parameters, run = elastic.run(
+        lambda run: train(run, before_step=note), tmp_path, every=3, keep=2, async_=async_
+    )
+    assert writers == ({f"saving step-{number:09d}" for number in (3, 6, 9)} if async_ else set())
+    assert numbers == list(range(TOTAL))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000009", "step-000000010"]
+    for actual, expected in zip(parameters, uninterrupted, strict=True):
+        assert torch.equal(actual, expected)
+    (tmp_path / checkpoint.LATEST).write_text("step-000000009")
+    numbers, parameters, run = elastic.run(train, tmp_path, every=3, async_=async_)
+    assert numbers == [9]
+    assert run.extra["seen"] == list(range(TOTAL))
+    for actual, expected in zip(parameters, uninterrupted, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_no_step_is_left_when_the_last_save_is_complete(tmp_path, slow_disk):
+    model, optimizer = build()
+    for _ in elastic.Run(tmp_path, every=100, async_=True).steps(model, optimizer, 2):
+        optimizer.step()
+    assert checkpoint.latest(tmp_path).name == "step-000000002"
+
+
+def leave_at(number):
+    def train_and_leave(run):
+        model, optimizer = build()
+        for step in run.steps(model, optimizer, TOTAL):
+            if step == number:
+                break
+            optimizer.step()
+
+    return train_and_leave
+
+
+def test_leaving_the_loop_waits_for_the_last_save(tmp_path, slow_disk):
+    elastic.run(leave_at(4), tmp_path, every=2, async_=True)
+    assert checkpoint.latest(tmp_path).name == "step-000000004"
+
+
+@pytest.mark.parametrize("loop", [train, leave_at(4)])
+def test_a_save_that_fails_in_the_background_is_an_error(tmp_path, monkeypatch, loop):
+    write = manifest.write_durably
+
+    def fail(file, *args):
+        if "step-000000002" not in file.parent.name:
+            raise OSError("no space left")
+        write(file, *args)
+
+    monkeypatch.setattr(manifest, "write_durably", fail)
+    with pytest.raises(RuntimeError, match="step-000000004 was not saved:\n  rank 0: OSError: no space left"):
+        elastic.run(loop, tmp_path, every=2, async_=True)
+    assert checkpoint.latest(tmp_path).name == "step-000000002"
+    with pytest.raises(RuntimeError, match="step-000000010 was not saved:\n  rank 0: OSError: no space left"):
+        elastic.run(train, tmp_path, every=100, async_=True)
+
+
 @pytest.mark.parametrize("name", ["every", "keep", "poll"])
 def test_numbers_below_one_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
@@ -145,13 +216,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         elastic.run(other, tmp_path, every=100)
 
 
-def on_ranks(rank, world_size, folder, lost):
+def on_ranks(rank, world_size, folder, lost, async_=False):
     def lose(step):
         if (rank, step) == lost:
             os.kill(os.getpid(), signal.SIGKILL)
 
     device = device_of(rank) if dist.is_initialized() else torch.device("cpu")
-    numbers, parameters, _ = elastic.run(lambda run: train(run, rank, lose, device=device), folder, every=2)
+    numbers, parameters, _ = elastic.run(
+        lambda run: train(run, rank, lose, device=device), folder, every=2, async_=async_
+    )
     return numbers, parameters
 
 
@@ -165,6 +238,19 @@ def test_a_rank_is_killed_and_fewer_or_more_go_on(tmp_path, uninterrupted):
         for actual, expected in zip(parameters, uninterrupted, strict=True):
             # the others add zeros, so that not even the order of sums can differ
             assert torch.equal(actual, expected)
+
+
+def test_ranks_that_are_killed_while_they_save(tmp_path, uninterrupted):
+    """The newest checkpoint is the last one or the one before, and it is whole."""
+    for world_size, lost in ((3, (1, 4)), (2, (0, 8))):
+        with pytest.raises(RankFailure, match="exit code -9"):
+            run_ranks(on_ranks, world_size, str(tmp_path), lost, True)
+        assert checkpoint.latest(tmp_path).name in [f"step-{lost[1] - back:09d}" for back in (0, 2)]
+    for numbers, parameters in run_ranks(on_ranks, 4, str(tmp_path), None, True):
+        assert numbers in ([6, 7, 8, 9], [8, 9])
+        for actual, expected in zip(parameters, uninterrupted, strict=True):
+            assert torch.equal(actual, expected)
+    assert sorted(os.listdir(tmp_path)) == ["latest", *(f"step-{number:09d}" for number in (6, 8, 10))]
 
 
 @pytest.mark.gpu
@@ -199,6 +285,8 @@ def with_other_numbers(rank, world_size, folder):
         elastic.run(lambda run: train(run, rank, total=TOTAL + rank), folder, every=2)
     with pytest.raises(RuntimeError, match="every is 2 on rank 0, 3 on rank 1; pass the same on every rank"):
         elastic.run(lambda run: train(run, rank), folder, every=2 + rank)
+    with pytest.raises(RuntimeError, match="async_ is False on rank 0, True on rank 1; pass the same on every rank"):
+        elastic.run(lambda run: train(run, rank), folder, every=2, async_=bool(rank))
 
 
 def test_ranks_with_other_numbers_of_steps_are_refused(tmp_path):
@@ -220,7 +308,10 @@ def fail_to_remove(rank, world_size, folder):
 def test_what_the_first_rank_cannot_remove_is_an_error_on_all(tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "resumed" / ".step-000000002.abc.tmp").mkdir(parents=True)
-    expected = {"saved": "old checkpoints in .* were not removed", "resumed": "training was not resumed"}
+    expected = {
+        "saved": "checkpoint .* is complete, but older ones were not removed",
+        "resumed": "training was not resumed",
+    }
     for name, beginning in expected.items():
         for text in run_ranks(fail_to_remove, 2, str(tmp_path / name)):
             assert re.match(rf"{beginning}.*\n  rank 0: PermissionError: .*step-000000002.* is not yours", text), text

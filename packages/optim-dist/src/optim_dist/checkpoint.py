@@ -2,7 +2,8 @@
 
     save   each rank writes what it owns, the first one the rest and a manifest; all into a hidden folder that gets its
            name only when everything is on the disk, so that a crash leaves the previous checkpoint whole; what a
-           killed save leaves is removed by the next one to the same path
+           killed save leaves is removed by the next one to the same path. ``async_=True`` copies, and writes while
+           training goes on
     load   names, shapes, dtypes, routes, sizes and digests first, all problems in one error on every rank; then the
            files, each read by one rank; then, if ranks or plan differ, one exchange by ``optim_redist``
 
@@ -11,110 +12,103 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import io
 import os
 import pickle
-import shutil
-import uuid
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint import saving as saves
+from optim_dist._checkpoint.background import Saving
 from optim_dist._checkpoint.codes import with_numbers
-from optim_dist._checkpoint.common import packed, packed_readable
 from optim_dist._checkpoint.contents import (
     compare_groups,
     compare_rest,
-    describe_state,
-    group_members,
-    group_options,
     load_groups,
     load_rest,
     named_specs,
-    own_parts,
     pieces_of,
     rest_of_model,
     restore,
-    saved_parameters,
-    whole_rest,
 )
-from optim_dist._checkpoint.faults import described, raised_together
+from optim_dist._checkpoint.faults import described
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter, read_manifest
+from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.reshard import exchange, streams
+from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist.plan import ParameterSpec
 
-__all__ = ["CheckpointError", "latest", "load", "save"]
-
-LATEST = "latest"
-NONCE = 12  # hexadecimal digits in the name of a temporary folder
+__all__ = ["CheckpointError", "Saving", "latest", "load", "save"]
 
 Path_ = str | os.PathLike[str]
 
 
-def save(path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = None) -> Path:
+@overload
+def save(
+    path: Path_,
+    model: nn.Module | None,
+    opt: DistOptimizer,
+    extra: Any = ...,
+    *,
+    async_: Literal[False] = ...,
+    keep: int | None = ...,
+) -> Path: ...
+
+
+@overload
+def save(
+    path: Path_,
+    model: nn.Module | None,
+    opt: DistOptimizer,
+    extra: Any = ...,
+    *,
+    async_: Literal[True],
+    keep: int | None = ...,
+) -> Saving: ...
+
+
+@overload
+def save(
+    path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = ..., *, async_: bool, keep: int | None = ...
+) -> Path | Saving: ...
+
+
+def save(
+    path: Path_,
+    model: nn.Module | None,
+    opt: DistOptimizer,
+    extra: Any = None,
+    *,
+    async_: bool = False,
+    keep: int | None = None,
+) -> Path | Saving:
     """Write model, optimizer and ``extra`` into the new folder ``path``; collective.
 
     Args:
         model: gives parameters their names, and its buffers and frozen parameters are saved; None for neither.
         extra: plain values and tensors, of the first rank.
+        async_: return a ``Saving`` once everything is copied to host memory, and write in the background, with training
+            going on. The next ``save`` or ``load`` waits for it.
+        keep: how many of the newest checkpoints in the directory of ``path`` stay, this one included, once it is
+            complete; None keeps all. Other folders stay in any case.
 
     Raises:
         RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if ranks give models with
             other names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read ``extra``,
-            a group or the rest of the model again, or if a rank could not write.
+            a group or the rest of the model again, if a rank could not write, or if an earlier save in the background
+            has failed and nobody has waited for it. With ``async_`` the ``Saving`` says what could not be written.
     """
-    folder, communicator = Path(path), opt.communicator
-    failed = f"checkpoint {folder} was not saved"
-    is_between_steps = opt.is_between_steps
-    with raised_together(communicator, failed) as problems:
-        if not is_between_steps:
-            problems.append("gradients have arrived since the last step(); save after step()")
-        if folder.exists():
-            problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
-        # before this save has a temporary folder itself
-        if communicator.rank == 0:
-            for left in _left_behind(folder):
-                shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
-    opt.wait()
-    rest_here, specs = rest_of_model(model, opt), named_specs(opt, model)
-    nonces, ends, names = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, _digest_of_names(specs)]))
-    if len(set(ends)) > 1:
-        raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
-    if len(set(names)) > 1:
-        raise RuntimeError(f"{failed}: {_different_names(communicator.gather_json([spec.name for spec in specs]))}")
-    temporary = folder.with_name(f".{folder.name}.{nonces[0][:NONCE]}.tmp")
-    file = manifests.rank_file(communicator.rank)
-    written: dict[str, list[Any]] = {}
-    # collective where there are DTensors, so outside of what may fail on one rank
-    mine, rest = own_parts(opt, specs), whole_rest(rest_here, opt)
-    try:
-        with raised_together(communicator, failed):
-            temporary.mkdir(parents=True, exist_ok=True)
-            written[file] = _write(temporary / file, packed(mine))
-            if communicator.rank == 0:
-                groups = {"groups": group_options(opt), "members": group_members(specs)}
-                common = {**groups, "model": rest, "extra": extra}
-                written[manifests.COMMON] = _write(temporary / manifests.COMMON, packed_readable(common))
-        every = communicator.gather_json([written, describe_state(opt, specs)])
-        with raised_together(communicator, failed):
-            if communicator.rank == 0:
-                files = {name: entry for found, _ in every for name, entry in found.items()}
-                _check_shared(temporary, files)
-                parameters = saved_parameters(opt, specs, [state for _, state in every])
-                Manifest(communicator.world_size, opt.plan.hash, files, parameters).write(temporary)
-                _finish(temporary, folder)
-    finally:
-        # by the rank that renames it, when all went well: another that gave up waiting would remove what gets its name
-        if communicator.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+    faults = []
+    if keep is not None and (type(keep) is not int or keep < 1):
+        faults.append(f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}")
+    old = None if keep is None else all_but_the_newest(keep)
+    options = {"async_": async_, "keep": keep}
+    saving = saves.save(Path(path), model, opt, extra, async_=async_, old=old, options=options, faults=faults)
+    return Path(path) if saving is None else saving
 
 
 def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
@@ -124,6 +118,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
     opt.check_open()
+    background.wait_for_last()  # which may be the one to load
     folder, communicator = Path(path), opt.communicator
     rest, specs = rest_of_model(model, opt), named_specs(opt, model)
     problems: list[str] = []
@@ -147,7 +142,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         if not problems:
             saved = with_numbers(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
-        problems += error.problems if isinstance(error, CheckpointError) else [described(communicator, error)]
+        problems += error.problems if isinstance(error, CheckpointError) else [described(communicator.rank, error)]
         cause = error
     found, identities = zip(*communicator.gather_json([problems, identity]))
     if len({each for each in identities if each is not None}) > 1:
@@ -184,49 +179,6 @@ def latest(directory: Path_) -> Path | None:
     # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
     complete = [file for file in folder.glob(f"*/{manifests.MANIFEST}") if not file.parent.name.startswith(".")]
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
-
-
-def _digest_of_names(specs: Iterable[ParameterSpec]) -> str:
-    return hashlib.sha256("\n".join(spec.name for spec in specs).encode()).hexdigest()
-
-
-def _different_names(found: Sequence[Sequence[str]]) -> str:
-    """The first parameter that ranks name differently, and which rank does."""
-    for rank, names in enumerate(found):
-        for mine, theirs in zip(found[0], names, strict=True):
-            if mine != theirs:
-                return f"{mine} of rank 0 is {theirs} on rank {rank}; give every rank the same model, or none"
-    raise AssertionError("names differ")
-
-
-def _left_behind(folder: Path) -> list[Path]:
-    """Temporary folders of saves to this path that were killed; those of other paths may still be written."""
-    return list(folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * NONCE}.tmp"))
-
-
-def _write(file: Path, content: io.BytesIO) -> list[Any]:
-    """Write a file; its size and digest."""
-    manifests.write_durably(file, content.getvalue())
-    return [file.stat().st_size, manifests.file_digest(file)]
-
-
-def _check_shared(folder: Path, files: Iterable[str]) -> None:
-    """Refuse a folder in which the first rank does not see what the others have written."""
-    elsewhere = [name for name in files if not (folder / name).is_file()]
-    if elsewhere:
-        raise FileNotFoundError(
-            f"{', '.join(elsewhere)} of other ranks cannot be seen in {folder}; give every rank the same path, on a "
-            "disk that all of them share"
-        )
-
-
-def _finish(temporary: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name, and make it the latest; what needs space on the disk comes before."""
-    manifests.write_durably(temporary / LATEST, folder.name.encode())
-    manifests.flush_folder(temporary)
-    temporary.rename(folder)
-    (folder / LATEST).replace(folder.parent / LATEST)
-    manifests.flush_folder(folder.parent)
 
 
 def _read(folder: Path, name: str, manifest: Manifest) -> Any:

@@ -1,7 +1,7 @@
 """Training that outlives its ranks: every start goes on from the newest checkpoint, at the number of ranks it finds.
 
     start   join the process group that torchrun describes; load the newest complete checkpoint if there is one
-    train   the steps that are left; save after every ``every``-th and after the last
+    train   the steps that are left; save after every ``every``-th and after the last, in the background if asked to
     stop    on SIGTERM: save at the next poll, leave
 
 A rank that dies takes its group with it: the other ranks fail in their next collective, torchrun starts all that are
@@ -26,7 +26,11 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from optim_dist import checkpoint
+from optim_dist._checkpoint import background
+from optim_dist._checkpoint.background import Saving
 from optim_dist._checkpoint.faults import raised_together
+from optim_dist._checkpoint.removal import remove
+from optim_dist._checkpoint.saving import save
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
@@ -48,29 +52,32 @@ class Run:
         stopped: whether ``steps`` ended before the last step because a SIGTERM arrived.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int = 3, poll: int = 10) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every: int, keep: int = 3, poll: int = 10, async_: bool = False
+    ) -> None:
         for name, value in {"every": every, "keep": keep, "poll": poll}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.directory = Path(directory)
-        self.every, self.keep, self.poll = every, keep, poll
+        self.every, self.keep, self.poll, self.async_ = every, keep, poll, async_
         self.done = 0
         self.resumed_from: Path | None = None
         self.extra: dict[str, Any] = {}
         self.stopped = False
         self._sigterm = False
+        self._saving: Saving | None = None
 
     def steps(self, model: nn.Module | None, optimizer: DistOptimizer, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of ``total``, after model, optimizer and ``extra`` have been loaded.
 
         A step is over when the next number is asked for, and saved then if it is its turn. Collective: every rank goes
-        through all numbers.
+        through all numbers. The last save is complete when there is no number left.
 
         Raises:
             CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
             RuntimeError: if ranks were given different numbers.
         """
-        given = {"total": total, "every": self.every, "keep": self.keep, "poll": self.poll}
+        given = {"total": total, "every": self.every, "keep": self.keep, "poll": self.poll, "async_": self.async_}
         check_options(optimizer.communicator.gather_json({name: str(value) for name, value in given.items()}))
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
@@ -80,6 +87,12 @@ class Run:
             self.stopped = is_poll and self._is_anyone_stopped(optimizer)
             if self.done % self.every == 0 or self.done == total or self.stopped:
                 self._save(model, optimizer)
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is complete, which raises what has failed in it; ``run`` does so at its end."""
+        if self._saving is not None:
+            self._saving.wait()
 
     @contextmanager
     def watching_for_sigterm(self) -> Iterator[None]:
@@ -96,6 +109,7 @@ class Run:
 
     def _resume(self, model: nn.Module | None, optimizer: DistOptimizer) -> int:
         communicator = optimizer.communicator
+        background.wait_for_last()  # of an earlier run in this process
         newest: Path | None = None
         with raised_together(communicator, f"training was not resumed from {self.directory}"):
             # the first rank decides: a shared folder may show itself later to others
@@ -115,14 +129,15 @@ class Run:
         folder, communicator = self.directory / f"step-{self.done:09d}", optimizer.communicator
         with raised_together(communicator, f"{folder} of an earlier start was not removed"):
             if communicator.rank == 0 and folder.exists():
-                shutil.rmtree(folder)  # of a run that was killed before it could make this its newest checkpoint
-        checkpoint.save(folder, model, optimizer, extra={"step": self.done, "extra": self.extra})
-        with raised_together(communicator, f"old checkpoints in {self.directory} were not removed"):
-            if communicator.rank == 0:
-                # those of later steps are of a run that was taken back to an earlier one, and of no use to count
-                until_now = [f for f in self.directory.glob("step-*") if f.name <= folder.name]
-                for old in sorted(until_now)[: -self.keep]:
-                    shutil.rmtree(old)
+                remove(folder)  # of a run that was killed before it could make this its newest checkpoint
+
+        def old(found: list[Path]) -> list[Path]:
+            # those of later steps are of a run that was taken back to an earlier one, and of no use to count
+            return sorted(f for f in found if f.name.startswith("step-") and f.name <= folder.name)[: -self.keep]
+
+        extra = {"step": self.done, "extra": self.extra}
+        options = {"async_": self.async_}
+        self._saving = save(folder, model, optimizer, extra, async_=self.async_, old=old, options=options)
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
         return any(optimizer.communicator.gather_json(self._sigterm))
@@ -135,6 +150,7 @@ def run(
     every: int,
     keep: int = 3,
     poll: int = 10,
+    async_: bool = False,
     timeout: float = 300.0,
 ) -> Result:
     """Call ``train(run)`` within the process group that torchrun describes, and return what it returns.
@@ -145,13 +161,16 @@ def run(
         every: steps between two saves.
         keep: how many of the newest checkpoints stay.
         poll: steps between two looks at whether any rank has received SIGTERM; a look waits for the device.
+        async_: save in the background, while training goes on. All saves are complete when this returns.
         timeout: seconds after which a collective, the first one included, is given up.
 
     A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.
     """
-    job = Run(directory, every=every, keep=keep, poll=poll)
+    job = Run(directory, every=every, keep=keep, poll=poll, async_=async_)
     with _process_group(timeout), job.watching_for_sigterm():
-        return train(job)
+        result = train(job)
+        job.wait()
+        return result
 
 
 @contextmanager

@@ -9,13 +9,6 @@ from typing import Any
 import torch
 
 
-def packed(content: Any) -> io.BytesIO:
-    """A file's bytes."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer
-
-
 def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
     """A file's bytes, once they have been read back.
 
@@ -32,6 +25,12 @@ def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
         raise TypeError(f"{', '.join(refused)}, which load could not read; {advice}") from error
 
 
+def unpacked(buffer: io.BytesIO) -> Any:
+    """What a file's bytes say, on the CPU."""
+    buffer.seek(0)
+    return torch.load(buffer, map_location="cpu", weights_only=True)
+
+
 def without_numpy_scalars(value: Any) -> Any:
     """``value`` with NumPy's scalars, in containers too, as Python's; NumPy need not be installed."""
     if type(value) is dict:
@@ -43,9 +42,9 @@ def without_numpy_scalars(value: Any) -> Any:
 
 
 def _read_back(content: Any) -> io.BytesIO:
-    buffer = packed(content)
-    buffer.seek(0)
-    torch.load(buffer, map_location="cpu", weights_only=True)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    unpacked(buffer)
     return buffer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
+from optim_dist._checkpoint.staging import ToHost, on_host
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
@@ -63,7 +64,9 @@ def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
     return optimizer.plan.ranges(index)
 
 
-def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, dict[str, Tensor]]:
+def own_parts(
+    optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToHost = on_host
+) -> dict[str, dict[str, Tensor]]:
     """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU. Collective if there are DTensors."""
     parts: dict[str, dict[str, Tensor]] = {}
     cut: list[Part] = []
@@ -71,15 +74,15 @@ def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str,
         spec, state = specs[shard.index], optimizer.kept_state(shard)
         tensors = {VALUE: shard.value, **{key: value for key, value, *_ in in_files(state) if key not in SCALARS}}
         if not spec.sharding:
-            parts[spec.name] = {key: _to_write(flat_part(value, shard)) for key, value in tensors.items()}
+            parts[spec.name] = {key: to_host(flat_part(value, shard)) for key, value in tensors.items()}
             continue
         for key, value in tensors.items():
             if key in (VALUE, *WHOLE_KEYS):
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
-                parts.setdefault(spec.name, {})[key] = _to_write(in_memory_order(local(value).detach()))
+                parts.setdefault(spec.name, {})[key] = to_host(in_memory_order(local(value).detach()))
     for part in to_rows(cut, _layouts(optimizer, specs), optimizer.communicator):
-        parts.setdefault(part.name, {})[part.key] = _to_write(part.local.reshape(-1))
+        parts.setdefault(part.name, {})[part.key] = to_host(part.local.reshape(-1))
     return parts
 
 
@@ -100,12 +103,11 @@ def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict
 
 
 def saved_parameters(
-    optimizer: LiveOptimizer, specs: list[ParameterSpec], described: list[dict[str, Any]]
+    specs: Sequence[ParameterSpec], pieces_of_each: Sequence[Sequence[Piece]], described: Sequence[dict[str, Any]]
 ) -> list[SavedParameter]:
     """The manifest's entries, from what every rank said of its state."""
     saved = []
-    for index, spec in enumerate(specs):
-        pieces = pieces_of(optimizer, index)
+    for spec, pieces in zip(specs, pieces_of_each, strict=True):
         keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
         state = {}
         for key, (dtype, shape, block, fmt) in keys.items():
@@ -270,12 +272,6 @@ def flat_part(value: Tensor, shard: Shard) -> Tensor:
     if value.shape == shard.value.shape and value.stride() != shard.value.stride():
         value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
     return in_memory_order(value.detach())
-
-
-def _to_write(part: Tensor) -> Tensor:
-    """A part on the CPU and in memory of its own: ``torch.save`` writes all of the memory that a view is of."""
-    found = part.cpu()
-    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
 
 def state_of_part(part: Tensor | None, description: SavedState, shard: Shard) -> Tensor:

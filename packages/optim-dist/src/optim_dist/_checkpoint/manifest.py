@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -27,6 +27,7 @@ CODED_FORMAT = "optim-dist.checkpoint/2"  # with 8-bit codes, which version 0.5 
 MANIFEST = "manifest.json"
 DIGEST = "sha256"  # of the rest of the manifest
 COMMON = "common.pt"
+NONCE = 12  # hexadecimal digits in the names of hidden folders
 
 
 class CheckpointError(RuntimeError):
@@ -89,7 +90,8 @@ class Manifest:
         for entry, saved in zip(described["parameters"], self.parameters, strict=True):
             entry["state"] = {key: state.describe() for key, state in saved.state.items()}
         described[DIGEST] = _digest(described)
-        write_durably(folder / MANIFEST, json.dumps(described).encode())
+        content = json.dumps(described).encode()
+        write_durably(folder / MANIFEST, lambda stream: stream.write(content))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -171,10 +173,10 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_durably(file: Path, content: bytes) -> None:
-    """Write and flush to the disk."""
+def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Make a file of what ``write`` puts into a stream, and flush it to the disk."""
     with file.open("wb") as stream:
-        stream.write(content)
+        write(stream)
         stream.flush()
         os.fsync(stream.fileno())
 

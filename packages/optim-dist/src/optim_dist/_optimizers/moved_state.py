@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from optim_dist._checkpoint.codes import in_files, joined, with_numbers
-from optim_dist._checkpoint.contents import SCALARS, describe_state, flat_part, saved_parameters, state_of_part
+from optim_dist._checkpoint.contents import (
+    SCALARS,
+    describe_state,
+    flat_part,
+    pieces_of,
+    saved_parameters,
+    state_of_part,
+)
 from optim_dist._checkpoint.manifest import SavedParameter
 from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._optimizers.construction import Entry
@@ -63,7 +70,8 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
     }
     specs = list(former.parameters)
     described = communicator.gather_json(describe_state(optimizer, specs))
-    saved = [each for each in saved_parameters(optimizer, specs, described) if each.name in moving]
+    pieces = [pieces_of(optimizer, index) for index in range(len(specs))]
+    saved = [each for each in saved_parameters(specs, pieces, described) if each.name in moving]
     mine = {
         shard.name: {
             key: flat_part(value, shard)

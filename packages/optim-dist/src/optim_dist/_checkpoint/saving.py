@@ -1,0 +1,131 @@
+"""What a save does before anything is written: ranks agree, and what each has to say is taken from the training.
+
+With ``async_`` it is copied, and the rest, ``writing.write``, goes on in a thread; else the rest follows at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from optim_dist._checkpoint import background
+from optim_dist._checkpoint.background import Saving
+from optim_dist._checkpoint.contents import (
+    describe_state,
+    group_members,
+    group_options,
+    named_specs,
+    own_parts,
+    pieces_of,
+    rest_of_model,
+    whole_rest,
+)
+from optim_dist._checkpoint.faults import raised_together
+from optim_dist._checkpoint.removal import Choice
+from optim_dist._checkpoint.staging import Staging, on_host
+from optim_dist._checkpoint.writing import Contents, Destination, clean, write
+from optim_dist._optimizers.agreement import check_options
+from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._reduction.collectives import Communicator
+from optim_dist.plan import ParameterSpec
+
+
+def save(
+    folder: Path,
+    model: nn.Module | None,
+    opt: DistOptimizer,
+    extra: Any,
+    *,
+    async_: bool,
+    old: Choice | None = None,
+    options: Mapping[str, Any],
+    faults: Sequence[str] = (),
+) -> Saving | None:
+    """Save a checkpoint, or with ``async_`` begin to; collective.
+
+    Args:
+        old: which checkpoints beside it are removed once it is complete.
+        options: names and values that have to be the same on all ranks.
+        faults: what is wrong with them on this one.
+    """
+    communicator = opt.communicator
+    destination = _agreed(folder, opt, options, faults, old)
+    opt.wait()
+    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+    _check_names(specs, communicator, destination.failed)
+    staging = Staging()
+    is_first = communicator.rank == 0
+    # collective where there are DTensors, so outside of what may fail on one rank
+    parts = own_parts(opt, specs, staging.copy if async_ else on_host)
+    common: dict[str, Any] = {"model": whole_rest(rest, opt)}
+    with raised_together(communicator, destination.failed):
+        if is_first:
+            common |= {"groups": group_options(opt), "members": group_members(specs), "extra": extra}
+            if async_:
+                common = staging.copy_common(common)
+        staging.finish()
+    contents = Contents(
+        communicator.rank,
+        communicator.world_size,
+        opt.plan.hash,
+        specs,
+        [pieces_of(opt, index) for index in range(len(specs))] if is_first else [],
+        parts,
+        describe_state(opt, specs),
+        common if is_first else {},
+    )
+    if not async_:
+        write(contents, destination, communicator)
+        return None
+    apart = background.on_cpu(communicator)
+    return background.start(folder, lambda: write(contents, destination, apart))
+
+
+def _agreed(
+    folder: Path, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str], old: Choice | None
+) -> Destination:
+    """One destination for all ranks, once nothing is in the way of a save."""
+    communicator, failed = opt.communicator, Destination(folder, "").failed
+    is_between_steps = opt.is_between_steps
+    with raised_together(communicator, failed) as problems:
+        problems += faults
+        if not is_between_steps:
+            problems.append("gradients have arrived since the last step(); save after step()")
+        if earlier := background.settle():
+            problems.append(f"an earlier one was not, for which nobody has waited since: {earlier}")
+        if background.has_lost_ranks(communicator):
+            problems.append("an earlier save in the background has lost other ranks; start all of them again")
+        if folder.exists():
+            problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
+        # before this save has a temporary folder itself
+        if communicator.rank == 0:
+            clean(folder)
+    described = {name: str(value) for name, value in options.items()}
+    nonces, ends, given = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, described]))
+    if len(set(ends)) > 1:
+        raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
+    check_options(given)
+    # a thread may outlive the directory that a relative path begins in
+    return Destination(folder.absolute(), nonces[0], old)
+
+
+def _check_names(specs: Iterable[ParameterSpec], communicator: Communicator, failed: str) -> None:
+    """Refuse ranks that would write parameters under different names."""
+    names = [spec.name for spec in specs]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    if len(set(communicator.gather_json(digest))) > 1:
+        raise RuntimeError(f"{failed}: {_different_names(communicator.gather_json(names))}")
+
+
+def _different_names(found: Sequence[Sequence[str]]) -> str:
+    """The first parameter that ranks name differently, and which rank does."""
+    for rank, names in enumerate(found):
+        for mine, theirs in zip(found[0], names, strict=True):
+            if mine != theirs:
+                return f"{mine} of rank 0 is {theirs} on rank {rank}; give every rank the same model, or none"
+    raise AssertionError("names differ")

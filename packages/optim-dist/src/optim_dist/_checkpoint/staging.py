@@ -1,0 +1,56 @@
+"""Copies in host memory that belong to a save, so that training may go on while they are written.
+
+From a CUDA device into pinned memory, by copies that the current stream runs one behind another without the host
+waiting for each; ``finish`` waits for all. torch keeps pinned memory for the next save, so that pages are pinned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_dist._checkpoint.common import packed_readable, unpacked
+
+# a tensor in host memory
+ToHost = Callable[[Tensor], Tensor]
+
+
+def on_host(part: Tensor) -> Tensor:
+    """A part on the CPU and in memory of its own: ``torch.save`` writes all of the memory that a view is of."""
+    found = part.cpu()
+    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+
+
+class Staging:
+    """Makes copies, and knows when they are there."""
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+
+    def copy(self, value: Tensor) -> Tensor:
+        """A copy on the host that shares nothing with ``value``; to be read after ``finish``."""
+        value = value.detach()
+        if value.device.type != "cuda":
+            return value.to("cpu", copy=True)
+        self._devices.add(value.device)
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+    def copy_common(self, common: dict[str, Any]) -> dict[str, Any]:
+        """A copy of what goes into ``common.pt``.
+
+        Raises:
+            TypeError: naming the entries that ``load`` could not read.
+        """
+        tensors = {name: value for name, value in common["model"].items() if type(value) is Tensor}
+        others = {name: value for name, value in common["model"].items() if name not in tensors}
+        # plain values and tensors in any containers: read back from what would be written, they are copies
+        small: dict[str, Any] = unpacked(packed_readable({**common, "model": others}))
+        return {**small, "model": {**small["model"], **{name: self.copy(value) for name, value in tensors.items()}}}
+
+    def finish(self) -> None:
+        """Wait for the copies, and for nothing that is launched later."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
