@@ -1,0 +1,128 @@
+"""Old checkpoints: the newest stay, and nothing goes that is not a complete checkpoint of this package."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from optim_dist import TritonDistAdamW, checkpoint
+from optim_dist._checkpoint import manifest
+from optim_utils.testing import RankFailure, run_ranks
+
+
+def build():
+    return TritonDistAdamW([("w", nn.Parameter(torch.ones(100)))], timeout=20)
+
+
+def save(folder, **options):
+    saving = checkpoint.save(folder, None, build(), **options)
+    if options.get("async_"):
+        saving.wait()
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_all_stay_unless_asked(tmp_path):
+    for number in range(5):
+        save(tmp_path / str(number))
+    assert names(tmp_path) == [*"01234", "latest"]
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_the_newest_stay(tmp_path, async_):
+    # of what was finished, not by name
+    for name in ("c", "a", "b"):
+        save(tmp_path / name)
+    save(tmp_path / "d", keep=3, async_=async_)
+    assert names(tmp_path) == ["a", "b", "d", "latest"]
+    save(tmp_path / "0", keep=1, async_=async_)
+    assert names(tmp_path) == ["0", "latest"]
+    save(tmp_path / "e", keep=9, async_=async_)
+    assert names(tmp_path) == ["0", "e", "latest"]
+    checkpoint.load(tmp_path / "0", None, build())
+
+
+def test_the_one_just_written_stays_whatever_clocks_say(tmp_path):
+    for name in ("a", "b"):
+        save(tmp_path / name)
+        os.utime(tmp_path / name / manifest.MANIFEST, (4e9, 4e9))  # in a hundred years
+    save(tmp_path / "c", keep=1)
+    assert names(tmp_path) == ["c", "latest"]
+
+
+def test_only_complete_checkpoints_go(tmp_path):
+    for name in ("old", "damaged", "unfinished", "foreign", "linked"):
+        save(tmp_path / name)
+    (tmp_path / "linked").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    (tmp_path / "linked").symlink_to(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    (tmp_path / "unfinished" / manifest.MANIFEST).unlink()
+    (tmp_path / "foreign" / manifest.MANIFEST).write_text(json.dumps({"format": "somebody else's"}))
+    content = (tmp_path / "damaged" / manifest.MANIFEST).read_text()
+    (tmp_path / "damaged" / manifest.MANIFEST).write_text(content.replace('"w"', '"v"'))
+    others = ["data", ".hidden", ".other.0123456789ab.tmp"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    shutil.copytree(tmp_path / "old", tmp_path / ".copy")
+    (tmp_path / "notes").write_text("")
+    save(tmp_path / "new", keep=1)
+    others += [".copy", "notes", "damaged", "unfinished", "foreign", "linked", "new", "latest"]
+    assert names(tmp_path) == sorted(others)
+    assert names(tmp_path / "linked") == ["common.pt", "manifest.json", "rank-00000.pt"]
+
+
+def test_what_a_killed_removal_leaves_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
+    save(tmp_path / "a")
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(killed_in_removal, 2, str(tmp_path))
+    (left,) = [name for name in names(tmp_path) if name.endswith(".removed")]
+    assert left.startswith(".a.")
+    assert names(tmp_path) == [left, "b", "latest"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "b"
+    (tmp_path / checkpoint.LATEST).unlink()
+    assert checkpoint.latest(tmp_path) == tmp_path / "b"
+    save(tmp_path / "c")
+    assert names(tmp_path) == ["b", "c", "latest"]
+
+
+def killed_in_removal(rank, world_size, folder):
+    shutil.rmtree = lambda path, ignore_errors=False: ignore_errors or os.kill(os.getpid(), signal.SIGKILL)
+    save(f"{folder}/b", keep=1)
+
+
+def fail_to_remove(rank, world_size, folder):
+    def fail(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError("not yours")
+
+    for name in ("a", "b"):
+        save(f"{folder}/{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fail)
+        texts = []
+        for number, is_async in enumerate((False, True)):
+            with pytest.raises(RuntimeError) as raised:
+                save(f"{folder}/c{number}", keep=1, async_=is_async)
+            texts.append(str(raised.value))
+    return texts
+
+
+def test_what_cannot_be_removed_is_an_error_on_all_and_the_new_one_is_complete(tmp_path):
+    for texts in run_ranks(fail_to_remove, 2, str(tmp_path)):
+        for number, text in enumerate(texts):
+            assert text.startswith(f"checkpoint {tmp_path}/c{number} is complete, but older ones were not removed:\n")
+            assert text.endswith("rank 0: PermissionError: not yours")
+    assert checkpoint.latest(tmp_path) == tmp_path / "c1"
+    checkpoint.load(tmp_path / "c0", None, build())
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])
+def test_numbers_below_one_are_refused(tmp_path, keep):
+    with pytest.raises(RuntimeError, match=f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}"):
+        save(tmp_path / "a", keep=keep)
+    assert names(tmp_path) == []
