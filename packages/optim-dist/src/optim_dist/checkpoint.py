@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from optim_dist._checkpoint import background
+from optim_dist._checkpoint import background, nanochat
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint import saving as saves
 from optim_dist._checkpoint.background import Saving
@@ -42,7 +43,7 @@ from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
 
-__all__ = ["CheckpointError", "Saving", "latest", "load", "save"]
+__all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
 
 Path_ = str | os.PathLike[str]
 
@@ -166,6 +167,55 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         load_rest(model, rest, common["model"])
         communicator.barrier()  # nobody goes on with what others have not loaded
     return common["extra"]
+
+
+def from_nanochat(
+    files: Iterable[Path_], groups: Sequence[Mapping[str, Any]], *, index: int | None = None
+) -> dict[str, Any]:
+    """nanochat's optimizer files, one a rank, as the state of one process, for ``load_full_state_dict``.
+
+    Args:
+        files: of all ranks of one save, in any order if names have the rank (``optim_000100_rank3.pt``), else in order
+            of ranks.
+        groups: ``param_groups`` of the optimizer that is to load the state, in the order in which nanochat lists them.
+        index: which optimizer, where files list several, as those of before February 2026 do.
+
+    Raises:
+        CheckpointError: with everything that does not fit.
+    """
+    ordered = nanochat.in_rank_order([Path(file) for file in files])
+    return nanochat.merged(nanochat.read(ordered, index), groups, ordered[0].parent)
+
+
+def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | None = None) -> None:
+    """Bring an optimizer to the state in nanochat's files, whatever the numbers of ranks then and now; collective.
+
+    Groups are listed, and take over hyperparameters, as by ``load_state_dict``; parameters stay as they are: load
+    nanochat's model file into the model before. Arguments are those of ``from_nanochat``.
+
+    Raises:
+        CheckpointError: on every rank, before anything has changed, with everything that does not fit.
+    """
+    opt.check_open()
+    given = [Path(file) for file in files]
+    views = {id(entry.parameter): entry.view for entry in opt.entries}
+    groups = [{**group, "views": [views.get(id(p)) for p in group["params"]]} for group in opt.param_groups]
+    state: dict[str, Any] = {}
+    problems: list[str] = []
+    cause: Exception | None = None
+    try:
+        state = from_nanochat(given, groups, index=index)
+    except Exception as error:  # of any kind: the other ranks wait for what this one has found
+        problems += error.problems if isinstance(error, CheckpointError) else [described(opt.communicator.rank, error)]
+        cause = error
+    found, names = zip(*opt.communicator.gather_json([problems, sorted(file.name for file in given)]))
+    if any(theirs != names[0] for theirs in names):
+        found += ([f"ranks were given different files: {' and '.join(map(str, names))}"],)
+    if any(found):
+        where = given[0].parent if given else Path()
+        raise CheckpointError(where, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
+    with opt.begun_together("checkpoint.load_nanochat()"):
+        opt.load_full_state_dict(state)
 
 
 def latest(directory: Path_) -> Path | None:
