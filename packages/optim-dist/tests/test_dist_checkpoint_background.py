@@ -190,7 +190,7 @@ def fail_to_save(folder, net, optimizer, failing):
         if optimizer.communicator.rank == failing:
             patch.setattr(manifest, "write_durably", full)
         saving = checkpoint.save(folder / "x", net, optimizer, async_=True)
-        saving.finish()
+        background.wait_for_last()
     return saving
 
 

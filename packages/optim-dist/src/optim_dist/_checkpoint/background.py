@@ -57,7 +57,7 @@ class Saving:
         Raises:
             RuntimeError: if it was not saved, with what failed on any rank.
         """
-        self.finish()
+        self._finish()
         if self._error is not None:
             self._is_known = True
             raise self._error
@@ -67,13 +67,13 @@ class Saving:
         self.wait()
         return self.path
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Return when it is over, well or not."""
         self._thread.join()
 
-    def unknown_failure(self) -> str:
+    def _unknown_failure(self) -> str:
         """What failed, the first time that anybody asks; empty if nothing has, or somebody knows."""
-        self.finish()
+        self._finish()
         if self._error is None or self._is_known:
             return ""
         self._is_known = True
@@ -105,13 +105,13 @@ def start(path: Path, write: Callable[[], None]) -> Saving:
 
 def settle() -> str:
     """Wait for the last save in the background; its failure, if it had one of which nobody knows yet."""
-    return "" if _last is None else _last.unknown_failure()
+    return "" if _last is None else _last._unknown_failure()
 
 
 def wait_for_last() -> None:
     """Wait for the last save in the background, whose failure remains to be told."""
     if _last is not None:
-        _last.finish()
+        _last._finish()
 
 
 def on_cpu(communicator: Communicator) -> Communicator:
