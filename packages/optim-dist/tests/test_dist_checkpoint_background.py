@@ -144,6 +144,29 @@ def what_is_saved_is_of_the_moment_of_the_save(rank, world_size):
     assert_everything(everything(other, loaded), later)
 
 
+@scenario(1, 2)
+def codes_of_8_bits_are_of_that_moment_too(rank, world_size):
+    folder = shared_folder()
+    parameters = [nn.Parameter(torch.ones(700, device=device_of(rank))) for _ in range(2)]
+    optimizers = [TritonDistAdamW([("w", p)], state_dtype="int8") for p in parameters]
+
+    def take_step(place, number):
+        parameters[place].grad = normal((700,), 6, number).to(device_of(rank))
+        optimizers[place].step()
+        optimizers[place].zero_grad()
+
+    take_step(0, 0)
+    with held_up():
+        saving = checkpoint.save(folder / "x", None, optimizers[0], async_=True)
+        take_step(0, 1)
+    checkpoint.load(saving.result(), None, optimizers[1])
+    take_step(1, 1)
+    full, wanted = optimizers[1].full_state_dict(), optimizers[0].full_state_dict()
+    if rank == 0:
+        assert_same_state(full, wanted)
+    assert_equal(parameters[1:], parameters[:1], "one step later")
+
+
 @scenario(2)
 def it_is_the_same_as_a_save_in_the_foreground(rank, world_size):
     folder = shared_folder()

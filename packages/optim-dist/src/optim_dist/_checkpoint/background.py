@@ -1,14 +1,16 @@
 """A save that goes on in a thread while training does, and what becomes of its failure.
 
-groups    ranks of a save in the background meet in a group of their own, on the CPU, which all make at the first
-          one: in the training's, collectives of two threads would come in another order on each rank. Beside files
-          as the place to meet it has two advantages: what fails on one rank, a full disk say, reaches the others
-          at once, and a rank that dies does not keep them waiting.
-one       at a time in a process: whoever saves or loads waits for the one before
-failures  are logged, and raised by ``wait()`` and ``result()``, on every rank. What nobody has waited for is raised
-          by the next save, on every rank, so that no failure is silent
-exits     of the interpreter wait for the thread. A process that is killed leaves a hidden folder, and the
-          checkpoint before it as it was
+    groups    ranks of a save in the background meet in a group of their own, on the CPU, which all make at the first
+              one: in the training's, collectives of two threads would come in another order on each rank. Beside files
+              as the place to meet it has two advantages: what fails on one rank, a full disk say, reaches the others
+              at once, and a rank that dies does not keep them waiting.
+    one       at a time in a process: whoever saves or loads waits for the one before
+    failures  are logged, and raised by ``wait()`` and ``result()``, on every rank. What nobody has waited for is raised
+              by the next save, on every rank, so that no failure is silent
+    exits     of the interpreter wait for the thread. A process that is killed leaves a hidden folder, and the
+              checkpoint before it as it was
+
+Nobody waits for a rank that has died: its connections end with it. One that does not answer is given up in time.
 """
 
 from __future__ import annotations
