@@ -57,8 +57,8 @@ MODELS = {
 }
 
 
-def plan_of(model: str, world_size: int, mode: str, dtype: torch.dtype, bucket_mb: float | None) -> Plan:
-    """The plan of a known model: with ``mode="muon"`` the matrices of its layers go to Muon."""
+def plan_of(model: str, world_size: int, mode: str, dtype: torch.dtype, **options: Any) -> Plan:
+    """The plan of a known model: with ``mode="muon"`` the matrices of its layers go to Muon; with options of plans."""
     shapes = MODELS[model]()
     inside = [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith(("h.", "layers."))]
     matrices = inside if mode == "muon" else []
@@ -66,7 +66,7 @@ def plan_of(model: str, world_size: int, mode: str, dtype: torch.dtype, bucket_m
         {"kind": "muon", "params": matrices},
         {"kind": "adamw", "params": [name for name in shapes if name not in set(matrices)]},
     ]
-    return make_plan(shapes, groups, world_size, dtype=dtype, bucket_mb=bucket_mb)
+    return make_plan(shapes, groups, world_size, dtype=dtype, **options)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,12 +77,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--world", type=int, required=True, help="number of ranks")
     mode = "muon: matrices of the layers by Muon, the rest by AdamW (default); adamw: all by AdamW"
     command.add_argument("--mode", choices=["muon", "adamw"], default="muon", help=mode)
-    dtype = "of parameters and gradients (default: bfloat16)"
-    command.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help=dtype)
+    dtypes = ["bfloat16", "float16", "float32"]
+    command.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of parameters (default: bfloat16)")
+    command.add_argument("--grad-dtype", choices=dtypes, help="of gradients (default: the parameters')")
+    command.add_argument("--reduce-dtype", choices=dtypes, help="of gradients on the wire (default: their own)")
     command.add_argument("--bucket-mb", type=float, help="2^20 bytes of a bucket, roughly (default: chosen)")
     command.add_argument("--json", action="store_true", help="print JSON for machines")
     options = parser.parse_args(arguments)
-    plan = plan_of(options.model, options.world, options.mode, getattr(torch, options.dtype), options.bucket_mb)
+    dtype, grad_dtype, reduce_dtype = (
+        name and getattr(torch, name) for name in (options.dtype, options.grad_dtype, options.reduce_dtype)
+    )
+    plan = plan_of(
+        options.model,
+        options.world,
+        options.mode,
+        dtype,
+        bucket_mb=options.bucket_mb,
+        grad_dtype=grad_dtype,
+        reduce_dtype=reduce_dtype,
+    )
     data = describe_plan(plan)
     print(json.dumps(data) if options.json else plan_text(plan, data))
 

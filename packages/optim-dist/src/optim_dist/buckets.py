@@ -173,7 +173,7 @@ class Bucket:
 def build_bucket(plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int) -> Bucket:
     """Move parameters into a new bucket; they and what refers to them keep their identity."""
     values = torch.zeros(plan.numel, dtype=plan.dtype, device=parameters[plan.slots[0].parameter].device)
-    gradients = torch.zeros_like(values)
+    gradients = torch.zeros_like(values, dtype=plan.grad_dtype)
     members = []
     for slot in plan.slots:
         spec, parameter = specs[slot.parameter], parameters[slot.parameter]
@@ -208,6 +208,7 @@ def _check_gradient(member: Member, gradient: Tensor) -> None:
         )
     if gradient.shape != member.gradient.shape or gradient.dtype != member.gradient.dtype:
         raise RuntimeError(
-            f"the gradient of {member.name} is {gradient.dtype} {tuple(gradient.shape)}, "
-            f"its parameter {member.gradient.dtype} {tuple(member.gradient.shape)}"
+            f"the gradient of {member.name} is {gradient.dtype} {tuple(gradient.shape)}, where this optimizer takes "
+            f"{member.gradient.dtype} {tuple(member.gradient.shape)}; give it such a one, leave its grad_dtype alone, "
+            "and choose by grad_dtype= of the optimizer"
         )

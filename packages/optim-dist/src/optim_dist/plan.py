@@ -107,6 +107,8 @@ class BucketPlan:
     world_size: int
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]  # elements of each slot's parameter
+    grad_dtype: torch.dtype  # of gradients
+    wire_dtype: torch.dtype  # of gradients when they are reduced
 
     @property
     def numel(self) -> int:
@@ -115,6 +117,15 @@ class BucketPlan:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        return self.numel * self.grad_dtype.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """What each rank sends in one step: gradients reduced once, parameters gathered once."""
+        return self.chunk * (self.world_size - 1) * (self.wire_dtype.itemsize + self.dtype.itemsize)
 
     @property
     def padding(self) -> int:
@@ -197,6 +208,10 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
+    def gradient_nbytes(self) -> int:
+        return sum(bucket.gradient_nbytes for bucket in self.buckets)
+
+    @property
     def padding(self) -> float:
         """Padding as a share of the bytes that belong to parameters."""
         wasted = sum(bucket.padding * bucket.dtype.itemsize for bucket in self.buckets)
@@ -205,7 +220,7 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """What each rank sends in one step: every bucket reduced once and gathered once."""
-        return 2 * sum(bucket.nbytes // self.world_size * (self.world_size - 1) for bucket in self.buckets)
+        return sum(bucket.wire_bytes for bucket in self.buckets)
 
 
 def make_plan(
@@ -215,6 +230,8 @@ def make_plan(
     *,
     dtype: torch.dtype = torch.bfloat16,
     bucket_mb: float | None = None,
+    grad_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Plan:
     """The plan of a model that need not exist: shapes by name, in the order of ``named_parameters()``.
 
@@ -223,8 +240,10 @@ def make_plan(
         groups: dicts with ``kind`` (``"adamw"`` or ``"muon"``) and ``params``, a list of names; parameters that no
             group lists are left out, as frozen ones are. ``state_dtype="int8"`` of an AdamW group matters too.
         world_size: the number of ranks.
-        dtype: of all parameters and gradients.
+        dtype: of all parameters.
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
+        grad_dtype: of gradients; the parameters' if None.
+        reduce_dtype: of gradients on the wire; their own if None.
 
     Raises:
         ValueError: for a kind, a name or a matrix that is none.
@@ -240,7 +259,7 @@ def make_plan(
             description = (name, shape, contiguous_stride(shape), dtype, group["kind"], index)
             specs.append(ParameterSpec(*description, block=block))
     specs.sort(key=lambda spec: order[spec.name])
-    return plan_parameters(specs, world_size, bucket_mb=bucket_mb)
+    return plan_parameters(specs, world_size, bucket_mb=bucket_mb, grad_dtype=grad_dtype, reduce_dtype=reduce_dtype)
 
 
 def code_block(group: Mapping[str, Any], parameter: torch.Tensor) -> int:
@@ -248,10 +267,18 @@ def code_block(group: Mapping[str, Any], parameter: torch.Tensor) -> int:
     return CODE_BLOCK if group.get("state_dtype") == "int8" and has_codes(parameter) else 1
 
 
-def plan_parameters(specs: Sequence[ParameterSpec], world_size: int, *, bucket_mb: float | None = None) -> Plan:
+def plan_parameters(
+    specs: Sequence[ParameterSpec],
+    world_size: int,
+    *,
+    bucket_mb: float | None = None,
+    grad_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Plan:
     """Buckets for ``specs``, which are listed in forward order; matrices first, each kind in backward order.
 
-    Elementwise buckets come last: their wire time hides under the Newton-Schulz of the matrices.
+    Elementwise buckets come last: their wire time hides under the Newton-Schulz of the matrices. The dtypes of
+    gradients change no place, so that states load whatever they are.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -270,7 +297,8 @@ def plan_parameters(specs: Sequence[ParameterSpec], world_size: int, *, bucket_m
             if family_route == route:
                 arrange = _matrix_buckets if route == "muon" else _elementwise_buckets
                 buckets += arrange(specs, members, world_size, bucket_mb)
-    return Plan(world_size, tuple(specs), tuple(buckets))
+    found = (_with_gradients(bucket, grad_dtype, reduce_dtype) for bucket in buckets)
+    return Plan(world_size, tuple(specs), tuple(found))
 
 
 def _num_buckets(nbytes: int, bucket_mb: float | None) -> int:
@@ -341,7 +369,14 @@ def _bucket(specs: Sequence[ParameterSpec], slots: Sequence[Slot], chunk: int, w
         world_size,
         tuple(slots),
         tuple(specs[slot.parameter].numel for slot in slots),
+        first.dtype,
+        first.dtype,
     )
+
+
+def _with_gradients(bucket: BucketPlan, grad_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> BucketPlan:
+    kept = grad_dtype or bucket.dtype
+    return replace(bucket, grad_dtype=kept, wire_dtype=reduce_dtype or kept)
 
 
 def _round_up(value: int, multiple: int) -> int:

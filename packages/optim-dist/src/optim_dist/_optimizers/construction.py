@@ -160,14 +160,16 @@ def check_model(model: nn.Module | None) -> None:
             )
 
 
-def check_parameters(found: Sequence[Entry], communicator: Communicator) -> list[list[list[int]]]:
+def check_parameters(
+    found: Sequence[Entry], communicator: Communicator, grad_dtype: torch.dtype | None = None
+) -> list[list[list[int]]]:
     """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
 
     Returns for every entry the ranks of each of its meshes: none for a plain parameter, several where FSDP has cut it
     over one dimension of a grid and tensor parallelism left it whole along the other.
     """
     mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
-    gathered = communicator.gather_json([_findings(found, communicator.world_size), mine])
+    gathered = communicator.gather_json([_findings(found, communicator.world_size, grad_dtype), mine])
     findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
@@ -177,7 +179,7 @@ def check_parameters(found: Sequence[Entry], communicator: Communicator) -> list
     return by_entry
 
 
-def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
+def _findings(found: Sequence[Entry], world_size: int, grad_dtype: torch.dtype | None) -> list[str]:
     findings = []
     owners: list[tuple[str, int, int, str]] = []
     names: set[str] = set()
@@ -198,6 +200,12 @@ def _findings(found: Sequence[Entry], world_size: int) -> list[str]:
             findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
         elif isinstance(parameter, DTensor):
             findings += _placement_findings(name, parameter)
+            if grad_dtype is not None:
+                findings.append(
+                    f"{name}: a DTensor, whose gradients come as FSDP or tensor parallelism makes them, so that "
+                    f"grad_dtype={grad_dtype} cannot be had; give DTensors an optimizer without it (FSDP adds up in "
+                    "the reduce_dtype of its MixedPrecisionPolicy)"
+                )
         elif world_size > 1 and not is_dense(parameter):
             findings.append(
                 f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "

@@ -150,14 +150,21 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "hash": plan.hash,
         "parameters": parameters,
         "buckets": [
-            {"route": b.route, "dtype": str(b.dtype).removeprefix("torch."), "bytes": b.nbytes, "padding": b.padding}
+            {
+                "route": b.route,
+                "dtype": str(b.dtype).removeprefix("torch."),
+                "grad_dtype": str(b.grad_dtype).removeprefix("torch."),
+                "wire_dtype": str(b.wire_dtype).removeprefix("torch."),
+                "bytes": b.nbytes,
+                "padding": b.padding,
+            }
             for b in plan.buckets
         ],
         "newton_schulz_tflop": [load / 1e12 for load in loads],
         "imbalance": plan.imbalance,
         "padding": plan.padding,
         "wire_bytes": plan.wire_bytes,
-        "memory_bytes": 2 * plan.nbytes,
+        "memory_bytes": plan.nbytes + plan.gradient_nbytes,
     }
 
 
@@ -177,7 +184,12 @@ def plan_text(plan: Plan, data: dict[str, Any]) -> str:
         for entry in data["parameters"]
     ]
     buckets = [
-        (str(number), bucket["route"], bucket["dtype"], f"{bucket['bytes']:,}", str(bucket["padding"]))
+        (
+            str(number),
+            *(bucket[key] for key in ("route", "dtype", "grad_dtype", "wire_dtype")),
+            f"{bucket['bytes']:,}",
+            str(bucket["padding"]),
+        )
         for number, bucket in enumerate(data["buckets"])
     ]
     totals = [
@@ -187,9 +199,8 @@ def plan_text(plan: Plan, data: dict[str, Any]) -> str:
     if any(data["newton_schulz_tflop"]):
         per_rank = ", ".join(f"{load:.3g}" for load in data["newton_schulz_tflop"])
         totals.append(f"Newton-Schulz TFLOP by rank: {per_rank}; imbalance {data['imbalance']:.3f}")
-    return "\n".join(
-        [*_table(header, rows), "", *_table(("bucket", "route", "dtype", "bytes", "padding"), buckets), "", *totals]
-    )
+    columns = ("bucket", "route", "dtype", "gradients", "on the wire", "bytes", "padding")
+    return "\n".join([*_table(header, rows), "", *_table(columns, buckets), "", *totals])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

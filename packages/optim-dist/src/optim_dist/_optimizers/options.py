@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from optim_dist._optimizers.gradient_dtype import check_grad_dtype
 from optim_dist._reduction.collectives import Communicator, Traffic
 from optim_dist._reduction.grid import GridCommunicator
 from optim_kernels.muon_groups import Tiles
@@ -24,6 +25,7 @@ class CommonOptions(TypedDict, total=False):
     model: torch.nn.Module | None
     mesh: DeviceMesh | None
     process_group: dist.ProcessGroup | None
+    grad_dtype: torch.dtype | None
     reducer: Literal["rs", "exact"]
     reduce_dtype: torch.dtype | None
     reduced_dtype: torch.dtype | None
@@ -50,6 +52,9 @@ class Options:
             (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
             DTensors have meshes of their own, which cover the same ranks.
         process_group: the ranks that share the work; the default group if neither this nor ``mesh`` is given.
+        grad_dtype: dtype in which gradients are kept, added up and sent; the parameter's if None. fp32 beside 16-bit
+            parameters lets micro-batches add up in fp32, for 2 bytes an element more in memory and, unless
+            ``reduce_dtype`` says otherwise, on the wire. Needs torch 2.10. Not of DTensors.
         reducer: ``"rs"`` or ``"exact"``, see ``optim_dist.reducers``.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
@@ -72,6 +77,7 @@ class Options:
     model: torch.nn.Module | None = None
     mesh: DeviceMesh | None = None
     process_group: dist.ProcessGroup | None = None
+    grad_dtype: torch.dtype | None = None
     reducer: str = "rs"
     reduce_dtype: torch.dtype | None = None
     reduced_dtype: torch.dtype | None = None
@@ -87,6 +93,7 @@ class Options:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        check_grad_dtype(self.grad_dtype)
         _choice("reducer", self.reducer, REDUCERS)
         _choice("sync_params", self.sync_params, SYNC)
         if self.mesh is not None and self.process_group is not None:

@@ -5,6 +5,7 @@ Groups may come later, and with ``close`` all goes back. Every rank does the sam
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from optim_dist._optimizers import agreement, construction, states, step_checks
 from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard
@@ -68,6 +70,8 @@ class PlannedOptimizer(LiveOptimizer):
         self._resident = ResidentParameters(self._communicator, self._options)
         self.plan = Plan(self._communicator.world_size, (), ())
         self._entries: list[Entry] = []
+        self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
+        weakref.finalize(self, self._gradient_dtypes.put_back).atexit = False
         self._planned_views: list[list[MatrixView | None]] = []
         self._view_options: list[list[Any]] = []
         self._extend(found)
@@ -88,10 +92,16 @@ class PlannedOptimizer(LiveOptimizer):
 
     def _planned(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
-        meshes = construction.check_parameters(found, self._communicator)
-        specs = construction.specify(found, [*map(self._block, found)])
-        world_size, bucket_mb = self._communicator.world_size, self._options.bucket_mb
-        return plan_parameters(specs, world_size, bucket_mb=bucket_mb), meshes
+        options = self._options
+        meshes = construction.check_parameters(found, self._communicator, options.grad_dtype)
+        plan = plan_parameters(
+            construction.specify(found, [*map(self._block, found)]),
+            self._communicator.world_size,
+            bucket_mb=options.bucket_mb,
+            grad_dtype=options.grad_dtype,
+            reduce_dtype=options.reduce_dtype,
+        )
+        return plan, meshes
 
     def _agree(self, plan: Plan, found: Sequence[Entry]) -> None:
         """Refuse a plan, options or hyperparameters of ``found`` that other ranks do not have."""
@@ -103,11 +113,14 @@ class PlannedOptimizer(LiveOptimizer):
         self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
     ) -> None:
         """Bring ``found``, the last of ``entries``, to where ``plan`` has them."""
-        if self._communicator.world_size > 1:
-            taken = {id(entry.parameter) for entry in found}
-            for other in live_optimizers():
-                if other is not self and taken & other.trained_ids():
-                    other.hand_over()
+        taken, world_size = {id(entry.parameter) for entry in found}, self._communicator.world_size
+        for other in live_optimizers():
+            # to hand over is collective where there are several ranks
+            is_alike = world_size > 1 or other.communicator.world_size == 1
+            if other is not self and is_alike and taken & other.trained_ids():
+                other.hand_over()
+        self._gradient_dtypes.set(entry.parameter for entry in found)
+        if world_size > 1:
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
@@ -146,6 +159,7 @@ class PlannedOptimizer(LiveOptimizer):
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
         """Move parameters from the plan that there is to a new one; state is left where it is."""
         former = self._bucketed.clear()
+        self._gradient_dtypes.put_back()
         self._resident = ResidentParameters(self._communicator, self._options)
         self._move(plan, found, found, meshes)
         for bucket in former:
@@ -246,12 +260,14 @@ class PlannedOptimizer(LiveOptimizer):
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
         if not self._closed:
             self._bucketed.close(bool(self._failure))
+            self._gradient_dtypes.put_back()
             self._unregister()
             self._closed = True
 
     def hand_over(self) -> None:
         """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
         self._bucketed.detach(bool(self._failure))
+        self._gradient_dtypes.put_back()
 
     def wait(self) -> None:
         """Let the current stream wait for every gather in flight; afterwards parameters may be read."""
@@ -271,6 +287,10 @@ class PlannedOptimizer(LiveOptimizer):
         if self._communicator.world_size > 1:
             for entry in self._entries:
                 self.state.setdefault(entry.parameter, {})
+        elif self._gradient_dtypes.differ:
+            # it would give gradients in the parameter's dtype
+            for shard in self.shards():
+                self.completed_state(shard)
 
     @property
     def entries(self) -> list[Entry]:

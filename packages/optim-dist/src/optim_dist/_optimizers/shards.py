@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.gradient_dtype import grad_dtype
 from optim_dist.buckets import Bucket
 from optim_dist.plan import ParameterSpec
 from optim_kernels.muon_groups import Tiles
@@ -54,7 +55,9 @@ class Shard:
     @property
     def gradient_or_zeros(self) -> Tensor:
         """For groups that take a missing gradient for zeros."""
-        return torch.zeros_like(self.value) if self.gradient is None else self.gradient
+        if self.gradient is None:
+            return torch.zeros_like(self.value, dtype=grad_dtype(self.parameter))
+        return self.gradient
 
 
 def takes_zeros(shard: Shard, group: Mapping[str, Any]) -> bool:

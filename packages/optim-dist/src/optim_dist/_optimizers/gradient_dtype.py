@@ -1,0 +1,73 @@
+"""The dtype in which autograd keeps and adds up a parameter's gradients: ``Tensor.grad_dtype``, while it is ours.
+
+With it autograd casts what arrives and adds it in place, so that micro-batches of 16-bit parameters add up in fp32. It
+belongs to the parameter, not to its bucket: one rank, which has no buckets, adds up alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# torch 2.10 has it
+IS_SUPPORTED = hasattr(Tensor, "grad_dtype")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_grad_dtype(dtype: object) -> None:
+    """Refuse what gradients cannot be, or cannot be here."""
+    if dtype is None:
+        return
+    if dtype not in DTYPES:
+        raise ValueError(f"grad_dtype must be None (the parameter's) or one of {DTYPES}, got {dtype!r}")
+    if not IS_SUPPORTED:
+        raise RuntimeError(
+            f"grad_dtype={dtype} needs torch 2.10 or newer, whose tensors have a grad_dtype, and this is "
+            f"{torch.__version__}; leave it out, or update torch"
+        )
+
+
+class GradientDtypes:
+    """Which parameters have gradients in ``dtype`` because of one optimizer, and what they had before."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._before: list[tuple[Tensor, torch.dtype | None]] = []
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is a parameter whose gradients have another dtype than it has."""
+        return bool(self._before)
+
+    def set(self, parameters: Iterable[Tensor]) -> None:
+        """Give these parameters' gradients the dtype, those included that there are."""
+        if self._dtype is None:
+            return
+        for parameter in parameters:
+            before = grad_dtype(parameter)
+            if before != self._dtype:
+                self._before.append((parameter, before))
+                _convert(parameter, self._dtype)
+
+    def put_back(self) -> None:
+        """Undo ``set``, where nobody else has chosen since."""
+        for parameter, before in self._before:
+            if grad_dtype(parameter) == self._dtype:
+                _convert(parameter, before)
+        self._before.clear()
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype | None:
+    """In which dtype autograd keeps a parameter's gradients; None: as they come."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    return found
+
+
+def _convert(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    # torch takes no dtype that a gradient does not have
+    gradient, parameter.grad = parameter.grad, None
+    setattr(parameter, "grad_dtype", dtype)  # noqa: B010  torch 2.9 does not know the name
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype or parameter.dtype)
