@@ -1,10 +1,13 @@
 """A small model with an optimizer over ranks, and the batches that every rank computes for itself."""
 
+from functools import cache
+
 import torch
+import torch.distributed as dist
 from dist_cases import device_of, normal
 from torch import nn
 
-from optim_dist import TritonDistAdamW
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
 
 class Net(nn.Module):
@@ -35,9 +38,33 @@ def build(rank, **options):
     return net, TritonDistAdamW(net.named_parameters(), model=net, **options)
 
 
+@cache
+def alone(rank):
+    """A group of this rank, for what one process does."""
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def make(net, kind="adamw", **options):
+    """An optimizer of the whole net, or of matrices and the rest apart."""
+    if kind == "adamw":
+        return TritonDistAdamW(net.named_parameters(), lr=0.05, **options)
+    matrices = [item for item in net.named_parameters() if item[1].ndim == 2]
+    vectors = [item for item in net.named_parameters() if item[1].ndim == 1]
+    groups = [{"kind": "muon", "params": matrices, "impl": "torch"}, {"kind": "adamw", "params": vectors}]
+    return TritonDistMuonAdamW(groups, **options)
+
+
 def values(net):
     net.state_dict()  # waits for gathers in flight
     return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def assert_same_updates(actual, expected, kind):
+    """The same bits, but of matrices on GPUs, where batches of other sizes are multiplied in another order."""
+    if kind == "adamw" or not actual[0].is_cuda:
+        assert_same(actual, expected)
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-3)
 
 
 def assert_same(actual, expected):

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
-from optim_dist.buckets import Bucket
+from optim_dist._reduction.storage import ParameterBucket
 
 scenario = Scenarios()
 
@@ -413,7 +413,7 @@ def test_each_stream_waits_for_a_gather(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now["stream"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    bucket = Bucket(None, 0, SimpleNamespace(is_cuda=True, device="cuda:0"), None, [])
+    bucket = ParameterBucket(plan=None, rank=0, values=SimpleNamespace(is_cuda=True, device="cuda:0"), members=[])
 
     def finish(stream, captures=False):
         now.update(stream=stream, captures=captures)
@@ -435,7 +435,7 @@ def test_each_stream_waits_for_a_gather(monkeypatch):
 
 @pytest.mark.gpu
 def test_two_streams_wait_for_a_gather():
-    bucket = Bucket(None, 0, torch.zeros(1000, device="cuda"), torch.empty(0), [])
+    bucket = ParameterBucket(plan=None, rank=0, values=torch.zeros(1000, device="cuda"), members=[])
 
     class Late:
         def wait(self):

@@ -37,9 +37,14 @@ def random_case(rng, world_size):
     return Case(kind, tuple(tensors), groups, steps=steps)
 
 
+def random_options(rng):
+    options = {"reducer": "exact", "bucket_mb": rng.choice([1e-5, 1e-4, None])}
+    return {**options, "gradients": "streamed", "accumulation_steps": 1} if rng.random() < 0.4 else options
+
+
 def check(world_size, seeds):
     cases = [random_case(random.Random(f"{world_size}-{seed}"), world_size) for seed in seeds]
-    options = [{"reducer": "exact", "bucket_mb": random.Random(seed).choice([1e-5, 1e-4, None])} for seed in seeds]
+    options = [random_options(random.Random(seed)) for seed in seeds]
     results = run_ranks(
         train_each, world_size, [(case, 0, chosen) for case, chosen in zip(cases, options)], timeout=500
     )

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist.buckets import Bucket, Member
+from optim_dist._reduction.storage import ParameterBucket
+from optim_dist.buckets import Bucket, ResidentMember, build_bucket
+from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
 
 # How many backward passes optimizers of this process have refused, by the ranks over which they reduce. A pass ends
 # where it is refused: on each rank perhaps in another optimizer, before anything has arrived in the others.
-_refused: Counter[tuple[int, ...]] = Counter()
+refused_passes: Counter[tuple[int, ...]] = Counter()
 
 
 class BackwardReduction:
@@ -40,22 +42,34 @@ class BackwardReduction:
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._next = 0
         self._ranks = tuple(ranks)
-        self._refused_before = _refused[self._ranks]  # when this step began
+        self._refused_before = refused_passes[self._ranks]  # when this step began
         # the last of this step to get a gradient, and that
-        self._latest: tuple[Member, weakref.ref[Tensor]] | None = None
+        self._latest: tuple[ResidentMember, weakref.ref[Tensor]] | None = None
         self._streams: set[Any] = set()
         self._handles: list[Any] = []
 
-    def extend(self, buckets: Sequence[Bucket], reducer: Reducer) -> None:
-        """Take more buckets behind those that there are."""
-        self.buckets += buckets
+    def build(
+        self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
+    ) -> Bucket:
+        """Move parameters into a new bucket."""
+        return build_bucket(plan, specs, parameters, rank)
+
+    def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
+        """Take more buckets, that it has built, behind those that there are."""
+        new = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self.buckets += new
         self.reducer = reducer
         # of these alone: parameters that were frozen since they came cannot be given a hook
         self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
-            for bucket in buckets
+            for bucket in new
             for member in bucket.members
         ]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory for gradients that stays."""
+        return sum(bucket.gradients.nbytes for bucket in self.buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -82,13 +96,24 @@ class BackwardReduction:
         """Whether some rank may have launched a reduction, even if this one has not."""
         if self.started or not self.eager:
             return self.started
-        is_refused = _refused[self._ranks] != self._refused_before
+        is_refused = refused_passes[self._ranks] != self._refused_before
         return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
 
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
         while self._next < len(self.buckets):
             self._launch()
+
+    def finish(self, bucket: ParameterBucket) -> Tensor:
+        """The own chunk's sum over ranks."""
+        assert isinstance(bucket, Bucket), "buckets are our own"
+        return self.reducer.finish(bucket)
+
+    def finish_launched(self) -> None:
+        """Let the current stream wait for every reduction in flight."""
+        for bucket in self.buckets:
+            if bucket.launched:
+                self.reducer.finish(bucket)
 
     def drop(self, is_agreed: bool = False) -> None:
         """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
@@ -108,7 +133,7 @@ class BackwardReduction:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts = self._latest = None
         self._streams.clear()
-        self._next, self._refused_before = 0, _refused[self._ranks]
+        self._next, self._refused_before = 0, refused_passes[self._ranks]
         for bucket in self.buckets:
             bucket.launched = False
             for member in bucket.members:
@@ -127,7 +152,7 @@ class BackwardReduction:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, bucket: Bucket, member: Member) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: Bucket, member: ResidentMember) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
             if self._all_dropped(member):
                 self.drop()
@@ -145,7 +170,7 @@ class BackwardReduction:
             try:
                 bucket.check_arrival(member)
             except RuntimeError:
-                _refused[self._ranks] += 1
+                refused_passes[self._ranks] += 1
                 raise
             while is_counted and self._is_next_ready:
                 self.buckets[self._next].check_gradients()
@@ -161,7 +186,7 @@ class BackwardReduction:
         bucket = self.buckets[self._next]
         return not bucket.missing and self.reducer.is_ready(bucket)
 
-    def _all_dropped(self, arriving: Member) -> bool:
+    def _all_dropped(self, arriving: ResidentMember) -> bool:
         """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""
         if self._latest is not None:
             latest, gradient = self._latest
@@ -171,7 +196,7 @@ class BackwardReduction:
         # a gradient that autograd made anew is not in the bucket yet
         return arriving.parameter.grad is not arriving.gradient and self.are_gone(arriving)
 
-    def are_gone(self, arriving: Member | None = None) -> bool:
+    def are_gone(self, arriving: ResidentMember | None = None) -> bool:
         """Whether this step has had gradients, perhaps on other ranks alone, of which none is left but ``arriving``."""
         if not self.is_due and self._latest is None:
             return False

@@ -123,9 +123,14 @@ class BucketPlan:
         return self.numel * self.grad_dtype.itemsize
 
     @property
-    def wire_bytes(self) -> int:
-        """What each rank sends in one step: gradients reduced once, parameters gathered once."""
-        return self.chunk * (self.world_size - 1) * (self.wire_dtype.itemsize + self.dtype.itemsize)
+    def reduce_bytes(self) -> int:
+        """What each rank sends when gradients are reduced."""
+        return self.chunk * (self.world_size - 1) * self.wire_dtype.itemsize
+
+    @property
+    def gather_bytes(self) -> int:
+        """What each rank sends when parameters are gathered."""
+        return self.chunk * (self.world_size - 1) * self.dtype.itemsize
 
     @property
     def padding(self) -> int:
@@ -220,7 +225,7 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """What each rank sends in one step: every bucket reduced once and gathered once."""
-        return sum(bucket.wire_bytes for bucket in self.buckets)
+        return sum(bucket.reduce_bytes + bucket.gather_bytes for bucket in self.buckets)
 
 
 def make_plan(

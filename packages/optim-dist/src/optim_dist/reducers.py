@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.buckets import Bucket
+from optim_dist._reduction.storage import Contribution, ParameterBucket
 
 NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
 
@@ -34,19 +34,23 @@ class Reducer(Protocol):
 
     communicator: Communicator
 
-    def connect(self, buckets: Sequence[Bucket]) -> None:
+    def connect(self, buckets: Sequence[ParameterBucket]) -> None:
         """Run each collective of these buckets once, on other memory. Collective.
 
         NCCL connects at the first use of an algorithm, which may depend on the size, and waits for all ranks on the
         host meanwhile: under backward those that lack a gradient would not be there.
         """
 
-    def is_ready(self, bucket: Bucket) -> bool:
+    @property
+    def starts_alone(self) -> bool:
+        """Whether to launch, once there is room, waits for no other rank."""
+
+    def is_ready(self, bucket: ParameterBucket) -> bool:
         """Whether the bucket can be launched without waiting, on host or stream, for other ranks' earlier ones."""
 
-    def launch(self, bucket: Bucket) -> None: ...
+    def launch(self, bucket: Contribution) -> None: ...
 
-    def finish(self, bucket: Bucket) -> Tensor: ...
+    def finish(self, bucket: Contribution) -> Tensor: ...
 
 
 class ReduceScatter:
@@ -56,20 +60,24 @@ class ReduceScatter:
         self.communicator = communicator
         self.reduce_dtype = reduce_dtype
 
-    def connect(self, buckets: Sequence[Bucket]) -> None:
-        for flat in _like_wires(buckets, self.reduce_dtype):
+    def connect(self, buckets: Sequence[ParameterBucket]) -> None:
+        for flat in _like_wires(buckets):
             self.communicator.rehearse(partial(self.communicator.reduce_scatter_, flat))
 
-    def is_ready(self, bucket: Bucket) -> bool:
-        # ranks that lack a gradient come at step(), or never, if the batch is dropped
+    @property
+    def starts_alone(self) -> bool:
         return not self.communicator.waits_on_host
 
-    def launch(self, bucket: Bucket) -> None:
+    def is_ready(self, bucket: ParameterBucket) -> bool:
+        # ranks that lack a gradient come at step(), or never, if the batch is dropped
+        return self.starts_alone
+
+    def launch(self, bucket: Contribution) -> None:
         bucket.divided = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16
         wire = _on_the_wire(bucket, self.reduce_dtype, 1 / self.communicator.world_size if bucket.divided else 1.0)
         bucket.work = self.communicator.reduce_scatter_(wire)
 
-    def finish(self, bucket: Bucket) -> Tensor:
+    def finish(self, bucket: Contribution) -> Tensor:
         _wait(bucket)
         return bucket.own(bucket.gradients if bucket.wire is None else bucket.wire)
 
@@ -82,41 +90,45 @@ class Exact:
         communicator: Communicator,
         reduce_dtype: torch.dtype | None,
         reduced_dtype: torch.dtype | None,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParameterBucket],
     ) -> None:
         self.communicator = communicator
         self.reduce_dtype = reduce_dtype
         self.reduced_dtype = reduced_dtype
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
         for bucket in buckets:
-            key = (bucket.gradients.device, reduce_dtype or bucket.gradients.dtype)
-            sizes[key] = max(sizes.get(key, 0), bucket.gradients.numel())
+            key = (bucket.values.device, bucket.plan.wire_dtype)
+            sizes[key] = max(sizes.get(key, 0), bucket.plan.numel)
         self._free = {
             (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(NUM_SCRATCH)]
             for (device, dtype), numel in sizes.items()
         }
-        self._in_flight: deque[Bucket] = deque()
+        self._in_flight: deque[Contribution] = deque()
 
-    def connect(self, buckets: Sequence[Bucket]) -> None:
-        for flat in _like_wires(buckets, self.reduce_dtype):
+    def connect(self, buckets: Sequence[ParameterBucket]) -> None:
+        for flat in _like_wires(buckets):
             self.communicator.rehearse(partial(self.communicator.exchange, torch.empty_like(flat), flat))
 
-    def is_ready(self, bucket: Bucket) -> bool:
-        # others come at step(): to add up here what frees scratch would wait for all ranks
-        return bool(self._free[bucket.gradients.device, self.reduce_dtype or bucket.gradients.dtype])
+    @property
+    def starts_alone(self) -> bool:
+        return True
 
-    def launch(self, bucket: Bucket) -> None:
+    def is_ready(self, bucket: ParameterBucket) -> bool:
+        # others come at step(): to add up here what frees scratch would wait for all ranks
+        return bool(self._free[bucket.values.device, bucket.plan.wire_dtype])
+
+    def launch(self, bucket: Contribution) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
         free = self._free[wire.device, wire.dtype]
         while not free:
             self.finish(self._in_flight[0])
         scratch = free.pop()
         bucket.received = scratch
-        bucket.divided = (self.reduced_dtype or bucket.gradients.dtype) == torch.float16
+        bucket.divided = self._dtype_of_sums(bucket) == torch.float16
         bucket.work = self.communicator.exchange(scratch[: wire.numel()], wire)
         self._in_flight.append(bucket)
 
-    def finish(self, bucket: Bucket) -> Tensor:
+    def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:
             _wait(bucket)
             self._sum(bucket, bucket.received)
@@ -126,16 +138,19 @@ class Exact:
         assert bucket.sums is not None, "finish follows launch"
         return bucket.sums
 
-    def _sum(self, bucket: Bucket, scratch: Tensor) -> None:
+    def _sum(self, bucket: Contribution, scratch: Tensor) -> None:
         total = _summed(scratch[: bucket.plan.numel].view(self.communicator.world_size, -1))
         if bucket.divided:
             total /= self.communicator.world_size
-        dtype = self.reduced_dtype or bucket.gradients.dtype
+        dtype = self._dtype_of_sums(bucket)
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
         elif bucket.sums is None:
             bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
         bucket.sums.copy_(total)
+
+    def _dtype_of_sums(self, bucket: Contribution) -> torch.dtype:
+        return self.reduced_dtype or bucket.sums_dtype or bucket.gradients.dtype
 
 
 class ExactReduceScatter:
@@ -217,14 +232,14 @@ def _summed(contributions: Tensor) -> Tensor:
     return total
 
 
-def _like_wires(buckets: Sequence[Bucket], dtype: torch.dtype | None) -> Iterator[Tensor]:
+def _like_wires(buckets: Sequence[ParameterBucket]) -> Iterator[Tensor]:
     """Zeros of every kind and size that travels."""
-    kinds = ((bucket.gradients.device, dtype or bucket.gradients.dtype, bucket.plan.numel) for bucket in buckets)
+    kinds = ((bucket.values.device, bucket.plan.wire_dtype, bucket.plan.numel) for bucket in buckets)
     for device, wire_dtype, numel in dict.fromkeys(kinds):
         yield torch.zeros(numel, dtype=wire_dtype, device=device)
 
 
-def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
+def _on_the_wire(bucket: Contribution, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
     """The bucket's gradients times ``factor`` in the dtype that travels; a persistent copy if that is not their own."""
     if dtype is None or dtype == bucket.gradients.dtype:
         return bucket.gradients if factor == 1.0 else bucket.gradients.mul_(factor)
@@ -235,7 +250,7 @@ def _on_the_wire(bucket: Bucket, dtype: torch.dtype | None, factor: float = 1.0)
     return torch.mul(bucket.gradients, factor, out=bucket.wire)  # multiplied before it is rounded
 
 
-def _wait(bucket: Bucket) -> None:
+def _wait(bucket: Contribution) -> None:
     if bucket.work is not None:
         bucket.work.wait()
         bucket.work = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from optim_dist._optimizers.construction import Entry
 from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.buckets import Bucket, is_dense
+from optim_dist._reduction.storage import ParameterBucket, is_dense
 from optim_dist.plan import Plan
 
 
@@ -77,7 +77,7 @@ def check_options(described: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str) -> None:
+def synchronise(buckets: Sequence[ParameterBucket], communicator: Communicator, how: str) -> None:
     """Make parameters equal on all ranks (``broadcast``), or refuse if they are not (``check``)."""
     if how == "broadcast":
         for bucket in buckets:
@@ -86,7 +86,7 @@ def synchronise(buckets: Sequence[Bucket], communicator: Communicator, how: str)
         check_replicas(buckets, communicator, "sync_params='check': ")
 
 
-def check_replicas(buckets: Sequence[Bucket], communicator: Communicator, context: str = "") -> None:
+def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicator, context: str = "") -> None:
     """Refuse parameters whose bits differ between ranks, naming them."""
     digests = [[member.name, digest(member.value)] for bucket in buckets for member in bucket.members]
     gathered = communicator.gather_json(digests)

@@ -188,7 +188,7 @@ class DistOptimizer(PlannedOptimizer):
             p, group = entry.parameter, self.param_groups[entry.group]
             # an option of Muon's, which groups of AdamW may keep like any other that they do not know
             is_needed = spec.route == "muon" and p.requires_grad and group.get("missing_grad") == "raise"
-            if is_needed and p.grad is None and (counts is None or not counts[index].item()):
+            if is_needed and not self._has_gradient(index) and (counts is None or not counts[index].item()):
                 raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
     def _follow_storage(self) -> None:
@@ -228,7 +228,9 @@ class DistOptimizer(PlannedOptimizer):
         self._scaled_groups.refresh(self.param_groups)
         counts = self._bucketed.counts
         averaging = {
-            divided: replace(context, factor=_product(factor, context.factor), counts=counts)
+            divided: replace(
+                context, factor=_product(factor, context.factor), counts=counts, present=self._bucketed.present
+            )
             for divided, factor in self._bucketed.factors.items()
         }
         self._bucketed.update(
@@ -242,9 +244,15 @@ class DistOptimizer(PlannedOptimizer):
         self._bucketed.finish_step()
         # for autograd, which then refuses to differentiate through values that are gone: what was written to are views
         # with versions of their own
-        trained = (entry.parameter for entry in self._entries)
-        torch.autograd.graph.increment_version([parameter for parameter in trained if parameter.grad is not None])
+        torch.autograd.graph.increment_version(
+            [entry.parameter for index, entry in enumerate(self._entries) if self._has_gradient(index)]
+        )
         self._note_writes()
+
+    def _has_gradient(self, index: int) -> bool:
+        """Whether a parameter of the plan has a gradient on this rank, or had one before it was reduced."""
+        is_reduced = self._bucketed.counts is not None and bool(self._bucketed.present[index])
+        return is_reduced or self._entries[index].parameter.grad is not None
 
     def _follow_writes(self) -> None:
         """Let fp32 masters follow what others wrote to their parameters since the last step."""
@@ -451,7 +459,8 @@ class DistOptimizer(PlannedOptimizer):
         multipliers = given_multipliers(self._entries)
         buckets, owners = self._bucketed.buckets, self._resident.owners
         held = sum(states.nbytes(value) for state in self.state.values() for value in state.values())
-        return explain(self.plan, self._options, self._communicator, buckets, owners, held, multipliers)
+        gradient_bytes = self._bucketed.gradient_bytes
+        return explain(self.plan, self._options, self._communicator, buckets, owners, held, gradient_bytes, multipliers)
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

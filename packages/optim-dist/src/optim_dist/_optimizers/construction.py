@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.buckets import is_dense
+from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout, Mesh
 from optim_redist.errors import RedistError

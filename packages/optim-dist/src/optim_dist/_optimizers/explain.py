@@ -8,7 +8,7 @@ from typing import Any
 from optim_dist._optimizers.multipliers import ATTRIBUTES
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.buckets import Bucket
+from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import Plan
 
 
@@ -27,9 +27,10 @@ def explain(
     plan: Plan,
     options: Options,
     communicator: Communicator,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[ParameterBucket],
     owners: Mapping[int, int],
     state_bytes: int,
+    gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
 ) -> Explanation:
     """The plan with what it means for this run.
@@ -37,10 +38,16 @@ def explain(
     Args:
         owners: the ranks that orthogonalize matrices which are cut over ranks.
         state_bytes: what this rank's states take.
+        gradient_bytes: what gradients of its buckets take.
         multipliers: by name what parameters multiply lr and weight_decay of their groups with, where that is not 1.
     """
     data = describe_plan(plan)
     data["multipliers"] = {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()}
+    if buckets:
+        data["memory_bytes"] = plan.nbytes + gradient_bytes
+        if options.is_streamed:
+            num_reduced = options.accumulation_steps or 1
+            data["wire_bytes"] += (num_reduced - 1) * sum(bucket.reduce_bytes for bucket in plan.buckets)
     data["sharded"] = [
         {
             "name": spec.name,
@@ -110,6 +117,8 @@ def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str
         backward = "off: here the host waits between the dimensions of the mesh; reducer='exact' needs one for all"
     elif options.accumulation_steps is None:
         backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
+    elif options.is_streamed:
+        backward = "on: every backward pass reduces while it runs, and no gradients are kept"
     else:
         backward = f"on: every {options.accumulation_steps}. backward pass reduces while it runs"
     if not options.overlap:

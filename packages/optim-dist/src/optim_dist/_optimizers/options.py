@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from optim_dist._optimizers.gradient_dtype import check_grad_dtype
 from optim_dist._reduction.collectives import Communicator, Traffic
 from optim_dist._reduction.grid import GridCommunicator
+from optim_dist.plan import BucketPlan
 from optim_kernels.muon_groups import Tiles
 
 REDUCERS = ("rs", "exact")
 SYNC = ("broadcast", "check")
+GRADIENTS = ("resident", "streamed")
+STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
 
 
 class CommonOptions(TypedDict, total=False):
@@ -25,6 +28,7 @@ class CommonOptions(TypedDict, total=False):
     model: torch.nn.Module | None
     mesh: DeviceMesh | None
     process_group: dist.ProcessGroup | None
+    gradients: Literal["resident", "streamed"]
     grad_dtype: torch.dtype | None
     reducer: Literal["rs", "exact"]
     reduce_dtype: torch.dtype | None
@@ -52,6 +56,10 @@ class Options:
             (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
             DTensors have meshes of their own, which cover the same ranks.
         process_group: the ranks that share the work; the default group if neither this nor ``mesh`` is given.
+        gradients: ``"resident"``: a bucket's gradients stay until the step. ``"streamed"``: gradients live only until
+            their bucket is full, and every backward pass reduces, so that a rank keeps the sums of its own part alone:
+            in fp32, or ``grad_dtype``, if several passes make a step. Needs ``accumulation_steps``, and leaves no
+            ``.grad``. Without effect on DTensors, and on one rank.
         grad_dtype: dtype in which gradients are kept, added up and sent; the parameter's if None. fp32 beside 16-bit
             parameters lets micro-batches add up in fp32, for 2 bytes an element more in memory and, unless
             ``reduce_dtype`` says otherwise, on the wire. Needs torch 2.10. Not of DTensors.
@@ -77,6 +85,7 @@ class Options:
     model: torch.nn.Module | None = None
     mesh: DeviceMesh | None = None
     process_group: dist.ProcessGroup | None = None
+    gradients: str = "resident"
     grad_dtype: torch.dtype | None = None
     reducer: str = "rs"
     reduce_dtype: torch.dtype | None = None
@@ -94,6 +103,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_grad_dtype(self.grad_dtype)
+        _choice("gradients", self.gradients, GRADIENTS)
         _choice("reducer", self.reducer, REDUCERS)
         _choice("sync_params", self.sync_params, SYNC)
         if self.mesh is not None and self.process_group is not None:
@@ -107,6 +117,15 @@ class Options:
             raise ValueError("reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype")
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, got {self.accumulation_steps}")
+        if self.is_streamed and self.accumulation_steps is None:
+            raise ValueError(
+                "gradients='streamed' reduces in every backward pass, as often on every rank: say by "
+                "accumulation_steps= how many passes make a step (1 if you add up none)"
+            )
+        if self.is_streamed and not self.overlap:
+            raise ValueError(
+                "gradients='streamed' reduces while backward runs, which overlap=False rules out; leave one of them out"
+            )
         for name in ("bucket_mb", "max_norm", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -128,6 +147,21 @@ class Options:
     def tiles(self) -> Tiles:
         """What Muon's kernels choose tiles by; see ``optim_kernels.muon_groups.MuonPlanner``."""
         return "shape" if self.deterministic else "auto"
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.gradients == "streamed"
+
+    @property
+    def planned_bucket_mb(self) -> float | None:
+        """The size of buckets that plans are asked for."""
+        return STREAMED_BUCKET_MB if self.is_streamed and self.bucket_mb is None else self.bucket_mb
+
+    def dtype_of_sums(self, plan: BucketPlan) -> torch.dtype:
+        """In which a rank keeps the sum of its chunk of a bucket where gradients are streamed."""
+        if self.accumulation_steps != 1:
+            return self.grad_dtype or torch.promote_types(plan.dtype, torch.float32)
+        return (self.reduced_dtype or plan.grad_dtype) if self.reducer == "exact" else plan.wire_dtype
 
     def communicator(
         self, device: torch.device, traffic: Traffic | None = None, is_apart: bool = False

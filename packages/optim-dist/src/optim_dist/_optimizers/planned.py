@@ -97,7 +97,7 @@ class PlannedOptimizer(LiveOptimizer):
         plan = plan_parameters(
             construction.specify(found, [*map(self._block, found)]),
             self._communicator.world_size,
-            bucket_mb=options.bucket_mb,
+            bucket_mb=options.planned_bucket_mb,
             grad_dtype=options.grad_dtype,
             reduce_dtype=options.reduce_dtype,
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._optimizers.construction import Entry
 from optim_dist._optimizers.gradient_dtype import grad_dtype
-from optim_dist.buckets import Bucket
+from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec
 from optim_kernels.muon_groups import Tiles
 from optim_utils.param_groups import MatrixView
@@ -91,6 +91,7 @@ class StepContext:
         grad_scale: what they are divided by (``GradScaler``).
         found_inf: non-zero: leave everything untouched.
         counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
+        present: for each, whether this rank itself has one.
         tiles: what Muon's kernels choose tiles by; the same in all steps.
     """
 
@@ -98,11 +99,12 @@ class StepContext:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     counts: Tensor | None = None
+    present: Sequence[float] = ()
     tiles: Tiles = "auto"
 
     def count(self, shard: Shard) -> Tensor | None:
         """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""
-        return None if self.counts is None or shard.parameter.grad is not None else self.counts[shard.index]
+        return None if self.counts is None or self.present[shard.index] else self.counts[shard.index]
 
 
 class Route(Protocol):
@@ -130,7 +132,7 @@ def check_rounding(shard: Shard) -> None:
         )
 
 
-def bucket_shards(bucket: Bucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:
+def bucket_shards(bucket: ParameterBucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:
     """What this rank owns of a bucket; gradients are set by ``attach_gradients``."""
     shards = []
     for piece in bucket.plan.pieces(bucket.rank):
@@ -148,7 +150,7 @@ def make_shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -
     return Shard(entry.parameter, entry.name, index, *place, start, stop, value, view=entry.view)
 
 
-def attach_gradients(bucket: Bucket, shards: Sequence[Shard], reduced: Tensor) -> None:
+def attach_gradients(bucket: ParameterBucket, shards: Sequence[Shard], reduced: Tensor) -> None:
     """Let every shard's gradient be its view of the reduced own chunk; nothing to do if it already is."""
     if shards and shards[0].gradient is not None and bucket.attached == reduced.data_ptr():
         return

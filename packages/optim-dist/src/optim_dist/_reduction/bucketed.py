@@ -21,12 +21,13 @@ from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.forward_gathers import ForwardGathers
-from optim_dist.buckets import Bucket, build_bucket
+from optim_dist._reduction.storage import ParameterBucket
+from optim_dist._reduction.streamed import StreamedReduction
 from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan
 from optim_dist.reducers import Exact, Reducer, ReduceScatter
 
-Update = Callable[[Bucket, Sequence[Shard]], None]
+Update = Callable[[ParameterBucket, Sequence[Shard]], None]
 
 
 class BucketedParameters:
@@ -40,19 +41,20 @@ class BucketedParameters:
         self._options = options
         world_size, device = communicator.world_size, communicator.device
         as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
-        # by Bucket.divided
+        # by ParameterBucket.divided
         self._factors = {
             False: as_fp32(1 / world_size) if options.average else None,
             True: None if options.average else as_fp32(world_size),
         }
-        self._shards: dict[Bucket, list[Shard]] = {}
+        self._shards: dict[ParameterBucket, list[Shard]] = {}
         self._present: tuple[list[float], Tensor] | None = None
         # where to read a message costs nothing, it tells optimizers and their steps apart
         self._is_watched = device.type == "cpu" or options.debug
         self._number = 0  # among the optimizers of this process, the same on all ranks
         self._num_reduced = 0
-        self.buckets: list[Bucket] = []
-        self.reduction: BackwardReduction | None = None
+        self.present: list[float] = []  # which parameters of the plan have a gradient on this rank, since ``reduce``
+        self.buckets: list[ParameterBucket] = []
+        self.reduction: BackwardReduction | StreamedReduction | None = None
         self._reducer: Reducer | None = None
         self._gathers: ForwardGathers | None = None
 
@@ -62,9 +64,12 @@ class BucketedParameters:
         if not self._number:
             numbers = self._communicator.gather_json(BucketedParameters._latest_number)
             self._number = BucketedParameters._latest_number = max(numbers) + 1
+        if self.reduction is None:
+            self.reduction = self._new_reduction()
+            weakref.finalize(self, self.reduction.close)
         parameters = [entry.parameter for entry in entries]
         new = [
-            build_bucket(bucket, plan.parameters, parameters, self._communicator.rank)
+            self.reduction.build(bucket, plan.parameters, parameters, self._communicator.rank)
             for bucket in plan.buckets[len(self.buckets) :]
         ]
         synchronise(new, self._communicator, self._options.sync_params)
@@ -78,9 +83,6 @@ class BucketedParameters:
             self._reducer = Exact(self._communicator, options.reduce_dtype, options.reduced_dtype, self.buckets)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
-        if self.reduction is None:
-            self.reduction = BackwardReduction(options.accumulation_steps, options.overlap, self._communicator.ranks)
-            weakref.finalize(self, self.reduction.close)
         self.reduction.extend(new, self._reducer)
         if options.model is not None and options.overlap:
             if self._gathers is not None:
@@ -88,7 +90,7 @@ class BucketedParameters:
             self._gathers = ForwardGathers(options.model, self.buckets)
             weakref.finalize(self, self._gathers.close)
 
-    def clear(self) -> list[Bucket]:
+    def clear(self) -> list[ParameterBucket]:
         """Let go of all buckets, between two steps, for ``extend`` to make others; ``release`` them afterwards."""
         self.detach()
         former, self.buckets = self.buckets, []
@@ -127,6 +129,11 @@ class BucketedParameters:
         """For each parameter of the plan, on how many ranks it has a gradient; None before ``reduce``."""
         return None if self.reduction is None else self.reduction.counts
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory for gradients that stays."""
+        return 0 if self.reduction is None else self.reduction.gradient_bytes
+
     # a step
 
     def check(self) -> None:
@@ -147,13 +154,13 @@ class BucketedParameters:
         if not self.buckets or self.counts is not None:
             return False
         assert self.reduction is not None, "buckets come with their reduction"
-        present = [0.0] * num_parameters
+        present = self.present = [0.0] * num_parameters
         for bucket in self.buckets:
             for member, has_gradient in zip(bucket.members, bucket.presence()):
                 present[member.index] = float(has_gradient)
         self._num_reduced += 1
         if self._is_watched:
-            present += [self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
+            present = [*present, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
         if self._present is None or self._present[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
@@ -170,7 +177,7 @@ class BucketedParameters:
 
     @property
     def factors(self) -> dict[bool, Tensor | None]:
-        """What sums are multiplied by to be the average, or the sum, that was asked for; by ``Bucket.divided``."""
+        """What makes of sums the average, or the sum, that was asked for; by ``ParameterBucket.divided``."""
         return {divided: self._factors[divided] for divided in sorted({bucket.divided for bucket in self.buckets})}
 
     def reduced_gradients(self, divided: bool) -> list[Tensor]:
@@ -196,7 +203,7 @@ class BucketedParameters:
         else:
             self._gathers.defer()
 
-    def _in_order(self) -> list[Bucket]:
+    def _in_order(self) -> list[ParameterBucket]:
         """As they were reduced; as they are needed again if all were reduced during backward."""
         if self._gathers is None or self.reduction is None or not self.reduction.eager:
             return self.buckets
@@ -208,10 +215,9 @@ class BucketedParameters:
             self.reduction.restart()
 
     def finish_launched(self) -> None:
-        """Let the current stream wait for every reduction in flight."""
-        for bucket in self.buckets:
-            if bucket.launched:
-                self._finish(bucket)
+        """Let the current stream wait for every reduction in flight, before somebody looks at gradients."""
+        if self.reduction is not None:
+            self.reduction.finish_launched()
 
     @property
     def is_due(self) -> bool:
@@ -290,9 +296,16 @@ class BucketedParameters:
             shards.clear()
         self.buckets = []
 
-    def _finish(self, bucket: Bucket) -> Tensor:
-        assert self._reducer is not None, "buckets come with their reducer"
-        return self._reducer.finish(bucket)
+    def _finish(self, bucket: ParameterBucket) -> Tensor:
+        assert self.reduction is not None, "buckets come with their reduction"
+        return self.reduction.finish(bucket)
+
+    def _new_reduction(self) -> BackwardReduction | StreamedReduction:
+        options, ranks = self._options, self._communicator.ranks
+        if options.gradients == "streamed":
+            assert options.accumulation_steps is not None, "options are checked"
+            return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums)
+        return BackwardReduction(options.accumulation_steps, options.overlap, ranks)
 
 
 def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:

@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from optim_dist.buckets import Bucket, Member
+from optim_dist._reduction.storage import Member, ParameterBucket
 
 
 class ForwardGathers:
     """The hooks of one model on behalf of some buckets."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
         self._buckets = buckets
         self.in_flight = False
         homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
         # by number of the module; hooks refer to it only through self, so that their copies have nothing to wait for
-        self._held: dict[int, list[tuple[Bucket, Member]]] = {}
+        self._held: dict[int, list[tuple[ParameterBucket, Member]]] = {}
         compiled = [module for module in model.modules() if _is_compiled(module)]
         inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
         for number, module in enumerate(model.modules()):
@@ -68,7 +68,7 @@ class ForwardGathers:
             member.entered = False
         self.wait()
 
-    def _members(self) -> Iterator[tuple[Bucket, Member]]:
+    def _members(self) -> Iterator[tuple[ParameterBucket, Member]]:
         return ((bucket, member) for bucket in self._buckets for member in bucket.members)
 
     def defer(self) -> None:
@@ -125,7 +125,7 @@ class ForwardGathers:
             # compiled after the first step: correct, at the price of a break in the graph
             torch.compiler.disable(self._enter)(held)
 
-    def _enter(self, held: list[tuple[Bucket, Member]]) -> None:
+    def _enter(self, held: list[tuple[ParameterBucket, Member]]) -> None:
         if self.in_flight and not torch.is_grad_enabled():
             self.wait()
         for bucket, member in held:

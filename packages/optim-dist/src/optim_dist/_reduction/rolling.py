@@ -1,0 +1,170 @@
+"""Parameters whose gradients are not kept: full ones pass through a few rolling buffers, the own chunks' sums stay.
+
+    .grad of a bucket's parameters --copy--> buffer --reduce--> sum of the own chunk --add--> ``sums`` of the bucket
+
+What there is beside the parameters: ``NUM_BUFFERS`` times the largest bucket, C elements of ``sums`` a bucket, and
+those ``.grad`` whose bucket is not full yet. ``.grad`` is None once its bucket was reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from optim_dist._reduction.storage import (
+    Contribution,
+    ParameterBucket,
+    check_gradient,
+    flat_view,
+    move_parameters,
+)
+from optim_dist.plan import BucketPlan, ParameterSpec
+
+NUM_BUFFERS = 3  # one is filled, one travels, one is added up
+
+
+@dataclass(eq=False, kw_only=True)
+class StreamedBucket(ParameterBucket):
+    """Parameters with the sum of this rank's chunk, over the micro-batches of a step."""
+
+    sums: Tensor
+    specs: Sequence[ParameterSpec]  # of the members
+    missing: int = 0  # members of which no gradient is there for the next reduction
+    counted: list[bool] = field(default_factory=list)  # the others
+    present: list[bool] = field(default_factory=list)  # members that had a gradient in some reduction of this step
+    is_over: bool = False  # the last reduction of this step was launched
+    is_fresh: bool = True  # nothing was added to the sums of this step
+
+    def check_gradients(self) -> None:
+        for member in self.members:
+            gradient = member.parameter.grad
+            if gradient is None:
+                continue
+            if self.is_over:
+                raise RuntimeError(
+                    f"the gradient of {member.name} was assigned after its bucket had been reduced for the last time "
+                    "in this step; with gradients='streamed' assign gradients before, or use 'resident'"
+                )
+            check_gradient(member, gradient, self.plan)
+
+    def presence(self) -> list[bool]:
+        return [had or m.parameter.grad is not None for had, m in zip(self.present, self.members)]
+
+    def count_in(self, place: int) -> None:
+        """A gradient of a member has arrived."""
+        self.missing -= not self.counted[place]
+        self.counted[place] = True
+
+    def begin_pass(self) -> None:
+        """Wait for all members once more."""
+        self.missing, self.counted = len(self.members), [False] * len(self.members)
+
+    def restart(self) -> None:
+        """The next gradients belong to a new step."""
+        self.begin_pass()
+        self.present = [False] * len(self.members)
+        self.is_over, self.is_fresh = False, True
+
+    def add(self, found: Tensor) -> None:
+        """Add the sum of one reduction."""
+        if self.is_fresh:
+            self.sums.copy_(found)
+            self.is_fresh = False
+        else:
+            self.sums.add_(found)
+
+    def take_gradients(self, places: Places) -> list[Tensor]:
+        """Move gradients into a buffer, where what is missing is zero; the tensors that were ``.grad``."""
+        targets, found, zeros = [], [], list(places.gaps)
+        for place, (member, target) in enumerate(zip(self.members, places.members)):
+            gradient = member.parameter.grad
+            if gradient is None:
+                zeros.append(target)
+                continue
+            targets.append(target)
+            found.append(gradient)
+            self.present[place] = True
+            member.parameter.grad = None
+        if found:
+            torch._foreach_copy_(targets, found)
+        if zeros:
+            torch._foreach_zero_(zeros)
+        return found
+
+
+def build_streamed_bucket(
+    plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int, sums_dtype: torch.dtype
+) -> StreamedBucket:
+    """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``."""
+    values, members = move_parameters(plan, specs, parameters)
+    bucket = StreamedBucket(
+        plan=plan,
+        rank=rank,
+        values=values,
+        members=members,
+        sums=values.new_zeros(plan.chunk, dtype=sums_dtype),
+        specs=[specs[slot.parameter] for slot in plan.slots],
+    )
+    bucket.restart()
+    return bucket
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a bucket's gradients lie in a buffer, and what belongs to none."""
+
+    flat: Tensor
+    members: list[Tensor]
+    gaps: list[Tensor]
+    wire: Tensor | None  # of the same length, if gradients travel in another dtype
+
+    def contribution(self, bucket: StreamedBucket) -> Contribution:
+        return Contribution(
+            plan=bucket.plan, rank=bucket.rank, gradients=self.flat, wire=self.wire, sums_dtype=bucket.sums.dtype
+        )
+
+
+class Buffer:
+    """Memory that is lent to one reduction after another, whatever its bucket."""
+
+    def __init__(self, buckets: Sequence[StreamedBucket]) -> None:
+        device = buckets[0].values.device
+        self._storage = _bytes(max(bucket.plan.gradient_nbytes for bucket in buckets), device)
+        others = (b.plan.numel * b.plan.wire_dtype.itemsize for b in buckets if b.plan.wire_dtype != b.plan.grad_dtype)
+        self._wire = _bytes(max(others, default=0), device)
+        self._places: dict[StreamedBucket, Places] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes + self._wire.nbytes
+
+    def places(self, bucket: StreamedBucket) -> Places:
+        """The buffer seen as a bucket's gradients."""
+        if bucket not in self._places:
+            plan = bucket.plan
+            flat = _seen_as(self._storage, plan.grad_dtype, plan.numel)
+            wire = None if plan.wire_dtype == plan.grad_dtype else _seen_as(self._wire, plan.wire_dtype, plan.numel)
+            views = [flat_view(flat, slot.offset, spec) for slot, spec in zip(plan.slots, bucket.specs)]
+            self._places[bucket] = Places(flat, views, [flat[start:stop] for start, stop in _gaps(plan)], wire)
+        return self._places[bucket]
+
+
+def _gaps(plan: BucketPlan) -> list[tuple[int, int]]:
+    """The intervals of a bucket that belong to no parameter."""
+    gaps, end = [], 0
+    for start, size in sorted((slot.offset, size) for slot, size in zip(plan.slots, plan.sizes) if size):
+        if start > end:
+            gaps.append((end, start))
+        end = start + size
+    return [*gaps, (end, plan.numel)] if end < plan.numel else gaps
+
+
+def _bytes(number: int, device: torch.device) -> Tensor:
+    return torch.empty(number, dtype=torch.uint8, device=device)
+
+
+def _seen_as(storage: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+    return storage[: numel * dtype.itemsize].view(dtype)

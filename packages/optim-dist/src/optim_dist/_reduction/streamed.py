@@ -1,0 +1,255 @@
+"""Reductions of gradients that are not kept: every backward pass reduces, and leaves no ``.grad``.
+
+A step has ``accumulation_steps`` rounds. In each every bucket is reduced once, in plan order, so that every rank issues
+the same collectives in the same order whatever arrives when:
+
+    a bucket is full        its reduction is launched, if that of all before it has been
+    a pass ends             what is not full yet is launched with zeros for what is missing
+    step(), clipping        rounds that this rank has had no pass for are launched with what there is
+
+A reduction needs a buffer. The oldest in flight gives its up, once all ranks have launched it: those that lack a
+gradient do so at the end of their pass. Two optimizers that did this could wait for each other, so that of several live
+ones none waits under backward: each launches as many reductions as it has buffers, and the rest in its step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
+from optim_dist._reduction.storage import Contribution, Member, ParameterBucket
+from optim_dist.overlap import refused_passes
+from optim_dist.plan import BucketPlan, ParameterSpec
+from optim_dist.reducers import Reducer
+
+# of this process, whose backward passes may wait for other ranks
+_live: weakref.WeakSet[StreamedReduction] = weakref.WeakSet()
+
+
+class StreamedReduction:
+    """Counts gradients in, and launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
+
+    reducer: Reducer  # that of all buckets; ``extend`` gives it
+    eager = True
+
+    def __init__(self, accumulation_steps: int, ranks: Sequence[int], sums_dtype: Callable[[BucketPlan], torch.dtype]):
+        self.buckets: list[StreamedBucket] = []
+        self.passes = accumulation_steps
+        self.num_given_up = 0  # steps, since construction
+        self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
+        self._sums_dtype = sums_dtype
+        self._ranks = tuple(ranks)
+        self._refused_before = refused_passes[self._ranks]  # when this step began
+        self._round = self._next = 0
+        self._num_passes = 0  # in which a gradient has arrived, in this step
+        self._task = -1  # of autograd: the latest of them
+        self._free: list[Buffer] = []
+        self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
+        self._streams: set[Any] = set()  # in which gradients or buffers were written
+        self._handles: list[Any] = []
+        _live.add(self)
+
+    def build(
+        self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
+    ) -> StreamedBucket:
+        """Move parameters into a new bucket."""
+        return build_streamed_bucket(plan, specs, parameters, rank, self._sums_dtype(plan))
+
+    def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
+        """Take more buckets, that it has built, behind those that there are."""
+        new = [bucket for bucket in buckets if isinstance(bucket, StreamedBucket)]
+        self.buckets += new
+        self.reducer = reducer
+        assert not self._in_flight, "parameters are added between steps"
+        self._free.clear()  # before there are larger ones
+        self._free += [Buffer(self.buckets) for _ in range(NUM_BUFFERS)]
+        self._handles += [
+            member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, place, member))
+            for bucket in new
+            for place, member in enumerate(bucket.members)
+        ]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory for gradients that stays."""
+        buffers = [*self._free, *(buffer for *_, buffer in self._in_flight)]
+        return sum(buffer.nbytes for buffer in buffers) + sum(bucket.sums.nbytes for bucket in self.buckets)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        raise RuntimeError(
+            "no_sync() keeps gradients where they are until a later pass, but with gradients='streamed' every backward "
+            "pass reduces, so that none are kept; leave no_sync() out (accumulation_steps= says how many passes make a "
+            "step), or use gradients='resident'"
+        )
+
+    @property
+    def started(self) -> bool:
+        """Whether a reduction of this step has been launched."""
+        return self._round > 0 or self._next > 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived since the last step."""
+        return any(member.arrived for bucket in self.buckets for member in bucket.members)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether some rank may have launched a reduction, even if this one has not."""
+        return self.started or self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
+
+    def are_gone(self) -> bool:
+        """False: that no ``.grad`` is left says nothing."""
+        return False
+
+    def launch_all(self) -> None:
+        """Launch all that is left of this step's rounds."""
+        while self._round < self.passes:
+            self._launch()
+
+    def finish(self, bucket: ParameterBucket) -> Tensor:
+        """The own chunk's sum over ranks and the step's rounds."""
+        assert isinstance(bucket, StreamedBucket), "buckets are our own"
+        self._follow_streams(bucket)
+        while any(each is bucket for each, *_ in self._in_flight):
+            self._add_up()
+        return bucket.sums
+
+    def finish_launched(self) -> None:
+        """Refuse a ``GradScaler``, which asks for this before it looks at ``.grad``, and fails where there is none."""
+        raise RuntimeError(
+            "a GradScaler looks for infinities in .grad, of which gradients='streamed' leaves nothing; use "
+            "gradients='resident', or set the optimizer's attributes grad_scale and found_inf (tensors) yourself: "
+            "step() reads them, and finds what has overflowed in the sums"
+        )
+
+    def drop(self, is_agreed: bool = False) -> None:
+        """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
+
+        Args:
+            is_agreed: all ranks do, so that those that know of no reduction take part.
+        """
+        if is_agreed or self.is_due:
+            self.num_given_up += 1
+            while self._round < self.passes:
+                self._launch(is_given_up=True)
+            while self._in_flight:
+                self._add_up()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was launched and what has arrived: the next gradients belong to a new step."""
+        self.counts, self._task = None, -1
+        self._round = self._next = self._num_passes = 0
+        self._refused_before = refused_passes[self._ranks]
+        for bucket in self.buckets:
+            bucket.restart()
+            for member in bucket.members:
+                member.arrived = False
+
+    def clear(self) -> None:
+        """Let go of all buckets; others may come."""
+        self.close()
+        self.buckets.clear()
+        self._free.clear()
+        self.restart()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        _live.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, bucket: StreamedBucket, place: int, member: Member) -> Callable[[Tensor], None]:
+        def gradient_arrived(_: Tensor) -> None:
+            self._begin_pass(member)
+            member.arrived = True
+            bucket.count_in(place)
+            if bucket.values.is_cuda:
+                self._streams.add(torch.cuda.current_stream(bucket.values.device))
+            while self._round < self.passes and not self.buckets[self._next].missing and self._may_launch:
+                self._launch()
+
+        return gradient_arrived
+
+    def _begin_pass(self, arriving: Member) -> None:
+        """If ``arriving`` is the first gradient of a backward pass: count it, and come back when it ends."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._num_passes == self.passes or self.counts is not None:
+            # counts for other optimizers, see there
+            refused_passes[self._ranks] += 1
+            raise RuntimeError(
+                f"a gradient of {arriving.name} arrived after the {self.passes} backward passes of accumulation_steps= "
+                "had been reduced, or gradients were clipped; every call of backward() counts. Call step() before the "
+                "next one or, to give the batch up, zero_grad() of the optimizer (that of the model leaves the sums)"
+            )
+        self._task = task
+        self._num_passes += 1
+        # not called if an error cuts the pass short; the next one makes up for it
+        Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        """Launch what is left of the rounds that this rank has had passes for, with zeros for what is missing."""
+        while self._round < self._num_passes and self._may_launch:
+            self._launch()
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether the next reduction may be launched under backward."""
+        may_wait = len(_live) == 1 and self.reducer.starts_alone
+        return may_wait or (bool(self._free) and self.reducer.is_ready(self.buckets[self._next]))
+
+    def _launch(self, is_given_up: bool = False) -> None:
+        bucket = self.buckets[self._next]
+        if not is_given_up:
+            bucket.check_gradients()
+        self._follow_streams(bucket)
+        if not self._free:
+            self._add_up()
+        buffer = self._free.pop()
+        places = buffer.places(bucket)
+        if not is_given_up:
+            with torch.no_grad():
+                _keep_until_read(bucket.take_gradients(places))
+        contribution = places.contribution(bucket)
+        self.reducer.launch(contribution)
+        bucket.divided = contribution.divided
+        self._in_flight.append((bucket, contribution, buffer))
+        bucket.is_over = self._round == self.passes - 1
+        bucket.begin_pass()
+        self._next += 1
+        if self._next == len(self.buckets):
+            self._next = 0
+            self._round += 1
+
+    def _add_up(self) -> None:
+        """Add the oldest reduction in flight to the sums of its bucket; its buffer is free again."""
+        bucket, contribution, buffer = self._in_flight.popleft()
+        with torch.no_grad():
+            bucket.add(self.reducer.finish(contribution))
+        self._free.append(buffer)
+
+    def _follow_streams(self, bucket: StreamedBucket) -> None:
+        """Let the current stream go on behind all that have written gradients, buffers or sums."""
+        if bucket.values.is_cuda:
+            current = torch.cuda.current_stream(bucket.values.device)
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
+            self._streams = {current}
+
+
+def _keep_until_read(gradients: Sequence[Tensor]) -> None:
+    """Tell the allocator who reads memory that was perhaps allocated in another stream, and is given up now."""
+    for gradient in gradients:
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
