@@ -8,6 +8,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from dist_cases import Scenarios, device_of, mesh_of, normal, sum_in_rank_order
 from dist_loops import Net, alone, assert_same, assert_same_updates, batch, make, values
 from torch import nn
@@ -589,6 +590,54 @@ def dtensors_stay_as_they_were(rank, world_size):
         found.append([cut.full_tensor().detach(), plain.detach()])
         optimizer.close()
     assert_same(*found)
+
+
+@scenario(2)
+def dtensors_alone_have_no_buffers(rank, world_size):
+    found = []
+    for gradients in ("streamed", "resident"):
+        cut = nn.Parameter(distribute_tensor(normal((4, 4), 3).to(device_of(rank)), mesh_of(world_size), [Shard(0)]))
+        optimizer = TritonDistAdamW([("cut", cut)], lr=0.1, gradients=gradients, accumulation_steps=2)
+        (cut.full_tensor() * 2).sum().backward()
+        optimizer.zero_grad()
+        assert optimizer.is_between_steps
+        for _ in range(2):
+            (cut.full_tensor() * 2).sum().backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        found.append([cut.full_tensor().detach()])
+        optimizer.close()
+    assert_same(*found)
+
+
+class Checkpointed(Net):
+    """Every layer's forward runs again in backward."""
+
+    def __init__(self, device, use_reentrant):
+        super().__init__(device)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, skip=None):
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.use_reentrant))
+        return x.square().sum()
+
+
+@scenario(2)
+def layers_that_run_again_in_backward_are_one_pass(rank, world_size):
+    options = {"gradients": "streamed", "accumulation_steps": 2, "reducer": "exact", "bucket_mb": 1e-4}
+    net = Checkpointed(device_of(rank), use_reentrant=False)
+    optimizer = make(net, model=net, **options)
+    found = go_on(rank, net, optimizer, [0, 1], 2)
+    optimizer.close()
+    assert_same(found, run(rank, [0, 1], 2))
+    net = Checkpointed(device_of(rank), use_reentrant=True)
+    optimizer = make(net, model=net, **options)
+    with pytest.raises(RuntimeError, match="use_reentrant=True"):
+        backward(net, rank, 0)
+    optimizer.zero_grad()
+    optimizer.close()
 
 
 @scenario(1)

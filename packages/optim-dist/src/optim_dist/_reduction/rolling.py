@@ -131,22 +131,29 @@ class Buffer:
     """Memory that is lent to one reduction after another, whatever its bucket."""
 
     def __init__(self, buckets: Sequence[StreamedBucket]) -> None:
-        device = buckets[0].values.device
-        self._storage = _bytes(max(bucket.plan.gradient_nbytes for bucket in buckets), device)
-        others = (b.plan.numel * b.plan.wire_dtype.itemsize for b in buckets if b.plan.wire_dtype != b.plan.grad_dtype)
-        self._wire = _bytes(max(others, default=0), device)
+        storage: dict[torch.device, int] = {}
+        wires: dict[torch.device, int] = {}
+        for bucket in buckets:
+            device, plan = bucket.values.device, bucket.plan
+            storage[device] = max(storage.get(device, 0), plan.gradient_nbytes)
+            if plan.wire_dtype != plan.grad_dtype:
+                wires[device] = max(wires.get(device, 0), plan.numel * plan.wire_dtype.itemsize)
+        self._storage = {device: _bytes(number, device) for device, number in storage.items()}
+        self._wires = {device: _bytes(number, device) for device, number in wires.items()}
         self._places: dict[StreamedBucket, Places] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._storage.nbytes + self._wire.nbytes
+        return sum(held.nbytes for held in (*self._storage.values(), *self._wires.values()))
 
     def places(self, bucket: StreamedBucket) -> Places:
         """The buffer seen as a bucket's gradients."""
         if bucket not in self._places:
-            plan = bucket.plan
-            flat = _seen_as(self._storage, plan.grad_dtype, plan.numel)
-            wire = None if plan.wire_dtype == plan.grad_dtype else _seen_as(self._wire, plan.wire_dtype, plan.numel)
+            device, plan = bucket.values.device, bucket.plan
+            flat = _seen_as(self._storage[device], plan.grad_dtype, plan.numel)
+            wire = None
+            if plan.wire_dtype != plan.grad_dtype:
+                wire = _seen_as(self._wires[device], plan.wire_dtype, plan.numel)
             views = [flat_view(flat, slot.offset, spec) for slot, spec in zip(plan.slots, bucket.specs)]
             self._places[bucket] = Places(flat, views, [flat[start:stop] for start, stop in _gaps(plan)], wire)
         return self._places[bucket]

@@ -55,7 +55,6 @@ class StreamedReduction:
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
         self._streams: set[Any] = set()  # in which gradients or buffers were written
         self._handles: list[Any] = []
-        _live.add(self)
 
     def build(
         self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
@@ -70,7 +69,9 @@ class StreamedReduction:
         self.reducer = reducer
         assert not self._in_flight, "parameters are added between steps"
         self._free.clear()  # before there are larger ones
-        self._free += [Buffer(self.buckets) for _ in range(NUM_BUFFERS)]
+        if self.buckets:
+            self._free += [Buffer(self.buckets) for _ in range(NUM_BUFFERS)]
+            _live.add(self)
         self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, place, member))
             for bucket in new
@@ -111,7 +112,7 @@ class StreamedReduction:
 
     def launch_all(self) -> None:
         """Launch all that is left of this step's rounds."""
-        while self._round < self.passes:
+        while self.buckets and self._round < self.passes:
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
@@ -138,7 +139,7 @@ class StreamedReduction:
         """
         if is_agreed or self.is_due:
             self.num_given_up += 1
-            while self._round < self.passes:
+            while self.buckets and self._round < self.passes:
                 self._launch(is_given_up=True)
             while self._in_flight:
                 self._add_up()
@@ -190,7 +191,8 @@ class StreamedReduction:
             refused_passes[self._ranks] += 1
             raise RuntimeError(
                 f"a gradient of {arriving.name} arrived after the {self.passes} backward passes of accumulation_steps= "
-                "had been reduced, or gradients were clipped; every call of backward() counts. Call step() before the "
+                "had been reduced, or gradients were clipped; every call of backward() counts, also those of "
+                "torch.utils.checkpoint with use_reentrant=True (pass False). Call step() before the "
                 "next one or, to give the batch up, zero_grad() of the optimizer (that of the model leaves the sums)"
             )
         self._task = task
