@@ -484,6 +484,31 @@ def groups_come_and_buckets_go(rank, world_size):
 
 
 @scenario(2)
+def a_rebuilt_plan_streams_those_that_are_trained_now(rank, world_size):
+    found = []
+    for gradients in ("streamed", "resident"):
+        net = Net(device_of(rank))
+        net.layers[0].requires_grad_(False)
+        optimizer = make(net, gradients=gradients, accumulation_steps=1, reducer="exact", bucket_mb=1e-6)
+        backward(net, rank, 7)
+        optimizer.zero_grad()
+        for step in range(2):
+            net.layers[0].requires_grad_(step == 1)
+            net.layers[3].requires_grad_(step == 0)
+            optimizer.rebuild_plan()
+            backward(net, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+        net.requires_grad_(False)
+        optimizer.rebuild_plan()
+        assert optimizer._bucketed.gradient_bytes == 0
+        optimizer.step()
+        optimizer.close()
+    assert_same(*found)
+
+
+@scenario(2)
 def buffers_are_few_and_what_stays_is_the_own_chunk(rank, world_size):
     for kind in ("adamw", "muon_adamw"):
         for micro_batches in (1, 2):
