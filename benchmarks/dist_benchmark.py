@@ -10,8 +10,9 @@ Ceilings are measured first, and floors follow from them. W ranks, f = (W-1)/W, 
     floor = max(wire, local)       Muon: without Newton-Schulz, which only the machine's product rate bounds
 
 Gradients are ready, different on every rank. Ours starts with them in its buckets, where backward accumulates into
-them ("in place"), or outside ("copied in"); peers driven by hooks get them from an empty backward. The first step of
-every row is compared with ours in exact mode before its time counts. A figure is the slowest rank's.
+them ("in place"), or outside ("copied in"); peers driven by hooks, and ours where it keeps no gradients ("streamed"),
+get them from an empty backward, in which they are copied once. The first step of every row is compared with ours in
+exact mode before its time counts. A figure is the slowest rank's.
 """
 
 from __future__ import annotations
@@ -134,6 +135,23 @@ def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool, determini
     return Row(values, step, before, optimizer.close, lambda: optimizer.communicator.bytes_sent)
 
 
+def streamed(job: Job) -> Row:
+    """Reduced from rolling buffers while gradients come, none of which is kept."""
+    bag = job.bag()
+    parameters = list(bag.parameters())
+    optimizer = _our_optimizer(job, parameters, model=bag, gradients="streamed", accumulation_steps=1)
+
+    def step() -> None:
+        bag(job.gradients).backward()
+        optimizer.step()
+        optimizer.wait()
+
+    def values() -> list[Tensor]:
+        return [parameter.detach() for parameter in parameters]
+
+    return Row(values, step, close=optimizer.close, bytes_sent=lambda: optimizer.communicator.bytes_sent)
+
+
 def _our_optimizer(job: Job, parameters: list[Any], **options: Any) -> Any:
     if job.mode == "adamw":
         return TritonDistAdamW(parameters, **ADAMW, **options)
@@ -200,6 +218,7 @@ ROWS: dict[str, Callable[[Job], Row]] = {
     "ours rs, in place": lambda job: ours(job, reducer="rs", in_place=True),
     "ours rs, in place, deterministic": lambda job: ours(job, reducer="rs", in_place=True, deterministic=True),
     "ours rs, copied in": lambda job: ours(job, reducer="rs", in_place=False),
+    "ours rs, streamed": streamed,
     "DDP + torch": ddp,
     "DDP + ZeroRedundancyOptimizer": lambda job: ddp(job, zero=True),
     "FSDP2 + torch": fsdp2,

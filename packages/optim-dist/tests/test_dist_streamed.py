@@ -699,11 +699,9 @@ def peak_bytes(rank, world_size, options):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_memory_that_streamed_gradients_leave_free():
-    for rank in range(2):
-        (most, kept), (streamed_most, streamed_kept) = (
-            run_ranks(peak_bytes, 2, {"gradients": gradients}, backend="nccl")[rank]
-            for gradients in ("resident", "streamed")
-        )
+    choices = ({"gradients": "resident"}, {"gradients": "streamed"})
+    of_ranks = zip(*(run_ranks(peak_bytes, 2, options, backend="nccl") for options in choices))
+    for (most, kept), (streamed_most, streamed_kept) in of_ranks:
         # 48 MiB of gradients against three buffers of 4 MiB and half of the sums
         assert kept - streamed_kept >= 10 * 2**20
         assert most - streamed_most >= 0.8 * (kept - streamed_kept)
