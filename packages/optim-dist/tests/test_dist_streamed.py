@@ -491,6 +491,8 @@ def a_rebuilt_plan_streams_those_that_are_trained_now(rank, world_size):
         net.layers[0].requires_grad_(False)
         optimizer = make(net, gradients=gradients, accumulation_steps=1, reducer="exact", bucket_mb=1e-6)
         backward(net, rank, 7)
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+            optimizer.rebuild_plan()
         optimizer.zero_grad()
         for step in range(2):
             net.layers[0].requires_grad_(step == 1)

@@ -310,7 +310,7 @@ class DistOptimizer(PlannedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; once used, passes outside it reduce while they run.
 
-        The first time a collective: every rank begins with it in the same step.
+        The first time a collective: every rank begins with it in the same step. Refused with ``gradients="streamed"``.
         """
         with self._bucketed.no_sync():
             yield

@@ -150,8 +150,12 @@ class PlannedOptimizer(LiveOptimizer):
             refused = error
         self._raise_if_refused(refused, "the plan was not rebuilt")
         # batches that some rank gave up
-        is_between_steps = self.is_between_steps
-        assert is_between_steps, "no rank has a gradient"
+        if not self.is_between_steps:
+            # streamed gradients, of which no .grad tells
+            raise RuntimeError(
+                "rebuild_plan between backward and step(): gradients are already being reduced; call it after step(), "
+                "or call zero_grad() first"
+            )
         plan, meshes = self._planned(found)
         self._agree(plan, found)
         return plan, found, meshes
