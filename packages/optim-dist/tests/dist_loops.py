@@ -22,6 +22,7 @@ class Net(nn.Module):
         self.to(device)
 
     def forward(self, x, skip=None):
+        x = x.to(self.layers[0].weight.device)  # batches of other ranks may be on theirs
         for number, layer in enumerate(self.layers):
             if number != skip:
                 x = torch.tanh(layer(x))

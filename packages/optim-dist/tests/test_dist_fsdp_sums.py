@@ -92,6 +92,10 @@ def sums_are_scaled_as_fsdp_asks_for_it(rank, world_size):
             assert torch.equal(p.grad.full_tensor(), expected), (name, parameter)
 
 
+# as FSDP2 makes it
+premultiplied = getattr(dist, "_make_nccl_premul_sum", dist.ReduceOp.PREMUL_SUM)
+
+
 @scenarios(2, 3)
 def every_operation_of_fsdp_is_one_sum(rank, world_size):
     reduce = reducers.for_fsdp("exact")
@@ -102,7 +106,7 @@ def every_operation_of_fsdp_is_one_sum(rank, world_size):
         ops = {
             dist.ReduceOp.SUM: total,
             dist.ReduceOp.AVG: total / world_size,
-            dist.ReduceOp.PREMUL_SUM(0.3): total * 0.3,
+            premultiplied(0.3): total * 0.3,
         }
         for op, expected in ops.items():
             given = reduce.allocate((world_size * 5,), dtype=dtype, device=device).copy_(contributions[rank])
