@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optim_dist import TritonDistMuon
 from optim_dist._muon.halves import apply_updates, momenta
 from optim_dist._muon.owner import Owner, Whole, room_for
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
 from optim_dist._reduction.joined import Joined, alike
 from optim_dist.muon import muon_options

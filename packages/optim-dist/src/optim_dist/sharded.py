@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist._muon.sharded import Matrix, ShardedMuon
-from optim_dist._optimizers.construction import Entry, joint_layout, local
+from optim_dist._optimizers.construction import joint_layout, local
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, takes_zeros
 from optim_dist._reduction.collectives import Communicator

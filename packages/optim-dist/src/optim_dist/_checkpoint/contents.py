@@ -21,15 +21,8 @@ from optim_dist._checkpoint.staging import ToHost, on_host
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_dist._optimizers.states import (
-    WHOLE_KEYS,
-    as_parameter_lies,
-    cut_like,
-    in_memory_order,
-    make_groups_plain,
-    on_one_rank,
-    stamped,
-)
+from optim_dist._optimizers.states import WHOLE_KEYS, in_memory_order, make_groups_plain, stamped
+from optim_dist._optimizers.whole_state import as_parameter_lies, cut_like, on_one_rank
 from optim_dist.plan import ParameterSpec, Piece, contiguous_stride
 from optim_redist import Layout
 

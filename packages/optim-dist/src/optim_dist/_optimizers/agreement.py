@@ -9,11 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket, is_dense
 from optim_dist.plan import Plan
+
+
+def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
+    """Raise ``refused``; without one, what another rank refuses. Collective."""
+    problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
+    if refused is not None:
+        raise refused
+    if any(problems):
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        raise RuntimeError(f"{what}, for it was refused by {listed}")
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from optim_dist._optimizers import states
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
+from optim_dist._optimizers.whole_state import full_state_dict
 from optim_dist._reduction.collectives import Communicator
 
 IS_WHOLE = "is_whole"  # an entry of state dicts, which torch's optimizers ignore
@@ -57,5 +57,5 @@ def consolidate(
         return None
     if not 0 <= to < communicator.world_size:
         raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to}")
-    full = states.full_state_dict(optimizer, shards, communicator, communicator.chunk_of(to))
+    full = full_state_dict(optimizer, shards, communicator, communicator.chunk_of(to))
     return Consolidated(to, full.get("state"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import is_dense
@@ -20,19 +20,6 @@ from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout, Mesh
 from optim_redist.errors import RedistError
 from optim_utils.param_groups import MatrixView
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A trained parameter: its name, its group, and the matrices inside if they are not its last two dimensions."""
-
-    name: str
-    parameter: Tensor
-    group: int
-    listed: int  # its number among all parameters of the groups
-    place: int  # its number in the group
-    route: RouteName
-    view: MatrixView | None = None
 
 
 def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan

@@ -23,7 +23,7 @@ from optim_dist._checkpoint.contents import (
 )
 from optim_dist._checkpoint.manifest import SavedParameter
 from optim_dist._checkpoint.reshard import exchange, streams
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist.plan import Plan
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 
 # the attribute of a parameter, and what of its group that multiplies
 ATTRIBUTES: Mapping[str, str] = {"lr_mul": "lr", "wd_mul": "weight_decay"}

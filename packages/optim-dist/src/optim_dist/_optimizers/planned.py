@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optim_dist._optimizers import agreement, construction, states, step_checks
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers import agreement, construction, step_checks
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.bucketed import BucketedParameters
 from optim_dist._reduction.collectives import Communicator
@@ -25,9 +26,6 @@ from optim_dist.plan import Plan, RouteName, plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
-
-# the options of a group that say how its parameters are matrices
-VIEW_OPTIONS = ("nd", "split_rows", "views")
 
 
 class PlannedOptimizer(LiveOptimizer):
@@ -72,8 +70,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._entries: list[Entry] = []
         self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
         weakref.finalize(self, self._gradient_dtypes.put_back).atexit = False
-        self._planned_views: list[list[MatrixView | None]] = []
-        self._view_options: list[list[Any]] = []
+        self._planned_views = PlannedViews()
         self._extend(found)
         self._register()
 
@@ -125,10 +122,29 @@ class PlannedOptimizer(LiveOptimizer):
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
         self._listed = [list(group["params"]) for group in self.param_groups]
-        self._note_views()
+        self._planned_views.note(self.param_groups, self._views)
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
-        self._show_state()
+
+    @torch.no_grad()
+    def rebuild_plan(self, order: Sequence[str | Tensor] | None = None) -> None:
+        """Plan anew for the parameters that need a gradient now: after unfreezing some, or freezing some for good.
+
+        Collective, between ``zero_grad()`` and the next backward pass. Parameters that stay keep their state, bit for
+        bit, whoever owns them now; new ones begin afresh, and are those of the first rank, as at construction
+        (``sync_params``); the state of those that are frozen by now is dropped, and so are their buckets.
+
+        Args:
+            order: names or parameters in the order in which forward passes use them, for buckets to be reduced and
+                gathered by; every one that is trained, and others if you like. None: the order of construction.
+
+        Raises:
+            RuntimeError: on every rank, before anything has changed: with gradients around, or if another rank refuses.
+        """
+        plan, found, meshes = self._newly_planned(order)
+        with self.begun_together("rebuild_plan()"):
+            self.wait()
+            self._replace(plan, found, meshes)
 
     def _newly_planned(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
         """What ``_replace`` takes, for the parameters that need a gradient now; if refused, nothing has changed."""
@@ -138,7 +154,7 @@ class PlannedOptimizer(LiveOptimizer):
         found: list[Entry] = []
         try:
             step_checks.check_listed(self.param_groups, self._listed)
-            self._check_views()
+            self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
                 self._check_group(group)
             self._bucketed.check_pointers()
@@ -148,7 +164,7 @@ class PlannedOptimizer(LiveOptimizer):
             found = construction.in_forward_order(self._find_entries(), order)
         except Exception as error:
             refused = error
-        self._raise_if_refused(refused, "the plan was not rebuilt")
+        agreement.raise_if_refused(refused, "the plan was not rebuilt", self._communicator)
         # batches that some rank gave up
         if not self.is_between_steps:
             # streamed gradients, of which no .grad tells
@@ -161,7 +177,7 @@ class PlannedOptimizer(LiveOptimizer):
         return plan, found, meshes
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
-        """Move parameters from the plan that there is to a new one; state is left where it is."""
+        """Move parameters from the plan that there is to a new one."""
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()
         self._resident = ResidentParameters(self._communicator, self._options)
@@ -201,64 +217,10 @@ class PlannedOptimizer(LiveOptimizer):
         except Exception as error:
             refused = error
         if is_built:
-            self._raise_if_refused(refused, "the group was not added")
+            agreement.raise_if_refused(refused, "the group was not added", self._communicator)
         if refused is not None:
             raise refused
         return found
-
-    def _raise_if_refused(self, refused: Exception | None, what: str) -> None:
-        """Raise ``refused``; without one, what another rank refuses. Collective."""
-        problems = self._communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
-        if refused is not None:
-            raise refused
-        if any(problems):
-            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"{what}, for it was refused by {listed}")
-
-    def _note_views(self) -> None:
-        """Remember how new groups read their parameters as matrices, which the plan was made for."""
-        for group in self.param_groups[len(self._planned_views) :]:
-            self._planned_views.append(list(self._views(group)))
-            self._view_options.append(_view_options(group))
-
-    def _check_views(self) -> None:
-        """Refuse groups that were told to read their parameters as other matrices than the plan was made for."""
-        options = [*map(_view_options, self.param_groups)]
-        if options == self._view_options:
-            return
-        for index, (group, planned) in enumerate(zip(self.param_groups, self._planned_views)):
-            if list(self._views(group)) != planned:
-                now, then = options[index], self._view_options[index]
-                changed = [name for name, new, old in zip(VIEW_OPTIONS, now, then) if new != old]
-                raise RuntimeError(
-                    f"{', '.join(changed)} of param_groups[{index}] changed after the optimizer was built, whose plan "
-                    "is for the matrices of that time; build a new optimizer"
-                )
-        self._view_options = options
-
-    def _check_blocks(self) -> None:
-        """Refuse 8-bit states of parameters that were planned without: they may be cut anywhere."""
-        for spec, entry in zip(self.plan.parameters, self._entries):
-            if self._block(entry) > spec.block:
-                raise ValueError(
-                    f"state_dtype='int8' of {entry.name} came after the optimizer was built, which cuts the parameters "
-                    "of such groups between blocks of 256 elements; build a new optimizer with it, or call "
-                    "rebuild_plan()"
-                )
-
-    def group_fault(self, number: int, saved: dict[str, Any]) -> str:
-        """Why a saved group cannot be taken over by one of ours; empty if it can."""
-        group = self.param_groups[number]
-        taken = {**group, **saved, "params": group["params"]}
-        if "views" in group:
-            taken["views"] = group["views"]
-        if self._route_name(taken) != self._route_name(group):
-            return (
-                f"was saved with kind={self._route_name(taken)!r}, this optimizer has kind="
-                f"{self._route_name(group)!r}; list groups in the order in which they were saved"
-            )
-        is_alike = not states.has_other_views(saved, group) and list(self._views(taken)) == self._planned_views[number]
-        return "" if is_alike else states.OTHER_VIEWS
 
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
@@ -286,15 +248,9 @@ class PlannedOptimizer(LiveOptimizer):
             raise TypeError(f"prefetch takes a module, got {type(module).__name__}; wait() is for all parameters")
         self._bucketed.prefetch(module)
 
-    def _show_state(self) -> None:
-        # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
-        if self._communicator.world_size > 1:
-            for entry in self._entries:
-                self.state.setdefault(entry.parameter, {})
-        elif self._gradient_dtypes.differ:
-            # it would give gradients in the parameter's dtype
-            for shard in self.shards():
-                self.completed_state(shard)
+    def _reads_as_planned(self, number: int, group: dict[str, Any]) -> bool:
+        """Whether ``group`` reads its parameters as the matrices that the group ``number`` was planned with."""
+        return list(self._views(group)) == self._planned_views.of(number)
 
     @property
     def entries(self) -> list[Entry]:
@@ -341,9 +297,3 @@ class PlannedOptimizer(LiveOptimizer):
         super().__setstate__(state)
         if not hasattr(self, "plan"):
             self._connect()
-
-
-def _view_options(group: dict[str, Any]) -> list[Any]:
-    """What a group says of its matrices, apart from the group, which may change."""
-    found = [group.get(name) for name in VIEW_OPTIONS]
-    return [list(value) if isinstance(value, list | tuple) else value for value in found]

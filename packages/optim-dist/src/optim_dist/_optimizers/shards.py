@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import grad_dtype
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec

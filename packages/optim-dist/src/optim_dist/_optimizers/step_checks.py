@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from operator import is_
 from typing import Any
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.agreement import check_options, describe_groups
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._reduction.collectives import Communicator
+from optim_dist.plan import ParameterSpec
 
 
 def check_factor(clip_factor: object) -> None:
@@ -59,6 +60,33 @@ def check_no_gradients(names: Mapping[int, str], groups: Iterable[dict[str, Any]
     if found:
         listed = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise RuntimeError(f"{listed} have gradients, which would be lost; call rebuild_plan() after zero_grad()")
+
+
+def check_missing(
+    groups: Sequence[dict[str, Any]],
+    specs: Sequence[ParameterSpec],
+    entries: Sequence[Entry],
+    counts: Tensor | None,
+    has_gradient: Callable[[int], bool],
+) -> None:
+    """Refuse what groups with ``missing_grad="raise"`` lack: on all ranks, and before anything has moved.
+
+    Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
+
+    Args:
+        counts: for each of ``entries``, on how many ranks it has a gradient.
+        has_gradient: whether one has it on this rank.
+    """
+    if all(group.get("missing_grad") != "raise" for group in groups):
+        return
+    for index, (spec, entry) in enumerate(zip(specs, entries)):
+        # an option of Muon's, which groups of AdamW may keep like any other that they do not know
+        wants_one = spec.route == "muon" and groups[entry.group].get("missing_grad") == "raise"
+        if not wants_one or not entry.parameter.requires_grad or has_gradient(index):
+            continue
+        # others have none of a DTensor either
+        if spec.sharding or counts is None or not counts[index].item():
+            raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
 
 def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:

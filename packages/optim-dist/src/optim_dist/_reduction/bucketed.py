@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist._optimizers.agreement import check_replicas, synchronise
-from optim_dist._optimizers.construction import Entry
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator

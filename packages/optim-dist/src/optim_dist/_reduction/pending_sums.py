@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from optim_dist._optimizers.construction import Entry, local
+from optim_dist._optimizers.construction import local
+from optim_dist._optimizers.entries import Entry
 from optim_dist._reduction.joined import Joined, alike
 
 

@@ -1,0 +1,23 @@
+"""A trained parameter, as everything between the groups of an optimizer and its plan knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from optim_dist.plan import RouteName
+from optim_utils.param_groups import MatrixView
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trained parameter: its name, its group, and the matrices inside if they are not its last two dimensions."""
+
+    name: str
+    parameter: Tensor
+    group: int
+    listed: int  # its number among all parameters of the groups
+    place: int  # its number in the group
+    route: RouteName
+    view: MatrixView | None = None

@@ -1,0 +1,33 @@
+"""fp32 masters of this rank follow what others write to their parameters between steps (``FollowedWrites``)."""
+
+from __future__ import annotations
+
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard
+from optim_kernels.adamw_groups import FollowedWrites, can_be_followed
+
+
+class FollowedMasters:
+    """The masters of one optimizer, over one plan."""
+
+    def __init__(self) -> None:
+        self._writes = FollowedWrites()
+
+    def follow(self, optimizer: LiveOptimizer) -> None:
+        """Bring masters up to date of parameters that others have written to since the last step."""
+        shards = _with_masters(optimizer)
+        if shards:
+            masters = [optimizer.state[shard.parameter]["master"] for shard in shards]
+            self._writes.follow([shard.parameter for shard in shards], [shard.value for shard in shards], masters)
+
+    def note(self, optimizer: LiveOptimizer) -> None:
+        """Masters fit their parameters: what is written to these from now on is followed."""
+        self._writes.note([shard.parameter for shard in _with_masters(optimizer)])
+
+
+def _with_masters(optimizer: LiveOptimizer) -> list[Shard]:
+    """What this rank updates by way of an fp32 master."""
+    if all(group.get("master_weights") != "fp32" for group in optimizer.param_groups):
+        return []
+    found = (shard for shard in optimizer.shards() if "master" in optimizer.state.get(shard.parameter, {}))
+    return [shard for shard in found if can_be_followed(shard.parameter)]

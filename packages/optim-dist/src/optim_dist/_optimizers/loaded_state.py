@@ -1,0 +1,198 @@
+"""A state that comes in: refused where it cannot be this optimizer's, else brought into its formats.
+
+What is refused is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from optim_dist._optimizers.construction import layout_of
+from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.states import WHOLE_KEYS, listed_parameters, make_codes_numbers
+from optim_dist.plan import Plan, RouteName
+from optim_kernels.muon_groups import with_dtypes
+from optim_utils.param_groups import MatrixView
+
+# what each kind of update cannot go on without, where there is a state at all
+NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+}
+_KINDS: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
+
+# of a group what belongs to the optimizer that loads: a loaded state is brought into its formats
+OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
+
+OTHER_VIEWS = (
+    "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"
+)
+
+
+def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
+    """Refuse a state of another plan or rank before anything is written."""
+    stamp = state_dict.get("plan")
+    if stamp is None:
+        return
+    if stamp["hash"] != plan.hash or stamp["rank"] != rank:
+        raise ValueError(
+            f"this state is of rank {stamp['rank']} of {stamp['world_size']}, plan {stamp['hash'][:12]}; "
+            f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
+            "optim_dist.checkpoint loads at any number of ranks, and so does the state_dict() of one rank if all have "
+            "called consolidate_state_dict() before it"
+        )
+
+
+def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse states of another kind of update, of other shapes, and of DTensors what lies otherwise than these do.
+
+    Of what is in buckets there are parts, which fit if their plan does.
+    """
+    saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
+    listed = listed_parameters(optimizer)
+    for entry in optimizer.entries:
+        parameter, place = entry.parameter, listed[id(entry.parameter)]
+        # torch's own error says so if there are fewer
+        state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
+        if fault := lacking(state, entry):
+            raise ValueError(fault)
+        is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        if not is_cut and optimizer.communicator.world_size > 1:
+            continue
+        for key, value in state.items():
+            if key not in WHOLE_KEYS or not isinstance(value, Tensor):
+                continue
+            if is_cut and not isinstance(value, DTensor):
+                raise ValueError(
+                    f"{key} of a DTensor of shape {tuple(parameter.shape)} is a plain tensor of shape "
+                    f"{tuple(value.shape)}; load_full_state_dict() takes over a one-process state"
+                )
+            fault = _fault_of(value, parameter)
+            if fault:
+                raise ValueError(f"the {key} to load of {entry.name} {fault}")
+
+
+def lacking(state: Mapping[str, Any], entry: Entry) -> str:
+    """What is said of a state that another kind of optimizer has saved; empty of one that can be gone on with."""
+    missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
+    if not state or not missing:
+        return ""
+    return (
+        f"the state to load of {entry.name} has {', '.join(sorted(state))}, but {_KINDS[entry.route]} needs "
+        f"{' and '.join(missing)}; load the state of an optimizer of this kind"
+    )
+
+
+def _fault_of(value: Tensor, parameter: Tensor) -> str:
+    """Why ``value`` cannot be the state of ``parameter``; empty if it can."""
+    if value.shape != parameter.shape:
+        return f"has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return ""
+    if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
+        return ""
+    if layout_of(value).slices(value.shape) == layout_of(parameter).slices(value.shape):
+        return ""
+    return (
+        f"lies as {value.placements} of {value.device_mesh}, its parameter as {parameter.placements} of "
+        f"{parameter.device_mesh}; optim_dist.checkpoint, torch.distributed.checkpoint and load_full_state_dict() load "
+        "any layout"
+    )
+
+
+def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``state_dict`` with complete groups, and numbers for the 8-bit codes of ``optim_kernels.TritonAdamW``.
+
+    Raises:
+        ValueError: for an empty one, and for groups that cannot be taken over.
+    """
+    if not state_dict:
+        raise ValueError(
+            "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
+            "passes the same to load_full_state_dict()"
+        )
+    adapted = {**_with_complete_groups(optimizer, state_dict)}
+    make_codes_numbers(adapted)
+    return adapted
+
+
+def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Saved groups with our values for options that they lack, with our storage, and with our views if they fit."""
+    saved_groups, mine = state_dict["param_groups"], optimizer.param_groups
+    if len(saved_groups) != len(mine):
+        return state_dict  # torch's own error says so
+    completed = []
+    for number, (group, saved) in enumerate(zip(mine, map(with_dtypes, saved_groups))):
+        kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if fault := optimizer.group_fault(number, saved):
+            raise ValueError(f"group {number} {fault}")
+        completed.append({**kept, **{key: value for key, value in saved.items() if key not in OWN_OPTIONS}})
+    return {**state_dict, "param_groups": completed}
+
+
+def has_other_views(saved: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Whether a saved group reads its parameters as other matrices than ``mine`` does."""
+    return saved.get("views") is not None and [_view(view) for view in saved["views"]] != mine.get("views")
+
+
+def _view(saved: Any) -> MatrixView | None:
+    return saved if saved is None or isinstance(saved, MatrixView) else MatrixView.from_plain(saved)
+
+
+@contextmanager
+def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
+    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706), as they lie.
+
+    In 8-bit codes where groups have these.
+    """
+    loaded: dict[str, Any] = {}
+
+    # user hooks may replace the dict and run before this one
+    def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        loaded.update(state_dict)
+
+    def put_back(_: Optimizer) -> None:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for parameter, saved_id in zip(parameters, saved_ids, strict=True):
+            if saved_id in loaded["state"]:
+                saved = loaded["state"][saved_id]
+                optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in saved.items()}
+        for shard in optimizer.shards():
+            optimizer.encode_state(shard)
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+    """A copy on the parameter's device, laid out as new state is: the kernels read memory, whatever was loaded."""
+    if key == "step" and isinstance(value, int | float):
+        # torch before 1.12 counted by numbers
+        return torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().to(parameter.device, copy=True)
+    if isinstance(value, DTensor) or isinstance(parameter, DTensor):
+        return copied
+    if key not in WHOLE_KEYS:
+        return copied.contiguous()
+    if copied.shape != parameter.shape or copied.stride() == torch.empty_like(parameter, device="meta").stride():
+        return copied
+    return torch.empty_like(parameter, dtype=copied.dtype).copy_(copied)

@@ -1,0 +1,239 @@
+"""What the three optimizers keep of every parameter: made when it is first needed, saved, loaded, and taken along.
+
+A state belongs to the rank that updates the parameter, or its part. What it holds is said by its ``Route`` and by its
+group's options, which may change. ``states`` and its neighbours know the forms in which it goes out and comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from optim_dist._optimizers import interchange, loaded_state, states, step_checks, whole_state
+from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
+from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.followed_masters import FollowedMasters
+from optim_dist._optimizers.moved_state import take_state
+from optim_dist._optimizers.planned import PlannedOptimizer
+from optim_dist._optimizers.shards import MASTER_KEYS, Route, Shard
+from optim_dist.plan import Plan, RouteName
+
+# the options of a group that say what its states hold, and in which dtypes; beside that beta2 is not None
+STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
+
+
+class StatefulOptimizer(PlannedOptimizer):
+    """A planned ``torch.optim.Optimizer`` with states; it has no step yet."""
+
+    _routes: ClassVar[Mapping[RouteName, Route]]
+
+    _masters: FollowedMasters
+    _storage: list[list[Any]]  # of each group the options that its states were made for
+    _with_all_keys: set[int]  # by id the parameters whose states have all that their options want
+    _made_to_show: dict[int, set[str]]  # by id the keys that states have for torch alone, on this rank perhaps alone
+    _consolidated: Consolidated | None = None
+
+    def _connect(self) -> None:
+        self._masters = FollowedMasters()
+        self._storage = []
+        self._with_all_keys = set()
+        self._made_to_show = {}
+        self._consolidated = None
+        super()._connect()
+        self._masters.note(self)
+
+    def _extend(self, found: Sequence[Entry]) -> None:
+        super()._extend(found)
+        self._storage += map(_storage_options, self.param_groups[len(self._storage) :])
+        self._outdate("add_param_group()")
+
+    def _move(self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Any) -> None:
+        super()._move(plan, entries, found, meshes)
+        self._show_state()
+
+    def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+        """Take along the states of those that stay; those of the others are dropped."""
+        self._masters.follow(self)
+        moved = take_state(self, plan, found)
+        for entry in self._entries:
+            if entry.parameter not in self.state:
+                self._with_all_keys.discard(id(entry.parameter))
+                self._made_to_show.pop(id(entry.parameter), None)
+        super()._replace(plan, found, meshes)
+        moved.put(self)
+        self._masters = FollowedMasters()
+        self._masters.note(self)
+        self._outdate("rebuild_plan()")
+
+    # what states hold
+
+    def _block(self, entry: Entry) -> int:
+        return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
+
+    def _follow_storage(self) -> None:
+        """Complete states anew once groups were told to store them otherwise; refuse what they cannot store."""
+        storage = [*map(_storage_options, self.param_groups)]
+        if storage != self._storage:
+            for group in self.param_groups:
+                self._check_group(group)
+            self._check_blocks()
+            self._with_all_keys.clear()
+            self._storage = storage
+
+    def _check_blocks(self) -> None:
+        """Refuse 8-bit states of parameters that were planned without: they may be cut anywhere."""
+        for spec, entry in zip(self.plan.parameters, self._entries):
+            if self._block(entry) > spec.block:
+                raise ValueError(
+                    f"state_dtype='int8' of {entry.name} came after the optimizer was built, which cuts the parameters "
+                    "of such groups between blocks of 256 elements; build a new optimizer with it, or call "
+                    "rebuild_plan()"
+                )
+
+    def _state_of(self, shard: Shard) -> dict[str, Any]:
+        """The state that an update works on, with all that its options want."""
+        state = self.state[shard.parameter]
+        if not state or id(shard.parameter) not in self._with_all_keys:
+            # its parameter may have been loaded since
+            for key in self._made_to_show.pop(id(shard.parameter), set()) & MASTER_KEYS:
+                del state[key]
+            self._complete(shard, state)
+            self._with_all_keys.add(id(shard.parameter))
+        return state
+
+    def new_state(self, shard: Shard) -> dict[str, Any]:
+        """A fresh state for a shard, as its first step would find it."""
+        state: dict[str, Any] = {}
+        self._complete(shard, state)
+        return state
+
+    def completed_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state with all that its options want, made where it is missing."""
+        kept = self.state[shard.parameter]
+        state = dict(kept)
+        if not kept or id(shard.parameter) not in self._with_all_keys:
+            self._complete(shard, state)
+            made = {key: value for key, value in state.items() if key not in kept}
+            # torch takes from a flattened state only the keys that it finds in ours
+            kept.update(made)
+            self._made_to_show.setdefault(id(shard.parameter), set()).update(made)
+        return state
+
+    def kept_state(self, shard: Shard) -> dict[str, Any]:
+        """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
+        shown = self._made_to_show.get(id(shard.parameter), set())
+        return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
+
+    def encode_state(self, shard: Shard) -> None:
+        """Bring a loaded state into 8-bit codes if the group has them: not only at the next step, to save memory."""
+        spec, group = self.plan.parameters[shard.index], self.param_groups[shard.group]
+        if self.state.get(shard.parameter) and spec.block > 1:
+            self._routes[spec.route].encode_state(shard, group, self.state[shard.parameter])
+
+    def _complete(self, shard: Shard, state: dict[str, Any]) -> None:
+        route = self._routes[self.plan.parameters[shard.index].route]
+        route.complete_state(shard, self.param_groups[shard.group], state)
+
+    def _show_state(self) -> None:
+        # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
+        if self._communicator.world_size > 1:
+            for entry in self._entries:
+                self.state.setdefault(entry.parameter, {})
+        elif self._gradient_dtypes.differ:
+            # it would give gradients in the parameter's dtype
+            for shard in self.shards():
+                self.completed_state(shard)
+
+    # this rank's part, in torch's form
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
+
+        Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
+        or as parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``.
+        8-bit codes are copied as the fp32 numbers they stand for, which become the same codes again when they are
+        loaded.
+        """
+        self.check_open()
+        step_checks.check_listed(self.param_groups, self._listed)
+        whole = None if self._consolidated is None else self._consolidated.current()
+        self.wait()
+        state_dict = super().state_dict()
+        if whole is not None:
+            state_dict |= {"state": whole, IS_WHOLE: True}
+        elif self._communicator.world_size > 1:
+            state_dict["state"] = interchange.complete_state(self)
+        else:
+            states.make_codes_numbers(state_dict)
+        routes = map(self._route_name, self.param_groups)
+        state_dict["param_groups"] = [
+            interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
+        ]
+        states.make_groups_plain(state_dict)
+        return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded.
+
+        Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
+        """
+        self.check_open()
+        step_checks.check_listed(self.param_groups, self._listed)
+        state_dict = loaded_state.adapted(self, state_dict)
+        if IS_WHOLE in state_dict:
+            state_dict = whole_state.cut_full_state_dict(self, state_dict, self.shards())
+        loaded_state.check_stamp(state_dict, self.plan, self._communicator.rank)
+        loaded_state.check_states(self, state_dict)
+        if self._communicator.world_size > 1:
+            state_dict = interchange.unwrapped_state(self, state_dict)
+        with loaded_state.dtypes_kept(self):
+            super().load_state_dict(state_dict)
+        self._with_all_keys.clear()
+        self._made_to_show.clear()
+        self._outdate("load_state_dict()")
+        self._show_state()
+        self._masters.note(self)
+
+    def group_fault(self, number: int, saved: dict[str, Any]) -> str:
+        """Why a saved group cannot be taken over by one of ours; empty if it can."""
+        group = self.param_groups[number]
+        taken = {**group, **saved, "params": group["params"]}
+        if "views" in group:
+            taken["views"] = group["views"]
+        if self._route_name(taken) != self._route_name(group):
+            return (
+                f"was saved with kind={self._route_name(taken)!r}, this optimizer has kind="
+                f"{self._route_name(group)!r}; list groups in the order in which they were saved"
+            )
+        is_alike = not loaded_state.has_other_views(saved, group) and self._reads_as_planned(number, taken)
+        return "" if is_alike else loaded_state.OTHER_VIEWS
+
+    # the state of all ranks, in torch's one-process form
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Let ``state_dict()`` on rank ``to`` be the whole state, until it changes; as torch's of the name. Collective.
+
+        It is in torch's one-process form, on the CPU. ``state_dict()`` on the other ranks still has their parts. After
+        the next ``step()`` it is an error on every rank: call this again, or with None to have everyone's part again.
+
+        Args:
+            to: a rank of the optimizer's process group.
+        """
+        self._consolidated = consolidate(self, self.shards(), self._communicator, to)
+
+    def _outdate(self, how: str) -> None:
+        if self._consolidated is not None:
+            self._consolidated.outdate(how)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
+        return whole_state.full_state_dict(self, self.shards(), self._communicator)
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a one-process state; every rank passes the same and keeps its part."""
+        state_dict = loaded_state.adapted(self, state_dict)
+        self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict, self.shards()))
+
+
+def _storage_options(group: dict[str, Any]) -> list[Any]:
+    return [*map(group.get, STORAGE_OPTIONS), group.get("beta2") is None]

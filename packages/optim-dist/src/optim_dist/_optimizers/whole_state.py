@@ -1,0 +1,165 @@
+"""The state of all ranks in torch's one-process form: put together piece by piece, and cut into parts again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.loaded_state import lacking
+from optim_dist._optimizers.shards import Shard
+from optim_dist._optimizers.states import (
+    WHOLE_KEYS,
+    as_numbers,
+    in_memory_order,
+    listed_parameters,
+    make_groups_plain,
+    stamped,
+)
+from optim_dist._reduction.collectives import Communicator
+from optim_dist.plan import ParameterSpec, Plan
+from optim_redist import Layout, Mesh, redistribute_local
+from optim_redist.index_sets import intervals
+
+
+def full_state_dict(
+    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
+) -> dict[str, Any]:
+    """One-process state on the CPU of chunk ``to``'s owner, each piece sent once by its own; ``{}`` elsewhere."""
+    plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
+    described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
+    listed = listed_parameters(optimizer)
+    # copies of tensors in groups too: schedulers change an lr in place
+    groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
+    states: dict[int, dict[str, Tensor | None]] = {}
+    for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
+        if spec.sharding:
+            layout = optimizer.layouts[index]
+            whole = {key: on_one_rank(value, layout, communicator, to) for key, value in mine[index].items()}
+        else:
+            whole = {}
+            for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
+                part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
+                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to, key in WHOLE_KEYS)
+        if whole and communicator.rank == to:
+            states[listed[id(entry.parameter)]] = whole
+    full = {"state": states, "param_groups": groups}
+    make_groups_plain(full)
+    return full if communicator.rank == to else {}
+
+
+def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """The dtype and shape of each tensor, as JSON may hold them."""
+    return {key: (str(value.dtype).removeprefix("torch."), list(value.shape)) for key, value in state.items()}
+
+
+def _broadcast(
+    mine: Tensor | None,
+    plan: Plan,
+    index: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    communicator: Communicator,
+    to: int,
+    lies_alike: bool,
+) -> Tensor | None:
+    """A whole state tensor on the CPU of one rank, each piece from its owner; ``mine`` is this rank's.
+
+    ``lies_alike``: whether it has the parameter's strides.
+    """
+    spec, pieces = plan.parameters[index], plan.ranges(index)
+    in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
+    parts = []
+    for piece in pieces if in_pieces else pieces[:1]:
+        numel = piece.stop - piece.start if in_pieces else prod(shape)
+        part = torch.empty(numel, dtype=dtype, device=communicator.device)
+        if piece.rank == communicator.rank:
+            assert mine is not None, "owners have what they described"
+            # parts lie as their parameter does, whole tensors however they were made or loaded
+            found = as_numbers(local(mine))
+            part.copy_(in_memory_order(found) if in_pieces else found.reshape(-1))
+        communicator.broadcast_(part, piece.rank)
+        if communicator.rank == to:
+            parts.append(part.cpu())
+    if communicator.rank != to:
+        return None
+    value = torch.cat(parts)
+    if in_pieces:
+        return value.as_strided(spec.shape, spec.stride)
+    value = value.view(shape)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype).copy_(value) if lies_alike else value
+
+
+def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
+    """A DTensor whole on the CPU of chunk ``to``'s owner, None elsewhere; what every rank has whole needs no exchange.
+
+    Of a DTensor on some of the ranks, whose replicas others hold, those who hold it have to call.
+    """
+    target, ranks = communicator.ranks[to], layout.mesh.ranks
+    if isinstance(value, DTensor):
+        is_everywhere = len(ranks) == communicator.world_size
+        there = Layout(Mesh(1, ranks=[target if target in ranks else ranks[0]]), [None] * value.ndim)
+        group = communicator.group if is_everywhere else None
+        value = redistribute_local(local(value), value.shape, layout, there, group=group)
+    # a copy also where it is on the CPU already: the next step changes it
+    return value.to("cpu", copy=True) if communicator.rank == to else None
+
+
+def cut_full_state_dict(
+    optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
+) -> dict[str, Any]:
+    """A one-process state as this rank's ``state_dict()`` would have it; every rank cuts its parts out of the same."""
+    listed = listed_parameters(optimizer)
+    # of all parameters, so that every rank refuses what one does
+    problems = [
+        f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
+        for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
+        for key, value in state_dict["state"].get(listed[id(entry.parameter)], {}).items()
+        if key in WHOLE_KEYS and tuple(value.shape) != spec.shape
+    ]
+    found = [lacking(state_dict["state"].get(listed[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
+    problems += filter(None, found)
+    if problems:
+        raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
+    parts: dict[int, dict[str, Any]] = {}
+    for shard in shards:
+        place = listed[id(shard.parameter)]
+        spec = optimizer.plan.parameters[shard.index]
+        for key, value in state_dict["state"].get(place, {}).items():
+            parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in WHOLE_KEYS else value
+    stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
+    return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
+
+
+def cut(value: Tensor, spec: ParameterSpec, shard: Shard) -> Tensor:
+    """The part of a whole state tensor that belongs to a shard."""
+    if isinstance(shard.parameter, DTensor):
+        return cut_like(value, shard.parameter)
+    if tuple(shard.value.shape) == spec.shape:
+        return value
+    strided = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return in_memory_order(strided)[shard.start : shard.stop].clone()
+
+
+def cut_like(value: Tensor, parameter: DTensor) -> DTensor:
+    """A whole tensor, the same on every rank, as a DTensor that lies as ``parameter`` does."""
+    mesh = parameter.device_mesh
+    part = value
+    for dim, held in enumerate(layout_of(parameter).indices(parameter.shape, mesh.get_rank())):
+        pieces = [part.narrow(dim, start, stop - start) for start, stop in intervals(held)]
+        part = torch.cat(pieces, dim) if pieces else part.narrow(dim, 0, 0)
+    return as_parameter_lies(part.to(parameter.device).contiguous(), parameter)
+
+
+def as_parameter_lies(part: Tensor, parameter: DTensor) -> DTensor:
+    """A rank's part as a DTensor that lies as ``parameter`` does."""
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
