@@ -139,3 +139,17 @@ def test_command_line_knows_the_models(model, count, elements, capsys):
     text = capsys.readouterr().out
     assert "4 ranks" in text
     assert "muon" not in text
+
+
+def test_command_line_cuts_between_blocks_for_8_bit_states(capsys):
+    cuts = []
+    for more in ([], ["--state-dtype", "int8"]):
+        main(["plan", "--model", "gpt2", "--world", "7", "--json", *more])
+        entries = json.loads(capsys.readouterr().out)["parameters"]
+        is_small = [prod(entry["shape"]) < 4096 for entry in entries]
+        assert all(entry["block"] == 1 for entry, small in zip(entries, is_small, strict=True) if small)
+        cuts.append({start % 256 for entry in entries if entry["name"] == "wte" for _, start, _ in entry["ranges"]})
+    assert cuts == [{0, 128}, {0}]
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", "--world", "7", "--state-dtype", "int4"])
+    assert "--state-dtype" in capsys.readouterr().err

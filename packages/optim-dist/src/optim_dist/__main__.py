@@ -57,14 +57,19 @@ MODELS = {
 }
 
 
-def plan_of(model: str, world_size: int, mode: str, dtype: torch.dtype, **options: Any) -> Plan:
-    """The plan of a known model: with ``mode="muon"`` the matrices of its layers go to Muon; with options of plans."""
+def plan_of(
+    model: str, world_size: int, mode: str, dtype: torch.dtype, state_dtype: str | None = None, **options: Any
+) -> Plan:
+    """The plan of a known model: with ``mode="muon"`` the matrices of its layers go to Muon; with options of plans.
+
+    ``state_dtype`` is of AdamW's moments.
+    """
     shapes = MODELS[model]()
     inside = [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith(("h.", "layers."))]
     matrices = inside if mode == "muon" else []
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": matrices},
-        {"kind": "adamw", "params": [name for name in shapes if name not in set(matrices)]},
+        {"kind": "adamw", "params": [name for name in shapes if name not in set(matrices)], "state_dtype": state_dtype},
     ]
     return make_plan(shapes, groups, world_size, dtype=dtype, **options)
 
@@ -81,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of parameters (default: bfloat16)")
     command.add_argument("--grad-dtype", choices=dtypes, help="of gradients (default: the parameters')")
     command.add_argument("--reduce-dtype", choices=dtypes, help="of gradients on the wire (default: their own)")
+    state_dtype = "of AdamW's moments: int8 cuts parameters between blocks of 256 elements; others change no plan"
+    command.add_argument("--state-dtype", choices=["int8"], help=state_dtype)
     command.add_argument("--bucket-mb", type=float, help="2^20 bytes of a bucket, roughly (default: chosen)")
     command.add_argument("--json", action="store_true", help="print JSON for machines")
     options = parser.parse_args(arguments)
@@ -92,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.world,
         options.mode,
         dtype,
+        options.state_dtype,
         bucket_mb=options.bucket_mb,
         grad_dtype=grad_dtype,
         reduce_dtype=reduce_dtype,
