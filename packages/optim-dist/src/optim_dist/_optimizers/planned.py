@@ -1,6 +1,7 @@
 """What the three optimizers share of their construction: groups become a plan, and its parameters move into buckets.
 
-Groups may come later, and with ``close`` all goes back. Every rank does the same, or is refused with the others.
+Groups may come later, all may be planned anew, and with ``close`` all goes back. Every rank does the same, or is
+refused with the others.
 """
 
 from __future__ import annotations

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from optim_dist._reduction.collectives import Waitable
 from optim_dist.plan import BucketPlan, ParameterSpec
-
-if TYPE_CHECKING:
-    from optim_dist._reduction.collectives import Waitable
 
 
 @dataclass(eq=False, kw_only=True)
