@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optim_dist import TritonDistAdamW, checkpoint
-from optim_dist._checkpoint import manifest
+from optim_dist._checkpoint import manifest, removal
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -119,6 +119,57 @@ def test_what_cannot_be_removed_is_an_error_on_all_and_the_new_one_is_complete(t
             assert text.endswith("rank 0: PermissionError: not yours")
     assert checkpoint.latest(tmp_path) == tmp_path / "c1"
     checkpoint.load(tmp_path / "c0", None, build())
+
+
+def test_what_another_process_removes_first_is_gone_all_the_same(tmp_path, monkeypatch):
+    rmtree, read = shutil.rmtree, manifest.read_manifest
+
+    def remove_twice(path, ignore_errors=False):
+        rmtree(path, ignore_errors)
+        rmtree(path, ignore_errors)
+
+    for name in ("a", "b"):
+        save(tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_twice)
+        save(tmp_path / "c", keep=2)
+    assert names(tmp_path) == ["b", "c", "latest"]
+
+    def read_and_lose(folder):
+        found = read(folder)
+        if folder.name == "b":
+            folder.rename(folder.with_name(".b.0123456789ab.removed"))
+        return found
+
+    monkeypatch.setattr(removal, "read_manifest", read_and_lose)
+    save(tmp_path / "d", keep=1)
+    assert [name for name in names(tmp_path) if not name.startswith(".")] == ["d", "latest"]
+    monkeypatch.setattr(removal, "complete_beside", lambda folder: [tmp_path / "lost", folder])
+    save(tmp_path / "e", keep=1)
+
+
+def test_folders_that_cannot_be_looked_into_stay(tmp_path, monkeypatch):
+    """As the ``lost+found`` of a disk, which is its owner's alone."""
+    save(tmp_path / "a")
+    for name in ("lost+found", "locked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "locked" / manifest.MANIFEST).write_text("")
+    is_file, read_bytes = type(tmp_path).is_file, type(tmp_path).read_bytes
+
+    def refuse(path):
+        if "lost+found" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    def refuse_to_read(path):
+        if "locked" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(type(tmp_path), "is_file", refuse)
+    monkeypatch.setattr(type(tmp_path), "read_bytes", refuse_to_read)
+    save(tmp_path / "b", keep=1)
+    assert names(tmp_path) == ["b", "latest", "locked", "lost+found"]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])

@@ -3,7 +3,7 @@
     NAME  ->  .NAME.<nonce>.removed  ->  nothing
 
 What a process that was killed in between leaves has no name under which it could be loaded, and is removed by the next
-save into the same directory.
+save into the same directory. Several processes may save there: what another one has removed first is gone all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from optim_dist._checkpoint.manifest import MANIFEST, NONCE, CheckpointError, read_manifest
@@ -38,22 +39,24 @@ def complete_beside(folder: Path) -> list[Path]:
     """
     found = []
     for other in folder.parent.iterdir():
-        if other.name.startswith(".") or other.is_symlink() or not (other / MANIFEST).is_file():
+        if other.name.startswith(".") or other.is_symlink():
             continue
         try:
             read_manifest(other)
-        except CheckpointError:
+            written = (other / MANIFEST).stat().st_mtime_ns
+        except (CheckpointError, OSError):  # of what may not be looked into, or is gone by now, too
             continue
         # the one just written last, even where clocks and file systems tell two saves not apart
-        found.append((other == folder, (other / MANIFEST).stat().st_mtime_ns, other))
+        found.append((other == folder, written, other))
     return [other for _, _, other in sorted(found)]
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint; whenever the process is killed, there is all of it or none."""
     nameless = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:NONCE]}.removed")
-    folder.rename(nameless)
-    shutil.rmtree(nameless)
+    with suppress(FileNotFoundError):
+        folder.rename(nameless)
+        shutil.rmtree(nameless)
 
 
 def remove_leftovers(directory: Path) -> None:
