@@ -349,6 +349,37 @@ def test_an_existing_folder_is_refused(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "x"]
 
 
+def save_where_the_newest_is_named(rank, world_size, folder):
+    model, optimizer = build()
+    (Path(folder) / "taken" / checkpoint.LATEST).mkdir(parents=True, exist_ok=True)
+    for path in (f"{folder}/free/{checkpoint.LATEST}", f"{folder}/taken/x"):
+        for is_async in (False, True):
+            with pytest.raises(RuntimeError, match="latest has to be the file that says which checkpoint is newest"):
+                checkpoint.save(path, model, optimizer, async_=is_async)
+
+
+def test_a_folder_in_the_place_of_the_pointer_is_refused_before_anything_is_written(tmp_path):
+    run_ranks(save_where_the_newest_is_named, 2, str(tmp_path))
+    assert sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")) == ["taken", "taken/latest"]
+
+
+def test_a_link_in_the_place_of_the_pointer_gives_way(tmp_path):
+    model, optimizer = build()
+    checkpoint.save(tmp_path / "x", model, optimizer)
+    (tmp_path / checkpoint.LATEST).unlink()
+    (tmp_path / checkpoint.LATEST).symlink_to("x")
+    checkpoint.save(tmp_path / "y", model, optimizer)
+    assert checkpoint.latest(tmp_path) == tmp_path / "y"
+    assert (tmp_path / "x").is_dir()
+
+
+def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
+    model, optimizer = build()
+    (tmp_path / "x").symlink_to("nowhere")
+    with pytest.raises(RuntimeError, match="x exists"):
+        checkpoint.save(tmp_path / "x", model, optimizer)
+
+
 class Awaited:
     """A gather that notes what has been loaded by the time it is waited for."""
 

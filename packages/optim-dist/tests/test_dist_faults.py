@@ -382,23 +382,31 @@ def step_after_the_group_was_made(rank, world_size, folder):
         optimizer.step()
 
 
-def step_in_a_fork(rank, world_size):
+def fork_a_rank(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)])
+    checkpoint.save(f"{folder}/x", None, optimizer)
     parameter.grad = torch.ones(100)
-    child = os.fork()
-    if child == 0:
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            os._exit("forked" in str(error))
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    for action in (
+        optimizer.step,
+        lambda: checkpoint.save(f"{folder}/y", None, optimizer),
+        lambda: checkpoint.load(f"{folder}/x", None, optimizer),
+        lambda: checkpoint.load_nanochat([], optimizer),
+    ):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                action()
+            except RuntimeError as error:
+                os._exit("forked" in str(error))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     optimizer.step()
 
 
-def test_a_forked_rank_does_not_step():
-    run_ranks(step_in_a_fork, 2, timeout=60)
+def test_a_forked_rank_does_not_step_save_or_load(tmp_path):
+    run_ranks(fork_a_rank, 2, str(tmp_path), timeout=120)
 
 
 def step_in_another_group(rank, world_size, folder):
@@ -409,8 +417,11 @@ def step_in_another_group(rank, world_size, folder):
     for is_made in (False, True):
         if is_made:
             dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
-        with pytest.raises(RuntimeError, match="the process group in which this optimizer was built is gone; build"):
-            optimizer.step()
+        for action in (optimizer.step, lambda: checkpoint.save(f"{folder}/x", None, optimizer)):
+            with pytest.raises(
+                RuntimeError, match="the process group in which this optimizer was built is gone; build"
+            ):
+                action()
 
 
 def test_a_process_group_that_was_made_anew_is_an_error(tmp_path):

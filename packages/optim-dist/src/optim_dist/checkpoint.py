@@ -119,6 +119,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
     opt.check_open()
+    opt.communicator.check_ranks()
     background.wait_for_last()  # which may be the one to load
     folder, communicator = Path(path), opt.communicator
     rest, specs = rest_of_model(model, opt), named_specs(opt, model)
@@ -197,6 +198,7 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
         CheckpointError: on every rank, before anything has changed, with everything that does not fit.
     """
     opt.check_open()
+    opt.communicator.check_ranks()
     given = [Path(file) for file in files]
     views = {id(entry.parameter): entry.view for entry in opt.entries}
     groups = [{**group, "views": [views.get(id(p)) for p in group["params"]]} for group in opt.param_groups]

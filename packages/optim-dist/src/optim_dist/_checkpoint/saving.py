@@ -28,7 +28,7 @@ from optim_dist._checkpoint.contents import (
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import Choice
 from optim_dist._checkpoint.staging import Staging, on_host
-from optim_dist._checkpoint.writing import Contents, Destination, clean, write
+from optim_dist._checkpoint.writing import LATEST, Contents, Destination, clean, write
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._reduction.collectives import Communicator
@@ -54,6 +54,7 @@ def save(
         faults: what is wrong with them on this one.
     """
     communicator = opt.communicator
+    communicator.check_ranks()
     destination = _agreed(folder, opt, options, faults, old)
     opt.wait()
     rest, specs = rest_of_model(model, opt), named_specs(opt, model)
@@ -100,8 +101,11 @@ def _agreed(
             problems.append(f"an earlier one was not, for which nobody has waited since: {earlier}")
         if background.has_lost_ranks(communicator):
             problems.append("an earlier save in the background has lost other ranks; start all of them again")
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
+        pointer = folder.parent / LATEST
+        if folder == pointer or (pointer.is_dir() and not pointer.is_symlink()):
+            problems.append(f"{pointer} has to be the file that says which checkpoint is newest, and no folder; rename it")
         # before this save has a temporary folder itself
         if communicator.rank == 0:
             clean(folder)
