@@ -316,6 +316,21 @@ def a_save_or_load_waits_for_the_one_before(rank, world_size):
         checkpoint.load(folder / "x", net, optimizer)
 
 
+@scenario(2, 3)
+def optimizers_of_the_same_ranks_share_a_group(rank, world_size):
+    """Each group has sockets and threads that nothing frees before the process group is destroyed."""
+    folder = shared_folder()
+    order = torch.arange(world_size).flip(0).view(1, -1)
+    numbers = []
+    for number, options in enumerate(({}, {"mesh": DeviceMesh(device_of(rank).type, order)}, {}, {})):
+        net, optimizer = build(rank, is_cut=False, **options)
+        before = len(dist.distributed_c10d._world.pg_names)
+        checkpoint.save(folder / str(number), net, optimizer, async_=True).wait()
+        numbers.append(len(dist.distributed_c10d._world.pg_names) - before)
+        checkpoint.load(folder / "0", net, optimizer)
+    assert numbers[1:] == [0, 0, 0]
+
+
 @scenario(2)
 def ranks_that_save_in_different_ways_are_refused(rank, world_size):
     folder = shared_folder()
@@ -384,6 +399,20 @@ def test_a_save_outlives_the_process_group(tmp_path):
     for found in run_ranks(leave_the_group, 2, str(tmp_path)):
         assert "x" in found
     checkpoint.load(tmp_path / "x", None, parameter_and_optimizer()[1])
+
+
+def save_in_two_groups(rank, world_size, folder):
+    for number in range(2):
+        _, optimizer = parameter_and_optimizer()
+        checkpoint.save(f"{folder}/{number}", None, optimizer, async_=True).wait()
+        if number == 0:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world_size)
+    return checkpoint.latest(folder).name
+
+
+def test_a_process_group_made_anew_has_a_group_of_its_own(tmp_path):
+    assert run_ranks(save_in_two_groups, 2, str(tmp_path), timeout=60) == ["1", "1"]
 
 
 SCRIPT = """

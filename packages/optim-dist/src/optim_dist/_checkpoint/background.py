@@ -1,9 +1,9 @@
 """A save that goes on in a thread while training does, and what becomes of its failure.
 
     groups    ranks of a save in the background meet in a group of their own, on the CPU, which all make at the first
-              one: in the training's, collectives of two threads would come in another order on each rank. Beside files
-              as the place to meet it has two advantages: what fails on one rank, a full disk say, reaches the others
-              at once, and a rank that dies does not keep them waiting.
+              one, for all optimizers of the same ranks: in the training's, collectives of two threads would come in
+              another order on each rank. Beside files as the place to meet it has two advantages: what fails on one
+              rank, a full disk say, reaches the others at once, and a rank that dies does not keep them waiting.
     one       at a time in a process: whoever saves or loads waits for the one before
     failures  are logged, and raised by ``wait()`` and ``result()``, on every rank. What nobody has waited for is raised
               by the next save, on every rank, so that no failure is silent
@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,7 +29,7 @@ from optim_dist._reduction.collectives import Communicator, new_group
 PATIENCE = timedelta(minutes=30)
 
 _logger = logging.getLogger(__name__)
-_on_cpu: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
+_on_cpu: dict[tuple[int, ...], Communicator] = {}  # by global ranks, in ascending order
 _last: Saving | None = None
 
 
@@ -120,12 +119,21 @@ def on_cpu(communicator: Communicator) -> Communicator:
     """The same ranks in a group of their own on the CPU; collective, the first time by making it."""
     if communicator.world_size == 1:
         return communicator
-    if communicator not in _on_cpu:
-        group = new_group(sorted(communicator.ranks), [communicator], PATIENCE, "gloo")
-        _on_cpu[communicator] = Communicator(group, torch.device("cpu"))
-    return _on_cpu[communicator]
+    known = _known(communicator)
+    if known is None:
+        ranks = sorted(communicator.ranks)
+        known = Communicator(new_group(ranks, [communicator], PATIENCE, "gloo"), torch.device("cpu"))
+        _on_cpu[tuple(ranks)] = known
+    return known
 
 
 def has_lost_ranks(communicator: Communicator) -> bool:
     """Whether an earlier save in the background could not reach the others any more."""
-    return communicator in _on_cpu and _on_cpu[communicator].is_lost
+    known = _known(communicator)
+    return known is not None and known.is_lost
+
+
+def _known(communicator: Communicator) -> Communicator | None:
+    """What ``on_cpu`` has made for the same ranks, unless it was in a process group that is gone."""
+    known = _on_cpu.get(tuple(sorted(communicator.ranks)))
+    return known if known is not None and known.is_beside(communicator) else None

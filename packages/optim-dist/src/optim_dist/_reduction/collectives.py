@@ -97,6 +97,10 @@ class Communicator:
         """Whether other ranks may still take part, as far as this one knows."""
         return not self.is_lost and _world() is self._world and os.getpid() == self._process
 
+    def is_beside(self, other: Communicator) -> bool:
+        """Whether both were made in one default process group."""
+        return self._world is other._world
+
     def check_ranks(self) -> None:
         """Refuse forks of a rank, and ranks that came together, or did so anew, after the optimizer had been built."""
         if self.world_size > 1 and os.getpid() != self._process:
