@@ -91,6 +91,16 @@ def test_keeps_the_newest(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-000000010"
 
 
+def test_other_checkpoints_beside_its_own_stay(tmp_path):
+    """Copies under other names, which do not count either."""
+    elastic.run(lambda run: train(run, total=4), tmp_path, every=2)
+    others = ["step-000000002-best", "step-2", "best"]
+    for name in others:
+        shutil.copytree(tmp_path / "step-000000002", tmp_path / name)
+    elastic.run(train, tmp_path, every=2, keep=2)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "latest", "step-000000008", "step-000000010"])
+
+
 def test_keeps_what_it_saves_after_it_was_taken_back(tmp_path):
     elastic.run(train, tmp_path, every=2, keep=3)
     (tmp_path / checkpoint.LATEST).write_text("step-000000006")

@@ -11,6 +11,7 @@ left again, and nothing is lost but the steps since the last save. A checkpoint 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ from optim_dist._optimizers.base import DistOptimizer
 __all__ = ["Run", "run"]
 
 Result = TypeVar("Result")
+
+_NAME = re.compile(r"step-\d{9,}")  # of a save; copies that have others are the user's
 
 
 class Run:
@@ -133,7 +136,7 @@ class Run:
 
         def old(found: list[Path]) -> list[Path]:
             # those of later steps are of a run that was taken back to an earlier one, and of no use to count
-            return sorted(f for f in found if f.name.startswith("step-") and f.name <= folder.name)[: -self.keep]
+            return sorted(f for f in found if _NAME.fullmatch(f.name) and f.name <= folder.name)[: -self.keep]
 
         extra = {"step": self.done, "extra": self.extra}
         options = {"async_": self.async_}
