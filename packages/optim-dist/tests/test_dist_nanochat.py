@@ -175,11 +175,16 @@ def test_ranks_are_ordered_by_number(tmp_path):
         listed = {"params": [0], "kind": "adamw", "lr": 0.1}
         torch.save({"state": {0: state}, "param_groups": [listed]}, tmp_path / f"optim_000003_rank{rank}.pt")
     groups = [{"kind": "adamw", "params": [torch.empty(24, 50)]}]
-    # as text rank 10 comes before rank 2
-    found = checkpoint.from_nanochat(sorted(tmp_path.iterdir()), groups)
-    assert torch.equal(found["state"][0]["exp_avg"], values)
-    assert found["state"][0]["step"] == 3
-    in_order = [(tmp_path / f"optim_000003_rank{rank}.pt").rename(tmp_path / f"{rank}.pt") for rank in range(12)]
+    former = "optim_000003_rank{}.pt"
+    for name in (former, "rank{}_000003.pt", "optim-rank_{}.v2.pt"):
+        for rank in range(12):
+            (tmp_path / former.format(rank)).rename(tmp_path / name.format(rank))
+        former = name
+        # as text rank 10 comes before rank 2
+        found = checkpoint.from_nanochat(sorted(tmp_path.iterdir()), groups)
+        assert torch.equal(found["state"][0]["exp_avg"], values)
+        assert found["state"][0]["step"] == 3
+    in_order = [(tmp_path / former.format(rank)).rename(tmp_path / f"{rank}.pt") for rank in range(12)]
     found = checkpoint.from_nanochat(in_order, groups)
     assert torch.equal(found["state"][0]["exp_avg"], values)
 
@@ -274,6 +279,21 @@ def test_files_of_some_ranks_are_refused(saved, tmp_path):
             checkpoint.from_nanochat(given, groups_of(Net()))
 
 
+def test_damaged_files_are_said_to_be_so(saved, tmp_path):
+    content = files_of(saved[0], 1)[0].read_bytes()
+    for damaged in (b"", b"text", content[: len(content) // 2]):
+        (tmp_path / "optim_000002_rank0.pt").write_bytes(damaged)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank0\.pt: no file of torch\.save, or not all of one"):
+            checkpoint.from_nanochat([tmp_path / "optim_000002_rank0.pt"], groups_of(Net()))
+
+
+def test_one_path_is_no_list_of_files(saved):
+    (file,) = files_of(saved[0], 1)
+    for given in (file, str(file)):
+        with pytest.raises(TypeError, match="files must be a list of the paths of all ranks, got "):
+            checkpoint.from_nanochat(given, groups_of(Net()))
+
+
 def test_other_groups_are_refused(saved):
     files, net = files_of(saved[0], 2), Net()
     groups = groups_of(net)
@@ -320,6 +340,9 @@ def refuse_on_one_rank(rank, world_size, folder):
         with pytest.raises(checkpoint.CheckpointError) as raised:
             checkpoint.load_nanochat(given, optimizer)
         texts.append(str(raised.value))
+    for given in (None, str(files_of(folder, 2)[0])):
+        with pytest.raises(checkpoint.CheckpointError, match="rank 1: TypeError: files must be a list of the paths"):
+            checkpoint.load_nanochat(given if rank else files_of(folder, 2), optimizer)
     assert not any(optimizer.state.values())
     assert optimizer.param_groups[0]["lr"] == 0.02
     checkpoint.load_nanochat(files_of(folder, 2), optimizer)

@@ -184,7 +184,7 @@ def from_nanochat(
     Raises:
         CheckpointError: with everything that does not fit.
     """
-    ordered = nanochat.in_rank_order([Path(file) for file in files])
+    ordered = nanochat.in_rank_order(nanochat.paths_of(files))
     return nanochat.merged(nanochat.read(ordered, index), groups, ordered[0].parent)
 
 
@@ -199,13 +199,14 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
     """
     opt.check_open()
     opt.communicator.check_ranks()
-    given = [Path(file) for file in files]
+    given: list[Path] = []
     views = {id(entry.parameter): entry.view for entry in opt.entries}
     groups = [{**group, "views": [views.get(id(p)) for p in group["params"]]} for group in opt.param_groups]
     state: dict[str, Any] = {}
     problems: list[str] = []
     cause: Exception | None = None
     try:
+        given = nanochat.paths_of(files)
         state = from_nanochat(given, groups, index=index)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems += error.problems if isinstance(error, CheckpointError) else [described(opt.communicator.rank, error)]

@@ -12,9 +12,11 @@ What lies how is told by shapes, so that one process is W = 1. In 2025 each matr
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +32,30 @@ MOMENTUM, SECOND = "momentum_buffer", "second_momentum_buffer"
 State = dict[str, Any]  # of one parameter, or of a Muon group
 
 
+def paths_of(files: Any) -> list[Path]:
+    """The paths in ``files``.
+
+    Raises:
+        TypeError: if it is none, or one.
+    """
+    if isinstance(files, str | os.PathLike) or not isinstance(files, Iterable):
+        raise TypeError(f"files must be a list of the paths of all ranks, got {files!r}")
+    return [Path(file) for file in files]
+
+
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
     """The files by the ranks in their names (``optim_000100_rank12.pt``); as they are if no name has one.
 
     Raises:
         CheckpointError: if ranks are missing or come twice, or files are of several saves.
     """
-    found = [re.fullmatch(r"(.*)rank(\d+)(\D*)", file.name) for file in files]
-    named = [(int(match[2]), match[1], file) for match, file in zip(found, files) if match]
+    found = [re.fullmatch(r"(.*rank[-_]?)(\d+)(.*)", file.name) for file in files]
+    named = [(int(match[2]), (match[1], match[3]), file) for match, file in zip(found, files) if match]
     if not files:
         raise CheckpointError(Path("of nanochat"), ["no files were given"])
     if not named:
         return list(files)
-    if len(named) < len(files) or len({(file.parent, prefix) for _, prefix, file in named}) > 1:
+    if len(named) < len(files) or len({(file.parent, around) for _, around, file in named}) > 1:
         listed = ", ".join(file.name for file in files)
         raise CheckpointError(
             files[0].parent, [f"files of several saves: {listed}; give one of each rank, of one save"]
@@ -57,6 +70,9 @@ def read(files: Sequence[Path], index: int | None) -> list[dict[str, Any]]:
     """The state dict in each file, or the ``index``-th of those that it lists; nothing but tensors is unpickled."""
     found, problems = [], []
     for file in files:
+        if file.is_file() and not zipfile.is_zipfile(file):
+            problems.append(f"{file.name}: no file of torch.save, or not all of one")
+            continue
         try:
             # pages are read as they are needed
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

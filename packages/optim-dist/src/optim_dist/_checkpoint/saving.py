@@ -105,7 +105,9 @@ def _agreed(
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
         pointer = folder.parent / LATEST
         if folder == pointer or (pointer.is_dir() and not pointer.is_symlink()):
-            problems.append(f"{pointer} has to be the file that says which checkpoint is newest, and no folder; rename it")
+            problems.append(
+                f"{pointer} has to be the file that says which checkpoint is newest, not a folder; rename it"
+            )
         # before this save has a temporary folder itself
         if communicator.rank == 0:
             clean(folder)
