@@ -324,9 +324,44 @@ def test_checkpoints_of_version_0_3_which_name_no_members_load(tmp_path):
 def test_a_model_that_gives_a_name_twice_is_refused(tmp_path):
     model, other = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4, 4))
     optimizer = TritonDistAdamW([("first", model.weight), ("weight", other)])
-    with pytest.raises(ValueError, match="two parameters would be called weight: one by the model and one"):
+    with pytest.raises(RuntimeError, match="two parameters would be called weight: one by the model and one"):
         checkpoint.save(tmp_path / "x", model, optimizer)
     checkpoint.save(tmp_path / "x", None, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="two parameters would be called weight"):
+        checkpoint.load(tmp_path / "x", model, optimizer)
+
+
+class Stateless(nn.Linear):
+    def state_dict(self, *args, **options):
+        raise MemoryError("no room for a state")
+
+
+def give_one_rank_another_model(rank, world_size, folder):
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = TritonDistAdamW([("first", model.weight), ("weight", nn.Parameter(torch.ones(4, 4)))], timeout=10)
+    checkpoint.save(f"{folder}/whole", None, optimizer)
+    texts = []
+    for given in (model, Stateless(4, 4)):
+        mine = given if rank == 1 else None
+        for action in (
+            lambda mine=mine: checkpoint.save(f"{folder}/x", mine, optimizer),
+            lambda mine=mine: checkpoint.save(f"{folder}/x", mine, optimizer, async_=True),
+            lambda mine=mine: checkpoint.load(f"{folder}/whole", mine, optimizer),
+        ):
+            with pytest.raises(RuntimeError) as raised:
+                action()
+            texts.append(str(raised.value))
+    checkpoint.load(f"{folder}/whole", None, optimizer)
+    return texts
+
+
+def test_a_model_that_one_rank_refuses_is_an_error_on_all(tmp_path):
+    for texts in run_ranks(give_one_rank_another_model, 2, str(tmp_path)):
+        for text in texts[:3]:
+            assert "rank 1: ValueError: two parameters would be called weight" in text
+        for text in texts[3:]:
+            assert "rank 1: MemoryError: no room for a state" in text
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "whole"]
 
 
 def save_between_micro_batches(rank, world_size, folder):

@@ -42,6 +42,7 @@ from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist.plan import ParameterSpec
 
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
 
@@ -122,7 +123,8 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     opt.communicator.check_ranks()
     background.wait_for_last()  # which may be the one to load
     folder, communicator = Path(path), opt.communicator
-    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+    rest: dict[str, Any] = {}
+    specs: list[ParameterSpec] = []
     problems: list[str] = []
     manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
@@ -132,6 +134,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     cause: Exception | None = None
     opt.wait()  # what is on its way would overwrite what is loaded
     try:
+        rest, specs = rest_of_model(model, opt), named_specs(opt, model)
         manifest, identity = read_manifest(folder), manifests.file_digest(folder / manifests.MANIFEST)
         problems += manifests.compare(manifest, specs)
         common = _read(folder, manifests.COMMON, manifest)

@@ -57,7 +57,8 @@ def save(
     communicator.check_ranks()
     destination = _agreed(folder, opt, options, faults, old)
     opt.wait()
-    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+    with raised_together(communicator, destination.failed):
+        rest, specs = rest_of_model(model, opt), named_specs(opt, model)
     _check_names(specs, communicator, destination.failed)
     staging = Staging()
     is_first = communicator.rank == 0
