@@ -215,6 +215,16 @@ def test_numbers_below_one_are_refused(tmp_path, name):
         elastic.run(train, tmp_path, **{"every": 1, name: 0})
 
 
+@pytest.mark.parametrize("extra", [None, {"step": 3}, "text"])
+def test_a_checkpoint_that_it_has_not_saved_is_refused_by_name(tmp_path, extra):
+    model = nn.Linear(4, 4)
+    optimizer = TritonDistAdamW(model.named_parameters())
+    checkpoint.save(tmp_path / "best", model, optimizer, extra=extra)
+    run = elastic.Run(tmp_path, every=2)
+    with pytest.raises(checkpoint.CheckpointError, match="its extra has no step and extra of elastic's; give elastic"):
+        next(run.steps(model, optimizer, 5))
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     elastic.run(train, tmp_path, every=100)
 

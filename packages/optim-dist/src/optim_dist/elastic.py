@@ -125,6 +125,11 @@ class Run:
             return 0
         self.resumed_from = self.directory / name
         saved = checkpoint.load(self.resumed_from, model, optimizer)
+        if not isinstance(saved, dict) or not {"step", "extra"} <= saved.keys():
+            raise checkpoint.CheckpointError(
+                self.resumed_from,
+                ["its extra has no step and extra of elastic's; give elastic a directory in which nobody else saves"],
+            )
         self.extra = saved["extra"]
         return int(saved["step"])
 
