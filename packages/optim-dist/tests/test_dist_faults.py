@@ -138,7 +138,28 @@ def skip_a_batch_that_one_rank_has_nothing_of(rank, world_size):
 
 def test_a_batch_that_one_rank_could_not_skip_is_an_error():
     for text in run_ranks(skip_a_batch_that_one_rank_has_nothing_of, 2, timeout=60):
-        assert text.startswith("rank 0 has given up 1 batches that backward had begun to reduce, rank 1 0: a rank")
+        assert text.startswith("rank 0 has given up 1 batches that had begun to be reduced, rank 1 0: a rank")
+
+
+def skip_a_clipped_batch_that_one_rank_has_nothing_of(rank, world_size, then_clips):
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = TritonDistAdamW([("w", parameter)], timeout=10)
+    if rank == 0:
+        parameter.sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    parameter.grad = None
+    if rank == 0:
+        parameter.sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.clip_grad_norm_(1.0) if then_clips else optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("then_clips", [True, False], ids=["clip", "step"])
+def test_a_clipped_batch_that_one_rank_could_not_skip_is_an_error(then_clips):
+    for text in run_ranks(skip_a_clipped_batch_that_one_rank_has_nothing_of, 2, then_clips, timeout=60):
+        assert text.startswith("rank 0 has given up 1 batches that had begun to be reduced, rank 1 0: a rank without")
+        assert "call zero_grad() of the optimizer instead of the model's" in text
 
 
 def add_another_group(rank, world_size):

@@ -6,9 +6,10 @@ raised.
 
 import pytest
 import torch
-from dist_cases import Scenarios, device_of
+from dist_cases import Scenarios, device_of, mesh_of, normal
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW
 from optim_dist._reduction.collectives import Communicator
@@ -324,6 +325,62 @@ def model_zero_grad_skips_a_clipped_batch_on_one_rank(rank, world_size):
         model(batch(rank, 0), skip=2).backward()
         opt.step()
     assert_same(values(net), values(twin))
+
+
+@scenario(2, 3)
+def clipping_before_any_gradient_leaves_the_step_to_those_that_come(rank, world_size):
+    """On some ranks alone, by backward or by hand: the others find out that nobody had any, too."""
+    for options in ({}, {"accumulation_steps": 1}, {"gradients": "streamed", "accumulation_steps": 1}):
+        for by_hand in (False, True):
+            net, optimizer = build(rank, **options)
+            twin, twin_optimizer = build(rank)
+            assert optimizer.clip_grad_norm_(0.001) == 0
+            for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+                if rank == 1 and by_hand:
+                    model.layers[2].bias.grad = torch.ones_like(model.layers[2].bias)
+                elif rank == 1:
+                    model(batch(rank, 0), skip=2).backward()
+                opt.step()
+                opt.zero_grad()
+                model(batch(rank, 1)).backward()
+                opt.step()
+            assert_same(values(net), values(twin))
+            optimizer.close()
+            twin_optimizer.close()
+
+
+@scenario(2)
+def what_was_clipped_stays_so_beside_buckets_without_gradients(rank, world_size):
+    for options in ({}, {"accumulation_steps": 1}, {"gradients": "streamed", "accumulation_steps": 1}):
+        found = []
+        for is_alone in (False, True):
+            value = normal((4, 4), 3).to(device_of(rank))
+            cut = nn.Parameter(distribute_tensor(value, mesh_of(world_size), [Shard(0)]))
+            idle = [] if is_alone else [("idle", nn.Parameter(value.clone()))]
+            # of AdamW a first step has the same size whatever the factor
+            optimizer = TritonDistAdamW([("cut", cut), *idle], lr=0.1, eps=1.0, **options)
+            (cut.full_tensor() * 2).sum().backward()
+            optimizer.clip_grad_norm_(0.01)
+            optimizer.clip_grad_norm_(10.0)
+            optimizer.step()
+            found.append([cut.full_tensor().detach()])
+            optimizer.close()
+        assert_same(*found)
+
+
+@scenario(2)
+def model_zero_grad_skips_a_clipped_batch_whose_successor_gives_a_rank_nothing(rank, world_size):
+    for options in ({}, {"accumulation_steps": 1}):
+        net, optimizer = build(rank, **options)
+        twin, twin_optimizer = build(rank)
+        net(batch(rank, 7)).backward()
+        optimizer.clip_grad_norm_(0.001)
+        net.zero_grad()
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            if rank == 0:
+                model(batch(rank, 0)).backward()
+            opt.step()
+        assert_same(values(net), values(twin))
 
 
 @scenario(2)

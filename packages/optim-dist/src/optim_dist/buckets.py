@@ -14,7 +14,7 @@ view has a version counter of its own (autograd's), noted when the bucket is red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ class Bucket(Contribution, ParameterBucket):
     members: Sequence[ResidentMember]
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
-    present: list[bool] = field(default_factory=list)
 
     def check_gradients(self) -> None:
         if self.launched:

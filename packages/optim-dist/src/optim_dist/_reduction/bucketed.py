@@ -21,7 +21,7 @@ from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.forward_gathers import ForwardGathers
-from optim_dist._reduction.storage import ParameterBucket
+from optim_dist._reduction.storage import ParameterBucket, found_nothing
 from optim_dist._reduction.streamed import StreamedReduction
 from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan
@@ -52,6 +52,7 @@ class BucketedParameters:
         self._is_watched = device.type == "cpu" or options.debug
         self._number = 0  # among the optimizers of this process, the same on all ranks
         self._num_reduced = 0
+        self._is_retried = False  # the step's reductions, of which the last ones found nothing on any rank
         self.present: list[float] = []  # which parameters of the plan have a gradient on this rank, since ``reduce``
         self.buckets: list[ParameterBucket] = []
         self.reduction: BackwardReduction | StreamedReduction | None = None
@@ -140,6 +141,12 @@ class BucketedParameters:
         """Before gradients are reduced, or once more afterwards: refuse what has gone wrong on this rank."""
         if self.reduction is None:
             return
+        if found_nothing(self.counts, self.buckets):
+            # ranks that get a gradient meanwhile have dropped it by then
+            self._is_retried = True
+            self.reduction.drop()
+        elif self.counts is not None and any(self.present) and self.reduction.are_gone():
+            self.reduction.drop()  # so have they what was skipped after it was clipped
         if self.counts is None:
             if self._gathers is not None:
                 self._gathers.check()
@@ -150,10 +157,17 @@ class BucketedParameters:
             bucket.check_gradients()
 
     def reduce(self, num_parameters: int) -> bool:
-        """Agree on which gradients exist, launch every reduction; once a step. Whether this was the time."""
-        if not self.buckets or self.counts is not None:
+        """Agree on which gradients exist, launch every reduction; once a step, and again if no rank had any.
+
+        Returns whether there may be gradients that were not there at the last call.
+        """
+        if not self.buckets:
             return False
         assert self.reduction is not None, "buckets come with their reduction"
+        if self.counts is not None:
+            if self._is_watched:
+                self._meet()  # others may have given up what this rank goes on with
+            return False
         present = self.present = [0.0] * num_parameters
         for bucket in self.buckets:
             for member, has_gradient in zip(bucket.members, bucket.presence()):
@@ -168,12 +182,18 @@ class BucketedParameters:
         # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
         if self.reduction.eager:
             self.reduction.launch_all()
-        found = self._communicator.gather_message(self._present[1])
+        self.reduction.counts = self._meet().sum(0)
+        self.reduction.launch_all()
+        is_retried, self._is_retried = self._is_retried, False
+        return not (is_retried and found_nothing(self.counts, self.buckets))
+
+    def _meet(self) -> Tensor:
+        """What every rank has gradients of, ``[W, K]``, if all are in the same step as far as that is watched."""
+        assert self._present is not None, "the message is written"
+        found, num_parameters = self._communicator.gather_message(self._present[1]), len(self.present)
         if self._is_watched:
             _check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
-        self.reduction.counts = found.sum(0)
-        self.reduction.launch_all()
-        return True
+        return found[:, :num_parameters]
 
     @property
     def factors(self) -> dict[bool, Tensor | None]:
@@ -312,15 +332,16 @@ def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
     """Refuse ranks that are in another optimizer's step, in another of its steps, or have given up other batches."""
     number, step, given_up = found[0]
     for rank, (its_number, its_step, its_given_up) in zip(ranks, found, strict=True):
+        if its_number == number and its_given_up != given_up:
+            raise RuntimeError(
+                f"rank {ranks[0]} has given up {given_up:.0f} batches that had begun to be reduced, rank {rank} "
+                f"{its_given_up:.0f}: a rank without a gradient does not know of those of others; after clipping call "
+                "zero_grad() of the optimizer instead of the model's; where backward reduces step instead of skipping "
+                "such a batch, or build the optimizer with overlap=False"
+            )
         if (its_number, its_step) != (number, step):
             raise RuntimeError(
                 f"ranks are not in the same step: rank {ranks[0]} in number {step:.0f} of optimizer {number:.0f}, "
                 f"rank {rank} in number {its_step:.0f} of optimizer {its_number:.0f}; every rank builds and steps its "
                 "optimizers in the same order, and leaves out no step that others make"
-            )
-        if its_given_up != given_up:
-            raise RuntimeError(
-                f"rank {ranks[0]} has given up {given_up:.0f} batches that backward had begun to reduce, rank {rank} "
-                f"{its_given_up:.0f}: a rank without a gradient does not know of those of others; step instead of "
-                "skipping such a batch, or build the optimizer with overlap=False"
             )

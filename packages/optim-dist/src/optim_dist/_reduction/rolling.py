@@ -34,7 +34,6 @@ class StreamedBucket(ParameterBucket):
     specs: Sequence[ParameterSpec]  # of the members
     missing: int = 0  # members of which no gradient is there for the next reduction
     counted: list[bool] = field(default_factory=list)  # the others
-    present: list[bool] = field(default_factory=list)  # members that had a gradient in some reduction of this step
     is_over: bool = False  # the last reduction of this step was launched
     is_fresh: bool = True  # nothing was added to the sums of this step
 

@@ -6,8 +6,8 @@ a reducer is given is a ``Contribution``: this rank's gradients in the same layo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class ParameterBucket:
     deferred: bool = False  # step() has ended before its gather, and nobody has waited for all since
     waits_at_step: bool = False  # a parameter of it is used where no hook sees it
     num_copied: int = 0  # gradients found outside the bucket, since construction
+    present: list[bool] = field(default_factory=list)  # members that had a gradient when they were reduced in this step
 
     def check_gradients(self) -> None:
         """Refuse gradients that cannot be reduced, before any rank is told of them, or that changed since they were."""
@@ -126,6 +127,15 @@ def move_parameters(
 def flat_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
     """The view of ``flat`` at ``offset`` with the parameter's shape and strides."""
     return flat[offset : offset + spec.numel].as_strided(spec.shape, spec.stride)
+
+
+def found_nothing(counts: Tensor | None, buckets: Iterable[ParameterBucket]) -> bool:
+    """Whether ranks have reduced gradients, for a norm, of which no rank had any: those to come begin the step.
+
+    ``counts``, on how many ranks each parameter had one, are the same everywhere, and so is the answer. They are read,
+    which waits for the device, only if this rank had none.
+    """
+    return counts is not None and not any(any(bucket.present) for bucket in buckets) and not counts.any().item()
 
 
 def is_dense(tensor: Tensor) -> bool:

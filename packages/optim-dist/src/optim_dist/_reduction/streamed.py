@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
-from optim_dist._reduction.storage import Contribution, Member, ParameterBucket
+from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, found_nothing
 from optim_dist.overlap import refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
@@ -186,6 +186,8 @@ class StreamedReduction:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
+        if found_nothing(self.counts, self.buckets):
+            self.drop()
         if self._num_passes == self.passes or self.counts is not None:
             # counts for other optimizers, see there
             refused_passes[self._ranks] += 1
