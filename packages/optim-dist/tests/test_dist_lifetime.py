@@ -4,7 +4,9 @@ All scenarios of a backend run in one launch of ranks, each with its own optimiz
 raised.
 """
 
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -269,6 +271,33 @@ def closing_gives_ordinary_tensors(rank, world_size):
         net(batch(rank, 1)).backward()
     with pytest.raises(RuntimeError, match="closed"):
         optimizer.step()
+
+
+@scenario(2)
+def what_is_closed_or_planned_anew_keeps_no_former_storage(rank, world_size):
+    """Whoever still has the optimizer."""
+    for options in (
+        {},
+        {"reducer": "rs", "accumulation_steps": 1},
+        {"gradients": "streamed", "accumulation_steps": 1},
+        {"overlap": False},
+    ):
+        net, optimizer = build(rank, **options)
+        for end in (optimizer.rebuild_plan, optimizer.close):
+            net(batch(rank, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            bucketed = optimizer._bucketed
+            tensors = [bucket.values for bucket in bucketed.buckets]
+            tensors += [bucket.sums if "gradients" in options else bucket.gradients for bucket in bucketed.buckets]
+            tensors += [tensor for free in getattr(bucketed._reducer, "_free", {}).values() for tensor in free]
+            if "gradients" in options:
+                tensors += [storage for buffer in bucketed.reduction._free for storage in buffer._storage.values()]
+            storages = [weakref.ref(tensor) for tensor in tensors]
+            del tensors, bucketed
+            end()
+            gc.collect()
+            assert not any(storage() is not None for storage in storages), (options, end)
 
 
 @scenario(2)

@@ -72,6 +72,10 @@ class DistOptimizer(StatefulOptimizer):
         self._scaled_groups = ScaledGroups()
         self._restart()
 
+    def close(self) -> None:
+        super().close()
+        self._caches.clear()
+
     @_not_compiled
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Reduce what is not reduced yet, update, and return the parameters to all ranks.

@@ -294,11 +294,12 @@ class BucketedParameters:
         self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
-    def detach(self, is_failed: bool = False) -> None:
-        """Finish what is under way, unless this rank has failed or lost the others, and release hooks."""
+    def detach(self, is_failed: bool = False) -> bool:
+        """Release hooks. Finish what is under way, and return True, unless this rank has failed or lost the others."""
         groups = [self._communicator, *([] if self._apart is None else [self._apart])]
+        can_finish = not is_failed and all(group.is_usable for group in groups)
         try:
-            if not is_failed and all(group.is_usable for group in groups):
+            if can_finish:
                 self.drop()  # others may have launched more than this rank
                 self.wait()
         finally:
@@ -306,15 +307,19 @@ class BucketedParameters:
                 self.reduction.close()
             if self._gathers is not None:
                 self._gathers.close()
+        return can_finish
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        self.detach(is_failed)
+        is_finished = self.detach(is_failed)
         for bucket in self.buckets:
             bucket.release()
-        for shards in self._shards.values():
-            shards.clear()
+        self._shards.clear()
         self.buckets = []
+        if is_finished and self.reduction is not None:  # else memory may still be written to
+            self.reduction.clear()
+            del self.reduction.reducer
+            self._reducer = None
 
     def _finish(self, bucket: ParameterBucket) -> Tensor:
         assert self.reduction is not None, "buckets come with their reduction"

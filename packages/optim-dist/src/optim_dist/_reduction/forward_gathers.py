@@ -99,6 +99,9 @@ class ForwardGathers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        # who refers to this may outlive them
+        self._buckets, self._held = (), {}
+        self.in_flight = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGathers:
         """Hooks of a copied model do nothing; what was copied while a gather was under way is copied again."""
