@@ -269,6 +269,36 @@ def two_optimizers_do_not_wait_for_each_other(rank, world_size):
 
 
 @scenario(2)
+def an_optimizer_that_is_gone_on_some_ranks_alone_holds_nobody_up(rank, world_size):
+    """Beside it none waits under backward, on any rank: else those without it wait for those that have it."""
+    options = {"gradients": "streamed", "accumulation_steps": 1, "reducer": "exact", "bucket_mb": 1e-6, "timeout": 20}
+    gc.collect()
+    gc.disable()
+    try:
+        garbage = make(Net(device_of(rank)), **options)
+        if rank == 1:
+            garbage.itself = garbage  # which only the collector frees
+        del garbage
+        net = Net(device_of(rank))
+        optimizer = make(net, **options)
+        for step in range(2):
+            backward(net, rank, step)
+            assert any(p.grad is not None for p in net.parameters())
+            dist.all_reduce(torch.ones(1, device=device_of(rank)))
+            optimizer.step()
+            if rank == 1:
+                gc.collect()
+        found = values(net)
+        optimizer.rebuild_plan()  # ranks agree anew
+        backward(net, rank, 2)
+        assert all(p.grad is None for p in net.parameters())
+        optimizer.close()
+    finally:
+        gc.enable()
+    assert_same(found, run(rank, [0, 1]))
+
+
+@scenario(2)
 def clipping_is_that_of_kept_gradients(rank, world_size):
     found = []
     for gradients in ("streamed", "resident"):

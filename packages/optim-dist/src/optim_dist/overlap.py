@@ -147,7 +147,11 @@ class BackwardReduction:
         self.restart()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, on all ranks."""
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Leave gradients alone."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -67,7 +67,7 @@ class BucketedParameters:
             self._number = BucketedParameters._latest_number = max(numbers) + 1
         if self.reduction is None:
             self.reduction = self._new_reduction()
-            weakref.finalize(self, self.reduction.close)
+            weakref.finalize(self, self.reduction.remove_hooks)
         parameters = [entry.parameter for entry in entries]
         new = [
             self.reduction.build(bucket, plan.parameters, parameters, self._communicator.rank)
@@ -85,6 +85,8 @@ class BucketedParameters:
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
         self.reduction.extend(new, self._reducer)
+        if isinstance(self.reduction, StreamedReduction):
+            self.reduction.meet(self._communicator, self._number)
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()

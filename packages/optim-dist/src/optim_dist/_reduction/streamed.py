@@ -8,8 +8,9 @@ the same collectives in the same order whatever arrives when:
     step(), clipping        rounds that this rank has had no pass for are launched with what there is
 
 A reduction needs a buffer. The oldest in flight gives its up, once all ranks have launched it: those that lack a
-gradient do so at the end of their pass. Two optimizers that did this could wait for each other, so that of several live
-ones none waits under backward: each launches as many reductions as it has buffers, and the rest in its step.
+gradient do so at the end of their pass. Two optimizers that did this could wait for each other, so that of several
+ones none waits under backward: each launches as many reductions as it has buffers, and the rest in its step. Which
+others there are ranks agree on, for one that nobody uses any more may be gone on some of them alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
 from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, found_nothing
 from optim_dist.overlap import refused_passes
@@ -38,6 +40,7 @@ class StreamedReduction:
     """Counts gradients in, and launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
+    number: int  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
     eager = True
 
     def __init__(self, accumulation_steps: int, ranks: Sequence[int], sums_dtype: Callable[[BucketPlan], torch.dtype]):
@@ -55,6 +58,7 @@ class StreamedReduction:
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
         self._streams: set[Any] = set()  # in which gradients or buffers were written
         self._handles: list[Any] = []
+        self._others: set[int] = set()  # numbers of those that backward must not wait beside
 
     def build(
         self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
@@ -71,12 +75,22 @@ class StreamedReduction:
         self._free.clear()  # before there are larger ones
         if self.buckets:
             self._free += [Buffer(self.buckets) for _ in range(NUM_BUFFERS)]
-            _live.add(self)
         self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, place, member))
             for bucket in new
             for place, member in enumerate(bucket.members)
         ]
+
+    def meet(self, communicator: Communicator, number: int) -> None:
+        """Agree on which others there are, on any rank. Collective; they are forgotten when they are closed."""
+        self.number = number
+        _live.discard(self)
+        found = communicator.gather_json([other.number for other in _live])
+        self._others = {other for numbers in found for other in numbers}
+        if self.buckets:
+            for other in _live:
+                other._others.add(number)
+            _live.add(self)
 
     @property
     def gradient_bytes(self) -> int:
@@ -163,7 +177,13 @@ class StreamedReduction:
         self.restart()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, on all ranks: others no longer mind this one."""
+        self.remove_hooks()
+        for other in _live:
+            other._others.discard(self.number)
+
+    def remove_hooks(self) -> None:
+        """Leave gradients alone."""
         _live.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -210,7 +230,7 @@ class StreamedReduction:
     @property
     def _may_launch(self) -> bool:
         """Whether the next reduction may be launched under backward."""
-        may_wait = len(_live) == 1 and self.reducer.starts_alone
+        may_wait = not self._others and self.reducer.starts_alone
         return may_wait or (bool(self._free) and self.reducer.is_ready(self.buckets[self._next]))
 
     def _launch(self, is_given_up: bool = False) -> None:
