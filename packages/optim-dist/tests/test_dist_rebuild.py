@@ -203,6 +203,47 @@ def ranks_that_freeze_differently_are_refused(rank, world_size):
     assert_same(values(net), values(twin))
 
 
+@scenario(2)
+def unequal_parameters_are_refused_before_anything_has_changed(rank, world_size):
+    net = make_net(rank, frozen=(0,))
+    optimizer = make_optimizer(net, "adamw", {}, sync_params="check")
+    train([(net, optimizer)], rank, [0])
+    plan, state = optimizer.plan, optimizer.full_state_dict()
+    freeze(net, ())
+    with torch.no_grad():
+        net.layers[0].weight.add_(rank)
+    with pytest.raises(RuntimeError, match=r"sync_params='check': parameters differ .* layers\.0\.weight \(rank 1\)"):
+        optimizer.rebuild_plan()
+    assert optimizer.plan is plan
+    if rank == 0:
+        assert_same_state(optimizer.full_state_dict(), state)
+    else:
+        optimizer.full_state_dict()
+    with torch.no_grad():
+        net.layers[0].weight.sub_(rank)
+    dist.broadcast(net.layers[0].weight.data, src=0)
+    optimizer.rebuild_plan()
+    train([(net, optimizer)], rank, [1])
+
+
+@scenario(2)
+def an_optimizer_that_was_taken_over_gives_nothing_up(rank, world_size):
+    """A pass that is refused on one rank alone concerns those that still reduce."""
+    for options in ({"reducer": "rs"}, {"gradients": "streamed"}):
+        net = make_net(rank, frozen=())
+        former = make_optimizer(net, "adamw", {}, accumulation_steps=1, **options)
+        newer = make_optimizer(net, "adamw", {}, accumulation_steps=1, **options)
+        net(batch(rank, 0)).backward()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="arrived after"):
+                net(batch(rank, 0)).backward()
+        newer.zero_grad()
+        assert not former._bucketed.is_due
+        newer.rebuild_plan()  # which takes them over once more
+        former.zero_grad()
+        train([(net, newer)], rank, [1])
+
+
 @scenario(1, 2)
 def what_has_left_its_bucket_or_was_closed_is_refused(rank, world_size):
     net, optimizer = build(rank)

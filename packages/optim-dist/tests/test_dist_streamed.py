@@ -662,6 +662,12 @@ def dtensors_alone_have_no_buffers(rank, world_size):
             (cut.full_tensor() * 2).sum().backward()
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            (cut.full_tensor() * 2).sum().backward()
+        scaler = torch.amp.GradScaler(device_of(rank).type, init_scale=4.0)
+        scaler.scale((cut.full_tensor() * 2).sum()).backward()
+        scaler.step(optimizer)
         found.append([cut.full_tensor().detach()])
         optimizer.close()
     assert_same(*found)

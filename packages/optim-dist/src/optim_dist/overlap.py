@@ -94,7 +94,7 @@ class BackwardReduction:
     @property
     def is_due(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.started or not self.eager:
+        if self.started or not self.eager or not self._handles:
             return self.started
         is_refused = refused_passes[self._ranks] != self._refused_before
         return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket, is_dense
 from optim_dist.plan import Plan
+
+SYNC_CHECK = "sync_params='check': "
 
 
 def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
@@ -93,12 +95,17 @@ def synchronise(buckets: Sequence[ParameterBucket], communicator: Communicator, 
         for bucket in buckets:
             communicator.broadcast_(bucket.values)
     else:
-        check_replicas(buckets, communicator, "sync_params='check': ")
+        check_replicas(buckets, communicator, SYNC_CHECK)
 
 
 def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicator, context: str = "") -> None:
     """Refuse parameters whose bits differ between ranks, naming them."""
-    digests = [[member.name, digest(member.value)] for bucket in buckets for member in bucket.members]
+    check_equal([(member.name, member.value) for bucket in buckets for member in bucket.members], communicator, context)
+
+
+def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator, context: str) -> None:
+    """Refuse tensors whose bits differ between ranks, by name."""
+    digests = [[name, digest(tensor)] for name, tensor in named]
     gathered = communicator.gather_json(digests)
     different = [
         f"{name} (rank {rank})"

@@ -175,6 +175,11 @@ class PlannedOptimizer(LiveOptimizer):
             )
         plan, meshes = self._planned(found)
         self._agree(plan, found)
+        if self._options.sync_params == "check":
+            # buckets are compared when they are made, which is too late to leave everything as it is
+            self.wait()
+            plain = [(e.name, e.parameter) for e, spec in zip(found, plan.parameters) if not spec.sharding]
+            agreement.check_equal(plain, self._communicator, agreement.SYNC_CHECK)
         return plan, found, meshes
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,6 +99,8 @@ class StreamedReduction:
         return sum(buffer.nbytes for buffer in buffers) + sum(bucket.sums.nbytes for bucket in self.buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
+        if not self.buckets:
+            return nullcontext()
         raise RuntimeError(
             "no_sync() keeps gradients where they are until a later pass, but with gradients='streamed' every backward "
             "pass reduces, so that none are kept; leave no_sync() out (accumulation_steps= says how many passes make a "
@@ -118,7 +120,9 @@ class StreamedReduction:
     @property
     def is_due(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        return self.started or self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
+        if self.started or not self._handles:
+            return self.started
+        return self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
 
     def are_gone(self) -> bool:
         """False: that no ``.grad`` is left says nothing."""
@@ -139,6 +143,8 @@ class StreamedReduction:
 
     def finish_launched(self) -> None:
         """Refuse a ``GradScaler``, which asks for this before it looks at ``.grad``, and fails where there is none."""
+        if not self.buckets:
+            return
         raise RuntimeError(
             "a GradScaler looks for infinities in .grad, of which gradients='streamed' leaves nothing; use "
             "gradients='resident', or set the optimizer's attributes grad_scale and found_inf (tensors) yourself: "
