@@ -6,6 +6,7 @@ raised.
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from dist_cases import Scenarios, device_of, mesh_of, normal
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
@@ -156,6 +157,25 @@ def gradients_set_by_hand_are_copied_in(rank, world_size):
             model.zero_grad(set_to_none=True)
     assert_same(values(net), values(twin))
     assert optimizer.explain().data["gradients_copied"] == 2 * len(list(net.parameters()))
+
+
+@scenario(2)
+def compiled_backward_passes_reduce_as_others_do(rank, world_size):
+    for gradients in ("resident", "streamed"):
+        torch._dynamo.reset()
+        options = {"accumulation_steps": 2, "gradients": gradients}
+        net, optimizer = build(rank, **options)
+        twin, twin_optimizer = build(rank, **options)
+        for micro in range(2):
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                net(batch(rank, 0, micro)).backward()
+            twin(batch(rank, 0, micro)).backward()
+        assert optimizer._bucketed.started
+        optimizer.step()
+        twin_optimizer.step()
+        assert_same(values(net), values(twin))
+        optimizer.close()
+        twin_optimizer.close()
 
 
 @scenario(2)

@@ -180,7 +180,8 @@ class BackwardReduction:
                 self.buckets[self._next].check_gradients()
                 self._launch()
 
-        return gradient_arrived
+        # compiled autograd would make graphs of it
+        return torch.compiler.disable(gradient_arrived)
 
     @property
     def _is_next_ready(self) -> bool:

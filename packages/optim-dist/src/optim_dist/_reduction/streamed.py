@@ -205,7 +205,8 @@ class StreamedReduction:
             while self._round < self.passes and not self.buckets[self._next].missing and self._may_launch:
                 self._launch()
 
-        return gradient_arrived
+        # compiled autograd would make graphs of it
+        return torch.compiler.disable(gradient_arrived)
 
     def _begin_pass(self, arriving: Member) -> None:
         """If ``arriving`` is the first gradient of a backward pass: count it, and come back when it ends."""
