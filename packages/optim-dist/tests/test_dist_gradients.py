@@ -389,6 +389,16 @@ def what_was_clipped_stays_so_beside_buckets_without_gradients(rank, world_size)
 
 
 @scenario(2)
+def a_step_without_gradients_reduces_once(rank, world_size):
+    for options in ({"max_norm": 1.0}, {"skip_nonfinite": True}, {"max_norm": 1.0, "gradients": "streamed"}):
+        _, optimizer = build(rank, accumulation_steps=1, **options)
+        before = optimizer.communicator.bytes_sent
+        optimizer.step()
+        assert 0 <= optimizer.communicator.bytes_sent - before - optimizer.plan.wire_bytes < 200
+        optimizer.close()
+
+
+@scenario(2)
 def model_zero_grad_skips_a_clipped_batch_whose_successor_gives_a_rank_nothing(rank, world_size):
     for options in ({}, {"accumulation_steps": 1}):
         net, optimizer = build(rank, **options)

@@ -37,6 +37,7 @@ from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
 from optim_dist.plan import Plan, RouteName
+from optim_kernels.clip import clip_factor as factor_of_norm
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -136,9 +137,10 @@ class DistOptimizer(StatefulOptimizer):
     def _take_norm(self) -> None:
         """Phase 3, as the options want it."""
         if self._options.max_norm is not None:
-            self.clip_grad_norm_(self._options.max_norm)
+            norm = self._norm(2.0).float()
+            self.clip_with(factor_of_norm(norm, self._options.max_norm), norm)
         elif self._options.skip_nonfinite and self._factor is None:
-            self.grad_norm = self.measure_norm()
+            self.grad_norm = self._norm(2.0)
         if self._options.debug:
             step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
 
@@ -151,6 +153,10 @@ class DistOptimizer(StatefulOptimizer):
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
         self._reduce()
+        return self._norm(norm_type)
+
+    def _norm(self, norm_type: float) -> Tensor:
+        """The norm of gradients whose reduction has begun."""
         with self.begun_together("the norm of gradients"):
             # gradients in buckets are sums over ranks, others arrive averaged
             homes = [
