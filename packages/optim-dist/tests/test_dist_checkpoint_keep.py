@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim_dist import TritonDistAdamW, checkpoint
+from optim_dist import TritonDistAdamW, checkpoint, elastic
 from optim_dist._checkpoint import manifest, removal
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -177,3 +177,11 @@ def test_numbers_below_one_are_refused(tmp_path, keep):
     with pytest.raises(RuntimeError, match=f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}"):
         save(tmp_path / "a", keep=keep)
     assert names(tmp_path) == []
+
+
+def test_what_is_no_bool_does_not_save_in_the_background(tmp_path):
+    with pytest.raises(RuntimeError, match="async_ must be True or False, got 'no'"):
+        save(tmp_path / "a", async_="no")
+    assert names(tmp_path) == []
+    with pytest.raises(ValueError, match="async_ must be True or False, got 'no'"):
+        elastic.run(lambda run: None, tmp_path, every=1, async_="no")

@@ -19,9 +19,12 @@ from optim_dist._optimizers import gradient_dtype
 
 IS_SUPPORTED = hasattr(torch.Tensor, "grad_dtype")
 FP32 = {"grad_dtype": torch.float32}
-EVERYWHERE = lambda rank, step, micro: None  # noqa: E731
 
 scenario = Scenarios()
+
+
+def everywhere(rank, step, micro):
+    """No layer is left out."""
 
 
 def build(rank, kind="adamw", dtype=torch.bfloat16, **options):
@@ -30,12 +33,12 @@ def build(rank, kind="adamw", dtype=torch.bfloat16, **options):
     return net, make(net, kind, **options)
 
 
-def backward(net, rank, step, micro, skip=EVERYWHERE):
+def backward(net, rank, step, micro, skip=everywhere):
     dtype = next(net.parameters()).dtype
     net(batch(rank, step, micro).to(dtype), skip(rank, step, micro)).backward()
 
 
-def run(rank, mode="plain", steps=3, micro_batches=3, skip=EVERYWHERE, max_norm=None, **options):
+def run(rank, mode="plain", steps=3, micro_batches=3, skip=everywhere, max_norm=None, **options):
     """Parameters and norms after some steps on several ranks."""
     if mode == "counted":
         options["accumulation_steps"] = micro_batches
@@ -55,7 +58,7 @@ def run(rank, mode="plain", steps=3, micro_batches=3, skip=EVERYWHERE, max_norm=
     return values(net) + norms
 
 
-def run_alone(rank, world_size, steps=3, micro_batches=3, kind="adamw", skip=EVERYWHERE, max_norm=None):
+def run_alone(rank, world_size, steps=3, micro_batches=3, kind="adamw", skip=everywhere, max_norm=None):
     """The same in one process, which adds up in fp32 because its parameters were told to."""
     net = Net(device_of(rank)).bfloat16()
     optimizer = make(net, kind, process_group=alone(rank))

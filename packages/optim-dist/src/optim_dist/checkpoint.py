@@ -107,6 +107,8 @@ def save(
     faults = []
     if keep is not None and (type(keep) is not int or keep < 1):
         faults.append(f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}")
+    if not isinstance(async_, bool):
+        faults.append(f"async_ must be True or False, got {async_!r}")
     old = None if keep is None else all_but_the_newest(keep)
     options = {"async_": async_, "keep": keep}
     saving = saves.save(Path(path), model, opt, extra, async_=async_, old=old, options=options, faults=faults)

@@ -61,6 +61,8 @@ class Run:
         for name, value in {"every": every, "keep": keep, "poll": poll}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if not isinstance(async_, bool):
+            raise ValueError(f"async_ must be True or False, got {async_!r}")
         self.directory = Path(directory)
         self.every, self.keep, self.poll, self.async_ = every, keep, poll, async_
         self.done = 0
