@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from optim_dist._reduction.storage import ParameterBucket
+from optim_dist._reduction.written_streams import WrittenStreams
 from optim_dist.buckets import Bucket, ResidentMember, build_bucket
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
@@ -45,7 +46,7 @@ class BackwardReduction:
         self._refused_before = refused_passes[self._ranks]  # when this step began
         # the last of this step to get a gradient, and that
         self._latest: tuple[ResidentMember, weakref.ref[Tensor]] | None = None
-        self._streams: set[Any] = set()
+        self._streams = WrittenStreams()  # of gradients
         self._handles: list[Any] = []
 
     def build(
@@ -132,7 +133,7 @@ class BackwardReduction:
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts = self._latest = None
-        self._streams.clear()
+        self._streams.forget()
         self._next, self._refused_before = 0, refused_passes[self._ranks]
         for bucket in self.buckets:
             bucket.launched = False
@@ -168,8 +169,7 @@ class BackwardReduction:
                 member.arrivals += 1
                 if member.arrivals == self.passes:
                     bucket.missing -= 1
-                if bucket.gradients.is_cuda:
-                    self._streams.add(torch.cuda.current_stream(bucket.gradients.device))
+                self._streams.note(bucket.gradients)
             # one that is refused counts: other ranks may have launched reductions before they refuse theirs
             try:
                 bucket.check_arrival(member)
@@ -212,16 +212,11 @@ class BackwardReduction:
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
-        if self._streams:
-            # gradients may have been written on several streams; the reduction follows all of them
-            current = torch.cuda.current_stream(bucket.gradients.device)
-            for stream in self._streams:
-                if stream != current:
-                    current.wait_stream(stream)
+        self._streams.follow(bucket.gradients)
         bucket.collect_gradients()
         self.reducer.launch(bucket)
         bucket.note_reduced()
         bucket.launched = True
         self._next += 1
         if self._next == len(self.buckets):
-            self._streams.clear()
+            self._streams.forget()

@@ -28,6 +28,7 @@ from torch.autograd import Variable
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
 from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, found_nothing
+from optim_dist._reduction.written_streams import WrittenStreams
 from optim_dist.overlap import refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
@@ -56,7 +57,7 @@ class StreamedReduction:
         self._task = -1  # of autograd: the latest of them
         self._free: list[Buffer] = []
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
-        self._streams: set[Any] = set()  # in which gradients or buffers were written
+        self._streams = WrittenStreams()  # of gradients, buffers and sums
         self._handles: list[Any] = []
         self._others: set[int] = set()  # numbers of those that backward must not wait beside
 
@@ -136,7 +137,7 @@ class StreamedReduction:
     def finish(self, bucket: ParameterBucket) -> Tensor:
         """The own chunk's sum over ranks and the step's rounds."""
         assert isinstance(bucket, StreamedBucket), "buckets are our own"
-        self._follow_streams(bucket)
+        self._streams.follow(bucket.values)
         while any(each is bucket for each, *_ in self._in_flight):
             self._add_up()
         return bucket.sums
@@ -200,8 +201,7 @@ class StreamedReduction:
             self._begin_pass(member)
             member.arrived = True
             bucket.count_in(place)
-            if bucket.values.is_cuda:
-                self._streams.add(torch.cuda.current_stream(bucket.values.device))
+            self._streams.note(bucket.values)
             while self._round < self.passes and not self.buckets[self._next].missing and self._may_launch:
                 self._launch()
 
@@ -244,7 +244,7 @@ class StreamedReduction:
         bucket = self.buckets[self._next]
         if not is_given_up:
             bucket.check_gradients()
-        self._follow_streams(bucket)
+        self._streams.follow(bucket.values)
         if not self._free:
             self._add_up()
         buffer = self._free.pop()
@@ -270,17 +270,10 @@ class StreamedReduction:
             bucket.add(self.reducer.finish(contribution))
         self._free.append(buffer)
 
-    def _follow_streams(self, bucket: StreamedBucket) -> None:
-        """Let the current stream go on behind all that have written gradients, buffers or sums."""
-        if bucket.values.is_cuda:
-            current = torch.cuda.current_stream(bucket.values.device)
-            for stream in self._streams - {current}:
-                current.wait_stream(stream)
-            self._streams = {current}
-
 
 def _keep_until_read(gradients: Sequence[Tensor]) -> None:
-    """Tell the allocator who reads memory that was perhaps allocated in another stream, and is given up now."""
-    for gradient in gradients:
-        if gradient.is_cuda:
-            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+    """Tell the allocator who reads a bucket's gradients, perhaps allocated in another stream, that are given up now."""
+    if gradients and gradients[0].is_cuda:
+        current = torch.accelerator.current_stream(gradients[0].device.index)
+        for gradient in gradients:
+            gradient.record_stream(current)
