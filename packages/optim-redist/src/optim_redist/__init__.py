@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers see; the rest of this module is what run
     from optim_redist.program import Handle, Program, compile
     from optim_redist.redistribution import redistribute
     from optim_redist.redistributors import MemoryConstrainedRedist, NaiveGathererRedist, OptimalRedist, Redistributor
+    from optim_redist.repeated import RepeatedExchange
     from optim_redist.verification import Verification, verify
 
 _MODULE_OF = {
@@ -58,6 +59,7 @@ _MODULE_OF = {
     "planning": ["Plan", "plan"],
     "verification": ["Verification", "verify"],
     "program": ["Handle", "Program", "compile"],
+    "repeated": ["RepeatedExchange"],
     "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
     "multi_axis": ["MultiAxisDist"],
     "redistribution": ["redistribute"],
@@ -95,6 +97,7 @@ __all__ = [
     "Ragged",
     "RedistError",
     "Redistributor",
+    "RepeatedExchange",
     "Step",
     "Strided",
     "TextbookCM",

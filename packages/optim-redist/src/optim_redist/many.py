@@ -47,7 +47,7 @@ class Item(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """Where one message of one tensor lies in the bucket's buffer."""
 
     item: int
@@ -69,19 +69,19 @@ class _Round:
 
 def _lay_out(
     messages: Sequence[tuple[int, Sequence[Message]]], members: Sequence[int], width: list[int]
-) -> tuple[list[_Segment], dict[int, int]]:
+) -> tuple[list[Segment], dict[int, int]]:
     by_peer: dict[int, list[tuple[int, Message]]] = {member: [] for member in members}
     for item, found in messages:
         for message in found:
             by_peer[message.peer].append((item, message))
-    segments: list[_Segment] = []
+    segments: list[Segment] = []
     splits: dict[int, int] = {}
     offset = 0
     for member in members:
         start = offset
         for item, message in by_peer[member]:
             num_bytes = message.num_elements * width[item]
-            segments.append(_Segment(item, message, offset, num_bytes))
+            segments.append(Segment(item, message, offset, num_bytes))
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         splits[member] = offset - start
     return segments, splits
@@ -128,7 +128,7 @@ class ManyProgram:
     ) -> Generator[Waitable | None, None, list[Tensor | None]]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets."""
         device = self.device_of(tensors)
-        self._compare()
+        self.compare()
         tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
         for numbers, rounds in zip(self.buckets, self.rounds):
@@ -168,7 +168,7 @@ class ManyProgram:
         for segment in exchange.sends:
             number = segment.item
             stage = self.stages[number]
-            slot = _slot(sent, segment, stage.bits)
+            slot = slot_of(sent, segment, stage.bits)
             packing += stage.packing(segment.message, slot, tensors[number], targets[number])
         copy_together(packing)
         return sent
@@ -185,7 +185,7 @@ class ManyProgram:
         """Bring what came in round k to the targets of all that take part in it."""
         arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
         for segment in exchange.receives:
-            slot = _slot(received, segment, self.stages[segment.item].bits)
+            slot = slot_of(received, segment, self.stages[segment.item].bits)
             arrived[segment.item].append((segment.message, slot))
         unpacking: list[Copy] = []
         for number in taking_part:
@@ -194,7 +194,8 @@ class ManyProgram:
         for number in taking_part:
             self.stages[number].end(k, targets[number])
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Make sure, the first time, that all ranks have the same plans."""
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
             texts = [made.canonical_text() for made in self.plans]
@@ -203,7 +204,8 @@ class ManyProgram:
             self._compared = True
 
 
-def _slot(buffer: Tensor, segment: _Segment, bits: torch.dtype) -> Tensor:
+def slot_of(buffer: Tensor, segment: Segment, bits: torch.dtype) -> Tensor:
+    """A segment of a buffer of bytes, as integers of the tensor's width."""
     return buffer[segment.offset : segment.offset + segment.num_bytes].view(bits)
 
 

@@ -23,11 +23,18 @@ def takes_part(item: Item) -> bool:
     return item.shard.gradient is not None or takes_zeros(item.shard, item.group)
 
 
-def momenta(items: Sequence[Item], context: StepContext) -> list[Tensor]:
-    """Move every shard's momentum to its gradient; U of each in the parameter's dtype, zeros where it is left alone."""
+def momenta(items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
+    """Move every shard's momentum to its gradient, and write U of each, zeros where it is left alone."""
     factor = gradient_scale(context.factor, context.grad_scale)
-    found: dict[int, Tensor] = {}
-    for some in alike([item for item in items if takes_part(item)], _kind_of_momentum, _numel):
+    taking_part, left_alone = {}, []
+    for item, u in zip(items, us, strict=True):
+        if takes_part(item):
+            taking_part[item.shard.index] = item, u
+        else:
+            left_alone.append(u)
+    if left_alone:
+        torch._foreach_zero_(left_alone)
+    for some in alike([item for item, _ in taking_part.values()], _kind_of_momentum, _numel):
         group, buffers = some[0].group, Joined([item.state["momentum_buffer"] for item in some])
         u = momentum_(
             Joined([item.shard.gradient_or_zeros for item in some]).flat,
@@ -37,9 +44,7 @@ def momenta(items: Sequence[Item], context: StepContext) -> list[Tensor]:
             clip_factor=factor,
         )
         buffers.put_back()
-        parts = buffers.split(u.to(some[0].shard.value.dtype))
-        found |= {item.shard.index: part for item, part in zip(some, parts, strict=True)}
-    return [found[i.shard.index] if i.shard.index in found else torch.zeros_like(i.shard.value) for i in items]
+        torch._foreach_copy_([taking_part[item.shard.index][1] for item in some], buffers.split(u))
 
 
 def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: Sequence[Tensor]) -> None:

@@ -69,32 +69,32 @@ class Owner:
     Args:
         memory: ``room_for(matrices)`` bytes or more; batches may share it, one is done with it before the next begins.
         tiles: what the kernels choose tiles by.
+
+    Attributes:
+        us, os: U and O of every matrix, in that memory.
     """
 
     def __init__(self, matrices: Sequence[Whole], memory: Tensor, tiles: Tiles = "auto") -> None:
         self._matrices = matrices
-        self._us, self._os = [], []
+        self.us: list[Tensor] = []
+        self.os: list[Tensor] = []
         half = room_for(matrices) // 2
         self._zeroed, begin = memory[half : 2 * half], 0
         for matrix in matrices:
-            self._us.append(matrix.in_memory(memory[begin:]))
-            self._os.append(matrix.in_memory(memory[half + begin :]))
+            self.us.append(matrix.in_memory(memory[begin:]))
+            self.os.append(matrix.in_memory(memory[half + begin :]))
             begin += matrix.nbytes
         self._planner = MuonPlanner(tiles)
 
-    def directions(self, items: Sequence[Item], arrived: Sequence[Tensor]) -> list[Tensor]:
-        """O of every U that has arrived, zeros of a matrix that is left alone; second moments move.
-
-        The results are valid until the next call of any owner that shares the memory.
-        """
+    def compute(self, items: Sequence[Item]) -> None:
+        """O of every U, zeros of a matrix that is left alone; second moments move."""
         self._zeroed.zero_()
         taking_part = [place for place, item in enumerate(items) if takes_part(item)]
         if not taking_part:
-            return self._os
-        torch._foreach_copy_([self._us[place] for place in taking_part], [arrived[place] for place in taking_part])
+            return
         groups: dict[int, tuple[Mapping[str, Any], list[MuonEntry]]] = {}
         for place in taking_part:
-            item, u, o = items[place], self._us[place], self._os[place]
+            item, u, o = items[place], self.us[place], self.os[place]
             state = {"momentum_buffer": u}
             if item.group["beta2"] is not None:
                 state["second_momentum_buffer"] = item.state["second_momentum_buffer"]
@@ -102,8 +102,7 @@ class Owner:
             entries.append(MuonEntry(o, u, state, self._matrices[place].view, item.shard.place))
         self._planner.step(list(groups.values()))
         for place in taking_part:
-            _scale_relative_to_first(items[place], self._matrices[place].view, self._os[place])
-        return self._os
+            _scale_relative_to_first(items[place], self._matrices[place].view, self.os[place])
 
 
 def _scale_relative_to_first(item: Item, view: MatrixView, o: Tensor) -> None:

@@ -14,7 +14,6 @@ which gradients exist: a matrix without one travels as zeros and is left alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -29,8 +28,7 @@ from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import DEFAULT_BUCKET_MB
 from optim_kernels.muon_groups import Tiles
-from optim_redist import Handle, Layout, Mesh, plan
-from optim_redist.many import ManyProgram
+from optim_redist import Layout, Mesh, RepeatedExchange, plan
 from optim_utils.balance import partition
 from optim_utils.param_groups import MatrixView
 
@@ -66,17 +64,33 @@ class Move(NamedTuple):
 
 
 class Exchange:
-    """Many moves as one all-to-all, planned once."""
+    """Many moves as one all-to-all, planned once, with memory that is lent for as long as one takes."""
 
-    def __init__(self, moves: Sequence[Move], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        communicator: Communicator,
+        *,
+        sources: Sequence[Tensor | None] | None = None,
+        targets: Sequence[Tensor | None] | None = None,
+    ) -> None:
         plans = [plan(m.shape, m.dtype, m.source, m.target, planners=("direct",)) for m in moves]
         self._communicator = communicator
-        self._program = ManyProgram(plans, sys.maxsize, communicator.group)
+        self._repeated = RepeatedExchange(
+            plans, communicator.device, group=communicator.group, sources=sources, targets=targets
+        )
 
-    def start(self, tensors: Sequence[Tensor | None]) -> Waitable:
+    def lend(self) -> Sequence[Tensor | None]:
+        """What is to be written and then sent, None where this rank has nothing."""
+        return self._repeated.lend_sources()
+
+    def start(self) -> Waitable:
         """Send; ``wait()`` gives this rank's targets, None where it has none."""
-        handle = Handle(self._program.run(list(tensors), async_op=True))
-        return self._communicator.named(handle, "exchange of matrices")
+        return self._communicator.named(self._repeated.start(), "exchange of matrices")
+
+    def release(self) -> None:
+        """Let go of the targets."""
+        self._repeated.release()
 
 
 class Batch:
@@ -103,32 +117,31 @@ class Batch:
         for matrix in self.with_moment:
             shape, dtype = tuple(moments[matrix.index].shape), moments[matrix.index].dtype
             back.append(Move(shape, dtype, _whole(at_owner[matrix.index], shape), _whole(everybody, shape)))
-        self._collect = Exchange(there, world)
-        self._spread = Exchange(back, world)
+        mine = [matrix.index for matrix in self.mine]
+        us, os = dict(zip(mine, self._owner.us, strict=True)), dict(zip(mine, self._owner.os, strict=True))
+        self._moments = {m.index: torch.empty_like(moments[m.index]) for m in self.with_moment if m.index in us}
+        self._collect = Exchange(there, world, targets=[us.get(m.index) for m in matrices])
+        leaving = [*(os.get(m.index) for m in matrices), *(self._moments.get(m.index) for m in self.with_moment)]
+        self._spread = Exchange(back, world, sources=leaving)
 
     def collect(self, items: Mapping[int, Item], context: StepContext) -> Waitable:
         """Move the momentum of every local shard, and send it to the owners."""
-        return self._collect.start(momenta([items[m.index] for m in self.matrices], context))
+        momenta([items[m.index] for m in self.matrices], context, _all_there(self._collect.lend()))
+        return self._collect.start()
 
-    def spread(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> Waitable:
+    def spread(self, items: Mapping[int, Item]) -> Waitable:
         """Orthogonalize what this rank owns, and send it back."""
-        whole = {m.index: u for m, u in zip(self.matrices, arrived, strict=True) if u is not None}
-        indices = [matrix.index for matrix in self.mine]
-        found = self._owner.directions([items[index] for index in indices], [whole[index] for index in indices])
-        directions = dict(zip(indices, found, strict=True))
-        moments = [
-            items[m.index].state["second_momentum_buffer"] if m.index in directions else None for m in self.with_moment
-        ]
-        return self._spread.start([*(directions.get(m.index) for m in self.matrices), *moments])
+        self._owner.compute([items[matrix.index] for matrix in self.mine])
+        _copy([*self._moments.values()], [items[index].state["second_momentum_buffer"] for index in self._moments])
+        return self._spread.start()
 
     def finish(self, items: Mapping[int, Item], arrived: Sequence[Tensor | None]) -> None:
         """Update the local shards."""
-        # every rank holds a part of each, an empty one perhaps, and everybody gets the second moments
-        here = [tensor for tensor in arrived if tensor is not None]
+        here = _all_there(arrived)
         updates, moments = here[: len(self.matrices)], here[len(self.matrices) :]
         apply_updates([items[m.index] for m in self.matrices], [m.view for m in self.matrices], updates)
-        if moments:
-            torch._foreach_copy_([items[m.index].state["second_momentum_buffer"] for m in self.with_moment], moments)
+        _copy([items[m.index].state["second_momentum_buffer"] for m in self.with_moment], moments)
+        self._spread.release()
 
 
 class ShardedMuon:
@@ -160,7 +173,8 @@ class ShardedMuon:
         leaving: Waitable | None = None
         for number, batch in enumerate(batches):
             following = batches[number + 1].collect(by_index, context) if number + 1 < len(batches) else None
-            sent = batch.spread(by_index, arriving.wait())
+            arriving.wait()
+            sent = batch.spread(by_index)
             if leaving is not None:
                 batches[number - 1].finish(by_index, leaving.wait())
             leaving = sent
@@ -181,8 +195,10 @@ class ShardedMuon:
             owned = [owned_by(world.ranks[world.rank], part, self.owners) for part in self._parts]
             # one batch has been packed when the next begins
             room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
-            memory = torch.empty(room, dtype=torch.uint8, device=world.device)
-            self._batches = [Batch(part, self.owners, moments, world, memory, self._tiles) for part in self._parts]
+            # a later step writes there, too, which it could not if this one ran in inference mode
+            with torch.inference_mode(False):
+                memory = torch.empty(room, dtype=torch.uint8, device=world.device)
+                self._batches = [Batch(part, self.owners, moments, world, memory, self._tiles) for part in self._parts]
             self._moments = tuple(moments)
         return self._batches
 
@@ -205,6 +221,16 @@ def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float
         for place, matrix in enumerate(mine):
             parts[place * count // len(mine)].append(matrix)
     return [sorted(part, key=lambda matrix: matrix.index) for part in parts if part]
+
+
+def _all_there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Every rank holds a part of each matrix, an empty one perhaps, and gets every second moment."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _whole(mesh: Mesh, shape: Sequence[int]) -> Layout:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optim_redist._running.rank_program import Bound, Message, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, view_of
+from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
 from optim_redist.moves import Phase, Which
 from optim_redist.problem import Problem
 
@@ -116,11 +116,22 @@ class StageProgram:
         if kept.numel():
             self.unpack_message(self.phases[0].stays_to, kept, cast(Tensor, dst))
 
+    @property
+    def reduces(self) -> bool:
+        """Whether some phase combines contributions."""
+        return any(self._reducing)
+
     def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
         """What phase k copies within the rank; reductions do this when they finish."""
-        if self.phases[k].stays_from.pieces and not self._reduces(k):
-            here: dict[Which, Tensor | None] = {"src": _bits(src)}
-            self._bind(k, src, dst).stays.run(here, _bits(dst))
+        copies = self.staying(k, src, dst)
+        copy_views([target for target, _ in copies], [source for _, source in copies])
+
+    def staying(self, k: int, src: Tensor | None, dst: Tensor | None) -> list[Copy]:
+        """The copies of ``local``."""
+        if not self.phases[k].stays_from.pieces or self._reduces(k):
+            return []
+        here: dict[Which, Tensor | None] = {"src": _bits(src)}
+        return self._bind(k, src, dst).stays.between(here, _bits(dst))
 
     def finish(self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
         """Unpack what phase k brought into the buffer of ``begin``."""

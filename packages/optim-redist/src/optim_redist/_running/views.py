@@ -78,8 +78,13 @@ class Copies:
 
     def run(self, sources: Mapping[Which, Tensor | None], target: Tensor | None) -> None:
         """Make the copies; the tensors are given as bits."""
+        copies = self.between(sources, target)
+        copy_views([to for to, _ in copies], [source for _, source in copies])
+
+    def between(self, sources: Mapping[Which, Tensor | None], target: Tensor | None) -> list[Copy]:
+        """The copies, of tensors that are given as bits."""
         if not self.pairs:
-            return
+            return []
         assert target is not None, "copies have a target"
         used = {which: cast(Tensor, sources[which]) for which in {which for which, _, _ in self.pairs}}
         pairs = self.pairs
@@ -87,7 +92,7 @@ class Copies:
             pairs = self.wide
             used = {which: tensor.view(torch.complex128) for which, tensor in used.items()}
             target = target.view(torch.complex128)
-        copy_views([view_of(target, view) for _, _, view in pairs], [view_of(used[w], view) for w, view, _ in pairs])
+        return [(view_of(target, there), view_of(used[which], here)) for which, here, there in pairs]
 
 
 def _is_wide(shape: tuple[int, ...], strides: tuple[int, ...], lane: int) -> bool:
@@ -171,13 +176,26 @@ def copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def copy_together(copies: Iterable[Copy]) -> None:
     """Make copies between views of one shape each, in a call or two for all dense ones of a dtype."""
-    dense: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in copies:
-        if target.is_contiguous() and source.is_contiguous():
-            targets, sources = dense.setdefault(target.dtype, ([], []))
-            targets.append(target.view(-1))
-            sources.append(source.view(-1))
-        else:
+    Together(copies).run()
+
+
+class Together:
+    """Copies between views of one shape each, in a call or two for all dense ones of a dtype."""
+
+    def __init__(self, copies: Iterable[Copy]) -> None:
+        self._others: list[Copy] = []
+        self._dense: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in copies:
+            if target.is_contiguous() and source.is_contiguous():
+                targets, sources = self._dense.setdefault(target.dtype, ([], []))
+                targets.append(target.view(-1))
+                sources.append(source.view(-1))
+            else:
+                self._others.append((target, source))
+
+    def run(self) -> None:
+        """Make them; again and again, if the tensors stay."""
+        for target, source in self._others:
             target.copy_(source)
-    for targets, sources in dense.values():
-        copy_views(targets, sources)
+        for targets, sources in self._dense.values():
+            copy_views(targets, sources)

@@ -1,0 +1,189 @@
+"""The exchange of many tensors that is made again and again between the same tensors, as a training step does.
+
+    sources --pack--> sent --all-to-all--> received --unpack--> targets;   what stays on a rank: sources --> targets
+
+``ManyProgram.run`` takes whatever tensors come, and makes views of them and of its buffers in every run: some ten
+microseconds of the host for each tensor. Here they are made once. Memory that need not live between two exchanges is
+lent: a tensor refers to its storage, so that it is good again, as are all views of it, once the storage has memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from optim_redist._running.collectives import Waitable
+from optim_redist._running.views import Copy, Together
+from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.many import ManyProgram, slot_of
+from optim_redist.planning import Plan
+
+_ALIGNMENT = 16  # bytes: copies as wide as can be
+
+Kind = tuple[tuple[int, ...] | None, torch.dtype]  # shape and dtype of a tensor, None where there is none
+
+
+class Lent:
+    """Tensors side by side in ``memory``, which is there until ``give_back``, and from ``take`` to the next one."""
+
+    def __init__(self, kinds: Sequence[Kind], device: torch.device) -> None:
+        sizes = [0 if shape is None else prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.memory = torch.empty(end, dtype=torch.uint8, device=device)
+        self.tensors = [
+            None if shape is None else self.memory[start : start + size].view(dtype).view(shape)
+            for (shape, dtype), start, size in zip(kinds, starts, sizes, strict=True)
+        ]
+
+    def take(self) -> None:
+        """Values are undefined until they are written."""
+        self.memory.untyped_storage().resize_(self.memory.numel())
+
+    def give_back(self) -> None:
+        """What has been read may go, even if the device has yet to read it: in the current stream."""
+        self.memory.untyped_storage().resize_(0)
+
+
+class RepeatedExchange:
+    """Many tensors, one exchange, the same sources and targets every time; gradients do not move.
+
+    Args:
+        plans: of the tensors, each of one round and without a reduction: as ``plan`` makes them of layouts without
+            partial sums with ``planners=("direct",)``. The same on every rank.
+        device: where buffers are, and tensors that are not given.
+        group: who takes part, all of its ranks; by default the ranks of all layouts.
+        sources, targets: where this rank's parts lie, None where it has none. Targets are written when an exchange is
+            waited for, and not before; until then sources keep what stays on this rank. None for all: tensors of this
+            object's own, in memory that is lent from ``lend_sources`` until an exchange is waited for, and from
+            ``start`` until ``release``.
+
+    Attributes:
+        sources, targets: these tensors.
+
+    Raises:
+        LayoutError: if a tensor is not what its plan says.
+        UnsupportedError: for plans that take several exchanges, or reduce.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        device: torch.device,
+        *,
+        group: ProcessGroup | None = None,
+        sources: Sequence[Tensor | None] | None = None,
+        targets: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        if not plans:
+            raise ValueError("plans is empty; give one for each tensor")
+        self._program = program = ManyProgram(plans, sys.maxsize, group)
+        stages = program.stages
+        if len(program.rounds[0]) > 1 or any(stage.reduces for stage in stages):
+            raise UnsupportedError(
+                "only plans of one round without reductions repeat; plan layouts without partial sums, with "
+                "planners=('direct',) and no memory_limit"
+            )
+        (self._round,) = program.rounds[0]
+        kinds_from: list[Kind] = [(stage.src_shape, stage.dtype) for stage in stages]
+        kinds_to: list[Kind] = [(stage.dst_shape, stage.dtype) for stage in stages]
+        self._lent_sources = Lent(kinds_from, device) if sources is None else None
+        self._lent_targets = Lent(kinds_to, device) if targets is None else None
+        self.sources = _tensors("source", sources, self._lent_sources, kinds_from)
+        self.targets = _tensors("target", targets, self._lent_targets, kinds_to)
+        self._sent = Lent([((sum(self._round.send_splits.values()),), torch.uint8)], device)
+        self._received = Lent([((sum(self._round.receive_splits.values()),), torch.uint8)], device)
+
+        ends = list(zip(stages, self.sources, self.targets, strict=True))
+        packing: list[Copy] = []
+        for segment in self._round.sends:
+            stage, source, target = ends[segment.item]
+            packing += stage.packing(segment.message, slot_of(self._sent.memory, segment, stage.bits), source, target)
+        staying = [copy for stage, source, target in ends if stage.phases for copy in stage.staying(0, source, target)]
+        unpacking: list[Copy] = []
+        for segment in self._round.receives:
+            stage, _, target = ends[segment.item]
+            assert target is not None, "plans say who has what"
+            unpacking += stage.unpacking(segment.message, slot_of(self._received.memory, segment, stage.bits), target)
+        self._packing, self._staying, self._unpacking = Together(packing), Together(staying), Together(unpacking)
+        for lent in (self._sent, self._received, self._lent_sources, self._lent_targets):
+            if lent is not None:
+                lent.give_back()
+
+    def lend_sources(self) -> Sequence[Tensor | None]:
+        """The sources, to be written; of this object's own ones the memory is there now."""
+        if self._lent_sources is not None:
+            self._lent_sources.take()
+        return self.sources
+
+    @torch.no_grad()
+    def start(self) -> Waitable:
+        """Send. ``wait()`` of what is returned, in the same stream, gives the targets; one exchange at a time."""
+        self._program.compare()
+        self._sent.take()
+        self._received.take()
+        self._packing.run()
+        work, team = None, self._program.team
+        if team is not None:
+            splits = self._round.receive_splits, self._round.send_splits
+            work = team.exchange(self._received.memory, self._sent.memory, *splits, async_op=True)
+        if self._lent_targets is not None:
+            self._lent_targets.take()
+            self._staying.run()
+        return _UnderWay(self, work)
+
+    def release(self) -> None:
+        """Let go of targets that are this object's own."""
+        if self._lent_targets is not None:
+            self._lent_targets.give_back()
+
+    @torch.no_grad()
+    def finish(self, work: Waitable | None) -> None:
+        """What ``wait()`` does, with what the exchange gave to be waited for."""
+        if work is not None:
+            work.wait()
+        self._sent.give_back()
+        if self._lent_targets is None:
+            self._staying.run()
+        if self._lent_sources is not None:
+            self._lent_sources.give_back()
+        self._unpacking.run()
+        self._received.give_back()
+
+
+class _UnderWay:
+    """An exchange that has been started."""
+
+    def __init__(self, repeated: RepeatedExchange, work: Waitable | None) -> None:
+        self._repeated, self._work, self._is_over = repeated, work, False
+
+    def wait(self) -> Sequence[Tensor | None]:
+        """The targets; waiting twice is harmless."""
+        if not self._is_over:
+            self._repeated.finish(self._work)
+            self._is_over = True
+        return self._repeated.targets
+
+
+def _tensors(
+    what: str, given: Sequence[Tensor | None] | None, lent: Lent | None, kinds: Sequence[Kind]
+) -> list[Tensor | None]:
+    if given is None:
+        assert lent is not None, "what is not given is lent"
+        return lent.tensors
+    if len(given) != len(kinds):
+        raise LayoutError(f"there are {len(given)} {what}s for {len(kinds)} plans; give each one, None where none is")
+    for number, (tensor, (shape, dtype)) in enumerate(zip(given, kinds)):
+        found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if found != (None if shape is None else (shape, dtype)):
+            raise LayoutError(f"{what} {number} is {found}, its plan says {None if shape is None else (shape, dtype)}")
+        if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
+            raise LayoutError(f"{what} {number} is a view with a pending conjugation or negation; give what it views")
+    return [None if tensor is None else tensor.detach() for tensor in given]

@@ -1,0 +1,161 @@
+"""Exchanges between the same tensors again and again: right values, memory that is lent, nothing planned anew."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from redist_cases import part_of, random_case
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim_redist import Layout, LayoutError, Mesh, Plan, RepeatedExchange, UnsupportedError, plan
+from optim_utils.testing import run_ranks
+
+DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
+CPU = torch.device("cpu")
+
+
+class _Views(TorchDispatchMode):
+    """Counts views that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _cases() -> list[tuple[tuple[int, ...], torch.dtype, Layout, Layout]]:
+    """Shapes and layouts of up to four ranks, without partial sums."""
+    found = []
+    for seed in range(60):
+        shape, src, dst = random_case(seed, "COBURIEKM", [(4,), (2, 2), (3,), (2,)])
+        if max((*src.mesh.ranks, *dst.mesh.ranks)) <= 3:
+            found.append((shape, DTYPES[seed % len(DTYPES)], src, dst))
+    # strided pieces that 16 bytes at a time fit
+    mesh = Mesh(4)
+    return [*found, ((8, 64), torch.bfloat16, Layout(mesh, [None, 0]), Layout(mesh, [0, None]))]
+
+
+def _plans(cases: Any) -> list[Plan]:
+    return [plan(shape, dtype, src, dst, planners=("direct",)) for shape, dtype, src, dst in cases]
+
+
+def _numel_of(tensors: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+
+def _exchange(rank: int, world: int) -> None:
+    cases = _cases()
+    assert len(cases) > 30
+    plans = _plans(cases)
+    wholes = [torch.arange(prod(shape)).reshape(shape).to(dtype) for shape, dtype, _, _ in cases]
+    for has_sources, has_targets in product([True, False], repeat=2):
+        before = [part_of(whole, src, rank) for whole, (_, _, src, _) in zip(wholes, cases)]
+        after = [part_of(whole, dst, rank) for whole, (_, _, _, dst) in zip(wholes, cases)]
+        # transposed in memory, where that is possible
+        sources = [_transposed(t) for t in before] if has_sources else None
+        targets = [_transposed(t) for t in after] if has_targets else None
+        repeated = RepeatedExchange(plans, CPU, sources=sources, targets=targets)
+        for step in range(3):
+            for tensor in targets or ():
+                if tensor is not None:
+                    tensor.fill_(1)
+            for given, part in zip(sources or repeated.lend_sources(), before, strict=True):
+                if given is not None:
+                    given.copy_(part + step)
+            with _Views() as views:
+                exchange = repeated.start()
+                if targets is not None:
+                    assert all((t == 1).all() for t in targets if t is not None)
+                found = exchange.wait()
+                assert exchange.wait() is found
+            assert views.count == 0 or step == 0  # when plans are compared
+            for given, part in zip(found, after, strict=True):
+                assert (given is None) == (part is None)
+                assert part is None or torch.equal(given, part + step)
+            repeated.release()
+            if not has_sources:
+                assert _numel_of(repeated.sources) == 0
+            if not has_targets:
+                assert _numel_of(repeated.targets) == 0
+
+
+def _transposed(like: Tensor | None) -> Tensor | None:
+    if like is None or like.ndim < 2:
+        return None if like is None else torch.zeros_like(like)
+    return torch.zeros(like.shape[::-1], dtype=like.dtype).permute(*reversed(range(like.ndim)))
+
+
+def test_exchanges_repeat() -> None:
+    run_ranks(_exchange, 4)
+
+
+def _side_by_side(rank: int, world: int) -> None:
+    mesh = Mesh(2)
+    rows, columns = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    whole = torch.arange(24.0).reshape(4, 6)
+    there = RepeatedExchange(_plans([((4, 6), torch.float32, rows, columns)]), CPU)
+    back = RepeatedExchange(_plans([((4, 6), torch.float32, columns, rows)]), CPU)
+    for step in range(2):
+        for repeated, layout in ((there, rows), (back, columns)):
+            (source,) = repeated.lend_sources()
+            source.copy_(part_of(whole + step, layout, rank))
+        # both are under way at once
+        first, second = there.start(), back.start()
+        (found,) = second.wait()
+        assert torch.equal(found, part_of(whole + step, rows, rank))
+        (found,) = first.wait()
+        assert torch.equal(found, part_of(whole + step, columns, rank))
+
+
+def test_several_may_be_under_way() -> None:
+    run_ranks(_side_by_side, 2)
+
+
+def test_what_never_leaves_its_rank() -> None:
+    only = Layout(Mesh(1), [None])
+    source, target = torch.arange(5.0), torch.zeros(5)
+    repeated = RepeatedExchange(_plans([((5,), torch.float32, only, only)]), CPU, sources=[source], targets=[target])
+    exchange = repeated.start()
+    assert not target.any()
+    exchange.wait()
+    assert torch.equal(target, source)
+
+
+def test_tensors_that_their_plans_do_not_mean() -> None:
+    only = Layout(Mesh(1), [None])
+    plans = _plans([((5,), torch.float32, only, only)])
+    with pytest.raises(LayoutError, match=r"2 sources for 1 plans"):
+        RepeatedExchange(plans, CPU, sources=[None, None])
+    with pytest.raises(LayoutError, match=r"target 0 is \(\(4,\), torch.float32\), its plan says \(\(5,\), torch.flo"):
+        RepeatedExchange(plans, CPU, targets=[torch.zeros(4)])
+    with pytest.raises(LayoutError, match=r"source 0 is None"):
+        RepeatedExchange(plans, CPU, sources=[None])
+    with pytest.raises(ValueError, match="plans is empty"):
+        RepeatedExchange([], CPU)
+    with pytest.raises(LayoutError, match="pending"):
+        imaginary = _plans([((5,), torch.complex64, only, only)])
+        RepeatedExchange(imaginary, CPU, sources=[torch.zeros(5, dtype=torch.complex64).conj()])
+
+
+def _refused(rank: int, world: int) -> None:
+    mesh = Mesh(2)
+    partial, rows = Layout(mesh, [None], {0: "sum"}), Layout(mesh, [0])
+    with pytest.raises(UnsupportedError, match="without reductions repeat"):
+        RepeatedExchange(_plans([((6,), torch.float32, partial, rows)]), CPU)
+    halves = Layout(mesh, [None, 0])
+    limited = plan((64, 64), torch.float32, Layout(mesh, [0, None]), halves, memory_limit=18000)
+    assert sum(stage.rounds for stage in limited.stages) > 1
+    with pytest.raises(UnsupportedError, match="memory_limit"):
+        RepeatedExchange([limited], CPU)
+
+
+def test_what_does_not_repeat() -> None:
+    run_ranks(_refused, 2)
