@@ -25,11 +25,12 @@ def test_python_blocks_run(capsys):
     assert "split_2_2_2" in shown
 
 
-def on_every_rank(rank: int, world_size: int, code: str) -> dict[str, object]:
-    """Run the README's block about ranks with what it speaks of: a part, a DTensor, another mesh."""
+def on_every_rank(rank: int, world_size: int, blocks: list[str]) -> None:
+    """Run the README's blocks about ranks with what they speak of: a part, a DTensor, another mesh."""
     full = torch.arange(64 * 64.0).view(64, 64)
     mesh = redist.Mesh((2, 4), names=("dp", "tp"))
     names = {
+        "torch": torch,
         "redist": redist,
         "src": redist.Layout(mesh, ["dp", "tp"]),
         "dst": redist.Layout(mesh, ["tp", "dp"]),
@@ -39,16 +40,19 @@ def on_every_rank(rank: int, world_size: int, code: str) -> dict[str, object]:
         "Shard": Shard,
         "Replicate": Replicate,
     }
-    before = names["local"]
-    exec(code, names)
+    before = names["part"] = names["local"]
+    for code in blocks:
+        exec(code, names)
     assert torch.equal(names["local"], full[16 * (rank % 4) :, 32 * (rank // 4) :][:16, :32])
     assert torch.equal(names["handle"].wait(), before)
     assert torch.equal(names["weight"].to_local(), full[16 * (rank // 2) :][:16])
+    assert names["largest"] == names["local"].max() + 2
 
 
-def test_block_about_ranks_runs_on_ranks():
-    (code,) = re.findall(r"^```python skip\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    run_ranks(on_every_rank, 8, code)
+def test_blocks_about_ranks_run_on_ranks():
+    blocks = re.findall(r"^```python skip\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    run_ranks(on_every_rank, 8, blocks)
 
 
 def test_commands_run(capsys, tmp_path, monkeypatch):
