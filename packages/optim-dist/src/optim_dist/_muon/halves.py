@@ -6,6 +6,7 @@ The formulas are those of ``optim_kernels.reference.muon``, called on the shards
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from optim_dist._optimizers.shards import Item, StepContext, takes_zeros
 from optim_dist._reduction.joined import Joined, alike
 from optim_kernels.muon_groups import rule_of
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
-from optim_kernels.reference.muon import lr_scale, momentum_, updated, wide_dtype
+from optim_kernels.reference.muon import ScaleRule, lr_scale, momentum_, updated, wide_dtype
 from optim_utils.param_groups import MatrixView
 
 
@@ -62,12 +63,17 @@ def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: S
         _apply([item], view, [o], Rounding(item.group["seed"], item.shard.place, item.shard.start, int(step)))
 
 
-def scales(item: Item, view: MatrixView) -> list[float]:
+def scales(item: Item, view: MatrixView) -> tuple[float, ...]:
     """What the learning rate of each of the parameter's matrices is multiplied by; the first one's is for all.
 
     A shard cannot tell its matrices apart, so that the owner multiplies what is peculiar to each.
     """
-    return [lr_scale(rule_of(item.group).scale, shape, view.shape) for shape in view.shapes]
+    return _scales(rule_of(item.group).scale, view)
+
+
+@lru_cache(maxsize=4096)
+def _scales(rule: ScaleRule, view: MatrixView) -> tuple[float, ...]:
+    return tuple(lr_scale(rule, shape, view.shape) for shape in view.shapes)
 
 
 def _apply(items: Sequence[Item], view: MatrixView, updates: Sequence[Tensor], bits: Rounding | None) -> None:
