@@ -9,13 +9,13 @@ sorted again (`muon_steady`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from optim_kernels._impl import has_triton
-from optim_kernels._newton_schulz.config import Tiles, check_tiles
+from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
@@ -25,6 +25,7 @@ from optim_kernels.reference.adamw import gradient_scale
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
 
+_Options = tuple[Hashable, ...]
 # Options, dtypes and device.
 _Key = tuple[Hashable, ...]
 
@@ -72,12 +73,13 @@ class MuonPlanner:
         batches: dict[_Key, _Batch] = {}
         others: list[tuple[Mapping[str, Any], list[MuonEntry]]] = []
         for group, members in entries:
-            rest = []
+            options, ns, rest = _options_of(group), ns_config_of(group), []
             for entry in members:
-                if why_not_grouped(entry, group) is None:
-                    self._add(batches, group, entry)
-                else:
+                tensors = _launched(entry, group, ns)
+                if isinstance(tensors, str):
                     rest.append(entry)
+                else:
+                    self._add(batches, group, options, entry, tensors)
             if rest:
                 others.append((group, rest))
         self._drop_outdated()
@@ -161,12 +163,18 @@ class MuonPlanner:
         plan.refresh([t.grad for t in batch.tensors])
         return plan
 
-    def _add(self, batches: dict[_Key, _Batch], group: Mapping[str, Any], entry: MuonEntry) -> None:
+    def _add(
+        self,
+        batches: dict[_Key, _Batch],
+        group: Mapping[str, Any],
+        options: _Options,
+        entry: MuonEntry,
+        tensors: MuonTensors,
+    ) -> None:
         """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
-        tensors = _tensors_of(entry, group, 0)
         master = None if tensors.master is None else tensors.master.dtype
         dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
-        key: _Key = (_options_of(group), dtypes, entry.param.device)
+        key: _Key = (options, dtypes, entry.param.device)
         if self._tiles == "shape":
             from optim_kernels.functional.muon_plan import alignment_of
 
@@ -175,8 +183,9 @@ class MuonPlanner:
         batch = batches.setdefault(key, _Batch([], [], []))
         if not batch.groups or batch.groups[-1] is not group:
             batch.groups.append(group)
+        number = len(batch.groups) - 1
         batch.entries.append(entry)
-        batch.tensors.append(_tensors_of(entry, group, len(batch.groups) - 1))
+        batch.tensors.append(tensors if number == 0 else replace(tensors, group=number))
 
     def _put_aside(self, key: _Key) -> None:
         """Keep a plan that graphs read, though its steps are over."""
@@ -187,27 +196,22 @@ class MuonPlanner:
 
 def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
     """What keeps grouped launches from updating a parameter; ``None`` where they do."""
+    found = _launched(entry, group, ns_config_of(group))
+    return found if isinstance(found, str) else None
+
+
+def _launched(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
+    """What grouped launches need of a parameter that they update, or what keeps them from it."""
     if group["impl"] == "torch":
         return "impl='torch'"
     if group["impl"] == "auto" and not entry.param.is_cuda:
         return f"it is on {entry.param.device.type}"
     if not has_triton():
         return "triton is not installed"
-    from optim_kernels.functional.muon_plan import why_not_plan
-
-    return why_not_plan(_tensors_of(entry, group, 0), ns_config_of(group))
-
-
-def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What all groups of a plan have in common."""
-    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
-
-
-def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> MuonTensors:
-    from optim_kernels.functional.muon_plan import MuonTensors
+    from optim_kernels.functional.muon_plan import MuonTensors, why_not_plan
 
     state = entry.state
-    return MuonTensors(
+    tensors = MuonTensors(
         param=entry.param,
         grad=entry.grad,
         momentum_buffer=state["momentum_buffer"],
@@ -215,10 +219,15 @@ def _tensors_of(entry: MuonEntry, group: Mapping[str, Any], number: int) -> Muon
         master=master_of(state),
         step=state.get("step") if group["stochastic_rounding"] else None,
         view=entry.view,
-        group=number,
         place=entry.index,
         seed=group["seed"],
     )
+    return why_not_plan(tensors, ns) or tensors
+
+
+def _options_of(group: Mapping[str, Any]) -> _Options:
+    """What all groups of a plan have in common."""
+    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
 
 
 def _hyper_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
