@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from optim_dist import make_plan
 from optim_dist.__main__ import main
-from optim_dist.plan import MATRIX_ALIGNMENT, ParameterSpec, plan_parameters
+from optim_dist.plan import MATRIX_ALIGNMENT, ParameterSpec
+from optim_dist.planning import plan_parameters
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 

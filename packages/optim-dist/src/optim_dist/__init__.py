@@ -6,7 +6,8 @@ from optim_dist.adamw import TritonDistAdamW
 from optim_dist.clip import clip_grad_norm_
 from optim_dist.muon import TritonDistMuon
 from optim_dist.muon_adamw import TritonDistMuonAdamW
-from optim_dist.plan import Plan, make_plan
+from optim_dist.plan import Plan
+from optim_dist.planning import make_plan
 
 __all__ = [
     "CommonOptions",

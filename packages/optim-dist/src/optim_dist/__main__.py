@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from optim_dist._optimizers.explain import describe_plan, plan_text
-from optim_dist.plan import Plan, make_plan
+from optim_dist.plan import Plan
+from optim_dist.planning import make_plan
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -23,7 +23,8 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import WHOLE_KEYS, in_memory_order, make_groups_plain, stamped
 from optim_dist._optimizers.whole_state import as_parameter_lies, cut_like, on_one_rank
-from optim_dist.plan import ParameterSpec, Piece, contiguous_stride
+from optim_dist.plan import ParameterSpec, Piece
+from optim_dist.planning import contiguous_stride
 from optim_redist import Layout
 
 SCALARS = ("step",)

@@ -26,7 +26,7 @@ from optim_dist._muon.halves import apply_updates, momenta
 from optim_dist._muon.owner import Owner, Whole, room_for
 from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
-from optim_dist.plan import DEFAULT_BUCKET_MB
+from optim_dist.planning import DEFAULT_BUCKET_MB
 from optim_kernels.muon_groups import Tiles
 from optim_redist import Layout, Mesh, RepeatedExchange, plan
 from optim_utils.balance import partition

@@ -23,7 +23,8 @@ from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.bucketed import BucketedParameters
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.plan import Plan, RouteName, plan_parameters
+from optim_dist.plan import Plan, RouteName
+from optim_dist.planning import plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
