@@ -17,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_readme_examples_run():
-    assert run_readme(README) == 5
+    assert run_readme(README) == 6
 
 
 def on_every_rank(rank, world_size, folder, blocks):

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import Contribution, ParameterBucket
+from optim_dist._reduction.tree import sum_in_pairs
 
 NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
 
@@ -83,7 +84,10 @@ class ReduceScatter:
 
 
 class Exact:
-    """``exact``: contributions summed in rank order in fp32 and rounded once to ``reduced_dtype``."""
+    """``exact``: contributions summed in rank order in fp32 and rounded once to ``reduced_dtype``.
+
+    ``in_pairs``: neighbours first, see ``_reduction.tree``.
+    """
 
     def __init__(
         self,
@@ -91,8 +95,10 @@ class Exact:
         reduce_dtype: torch.dtype | None,
         reduced_dtype: torch.dtype | None,
         buckets: Sequence[ParameterBucket],
+        in_pairs: bool = False,
     ) -> None:
         self.communicator = communicator
+        self._add_up = sum_in_pairs if in_pairs else _summed
         self.reduce_dtype = reduce_dtype
         self.reduced_dtype = reduced_dtype
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -139,7 +145,7 @@ class Exact:
         return bucket.sums
 
     def _sum(self, bucket: Contribution, scratch: Tensor) -> None:
-        total = _summed(scratch[: bucket.plan.numel].view(self.communicator.world_size, -1))
+        total = self._add_up(scratch[: bucket.plan.numel].view(self.communicator.world_size, -1))
         if bucket.divided:
             total /= self.communicator.world_size
         dtype = self._dtype_of_sums(bucket)

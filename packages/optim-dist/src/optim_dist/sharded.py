@@ -1,4 +1,4 @@
-"""Parameters that no bucket holds: DTensors (FSDP2, HSDP, tensor parallel), and with one rank all of them.
+"""Parameters that no bucket holds: DTensors (FSDP2, HSDP, tensor parallel), and with one rank most often all of them.
 
 They are updated where they lie. Gradients of DTensors arrive reduced and cut as the parameters are; an elementwise
 update works on the local shard, whatever its size, without any collective, and replicas compute alike. Muon needs whole
@@ -65,7 +65,7 @@ class ResidentParameters:
                 layout = joint_layout(entry.parameter, meshes[index - first])
                 start = flat_start(layout, spec.shape, rank)
                 self._members.append(Resident(index, entry, spec, layout, start, _is_first(layout, rank)))
-            elif self._communicator.world_size == 1:
+            elif self._communicator.world_size == 1 and not self._options.is_tree:
                 self._members.append(Resident(index, entry, spec))
         matrices = [
             Matrix(m.index, m.spec.shape, m.spec.dtype, m.layout, _view(m), m.spec.cost)

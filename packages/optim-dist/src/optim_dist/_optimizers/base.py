@@ -165,7 +165,7 @@ class DistOptimizer(StatefulOptimizer):
             ]
             if self._resident or not homes:
                 homes.append((self._resident.gradients(), None))
-            norm = norm_over_ranks(homes, float(norm_type), self._communicator)
+            norm = norm_over_ranks(homes, float(norm_type), self._communicator, is_exact=self._options.is_tree)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import multiplier_faults
+from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import ParameterSpec, RouteName
@@ -147,16 +148,14 @@ def check_model(model: nn.Module | None) -> None:
             )
 
 
-def check_parameters(
-    found: Sequence[Entry], communicator: Communicator, grad_dtype: torch.dtype | None = None
-) -> list[list[list[int]]]:
+def check_parameters(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[list[list[int]]]:
     """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
 
     Returns for every entry the ranks of each of its meshes: none for a plain parameter, several where FSDP has cut it
     over one dimension of a grid and tensor parallelism left it whole along the other.
     """
     mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
-    gathered = communicator.gather_json([_findings(found, communicator.world_size, grad_dtype), mine])
+    gathered = communicator.gather_json([_findings(found, communicator.world_size, options), mine])
     findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
@@ -166,8 +165,9 @@ def check_parameters(
     return by_entry
 
 
-def _findings(found: Sequence[Entry], world_size: int, grad_dtype: torch.dtype | None) -> list[str]:
+def _findings(found: Sequence[Entry], world_size: int, options: Options) -> list[str]:
     findings = []
+    in_buckets = world_size > 1 or options.is_tree
     owners: list[tuple[str, int, int, str]] = []
     names: set[str] = set()
     for entry in found:
@@ -187,13 +187,18 @@ def _findings(found: Sequence[Entry], world_size: int, grad_dtype: torch.dtype |
             findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
         elif isinstance(parameter, DTensor):
             findings += _placement_findings(name, parameter)
-            if grad_dtype is not None:
+            if options.is_tree:
+                findings.append(
+                    f"{name}: a DTensor, whose gradients FSDP or tensor parallelism adds up, and not in the order of "
+                    "order='tree'; give DTensors an optimizer without it"
+                )
+            if options.grad_dtype is not None:
                 findings.append(
                     f"{name}: a DTensor, whose gradients come as FSDP or tensor parallelism makes them, so that "
-                    f"grad_dtype={grad_dtype} cannot be had; give DTensors an optimizer without it (FSDP adds up in "
-                    "the reduce_dtype of its MixedPrecisionPolicy)"
+                    f"grad_dtype={options.grad_dtype} cannot be had; give DTensors an optimizer without it (FSDP adds "
+                    "up in the reduce_dtype of its MixedPrecisionPolicy)"
                 )
-        elif world_size > 1 and not is_dense(parameter):
+        elif in_buckets and not is_dense(parameter):
             findings.append(
                 f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
                 "make it contiguous"

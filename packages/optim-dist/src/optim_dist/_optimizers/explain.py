@@ -66,6 +66,7 @@ def explain(
     data["bytes_sent"] = communicator.bytes_sent
     data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
     data["deterministic"] = options.deterministic
+    data["order"] = options.order
     data["reducer"] = options.reducer if plan.world_size > 1 else None
     data["phases"] = phases(plan, options, communicator)
     unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
@@ -82,6 +83,8 @@ def explain(
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     if options.deterministic:
         lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
+    if options.is_tree:
+        lines.append("order: a binary tree over all micro-batches, that of pass j on rank r being number j W + r")
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "

@@ -5,6 +5,11 @@
     else      (sum_r sum_i |g_i|^p)^(1/p)        p = 0 counts what is not zero
 
 The W sums travel in one small message and are added in rank order, so that every rank has the same bits.
+
+``is_exact`` leaves no trace of how many ranks there are either. With the largest |g_i| below 2^e, each square in units
+of 4^e is cut into two integers of 30 bits, whose sums, of up to 2^33 elements, no order changes:
+
+    4^-e g_i^2 = 2^-30 a_i + 2^-60 b_i + less than 2^-60,        norm = 2^e sqrt(2^-30 sum a_i + 2^-60 sum b_i)
 """
 
 from __future__ import annotations
@@ -18,12 +23,20 @@ from torch import Tensor
 from optim_dist._reduction.collectives import Communicator
 from optim_kernels.clip import sum_of_squares
 
+_ELEMENTS_AT_ONCE = 2**22
+
 # gradients of this rank, and what they are multiplied by before the update; None is one
 Part = tuple[Sequence[Tensor], Tensor | None]
 
 
-def norm_over_ranks(parts: Sequence[Part], norm_type: float, communicator: Communicator) -> Tensor:
+def norm_over_ranks(
+    parts: Sequence[Part], norm_type: float, communicator: Communicator, *, is_exact: bool = False
+) -> Tensor:
     """The norm of all parts of all ranks together: 0-dim, fp64. Collective."""
+    if is_exact and norm_type == 2:
+        return combine_norms([_times(_exact_norm(some, communicator), factor) for some, factor in parts], norm_type)
+    if is_exact and norm_type not in (0, math.inf):
+        raise ValueError(f"with order='tree' norm_type must be 2, inf or 0, whose sums are exact, got {norm_type}")
     mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
     norms = []
     for powers, (_, factor) in zip(communicator.gather_message(mine).unbind(1), parts):
@@ -38,6 +51,28 @@ def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
         return norms[0]
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
     return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1)
+
+
+def _times(norm: Tensor, factor: Tensor | None) -> Tensor:
+    return norm if factor is None else norm * factor
+
+
+def _exact_norm(gradients: Sequence[Tensor], communicator: Communicator) -> Tensor:
+    """The 2-norm of all ranks' gradients: 0-dim, fp64, the same bits however they are spread over ranks."""
+    device = communicator.device
+    largest = communicator.gather_message(_power_sum(gradients, math.inf, device).reshape(1)).amax()
+    is_usual = torch.isfinite(largest) & (largest > 0)
+    exponent = torch.frexp(torch.where(is_usual, largest, 1.0)).exponent
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for gradient in gradients:
+        for some in gradient.reshape(-1).split(_ELEMENTS_AT_ONCE):
+            square = torch.ldexp(some.double(), -exponent.to(some.device)).square_() * 2.0**30
+            high = square.floor()
+            low = (square - high).mul_(2.0**30).floor_()
+            sums += torch.stack([part.to(torch.int64).sum() for part in (high, low)]).to(device)
+    high, low = communicator.gather_message(sums).sum(0).double()
+    norm = torch.ldexp(torch.sqrt(high * 2.0**-30 + low * 2.0**-60), exponent)
+    return torch.where(is_usual, norm, largest)
 
 
 def _power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

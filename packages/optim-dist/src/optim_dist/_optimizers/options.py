@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from optim_dist._optimizers.gradient_dtype import check_grad_dtype
 from optim_dist._reduction.collectives import Communicator, Traffic
 from optim_dist._reduction.grid import GridCommunicator
+from optim_dist._reduction.tree import is_power_of_two
 from optim_dist.plan import BucketPlan
 from optim_kernels.muon_groups import Tiles
 
 REDUCERS = ("rs", "exact")
+ORDERS = ("rank", "tree")
 SYNC = ("broadcast", "check")
 GRADIENTS = ("resident", "streamed")
 STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
@@ -31,6 +33,7 @@ class CommonOptions(TypedDict, total=False):
     gradients: Literal["resident", "streamed"]
     grad_dtype: torch.dtype | None
     reducer: Literal["rs", "exact"]
+    order: Literal["rank", "tree"]
     reduce_dtype: torch.dtype | None
     reduced_dtype: torch.dtype | None
     average: bool
@@ -64,6 +67,11 @@ class Options:
             parameters lets micro-batches add up in fp32, for 2 bytes an element more in memory and, unless
             ``reduce_dtype`` says otherwise, on the wire. Needs torch 2.10. Not of DTensors.
         reducer: ``"rs"`` or ``"exact"``, see ``optim_dist.reducers``.
+        order: in which ``exact`` adds up. ``"rank"``: every rank its micro-batches as they come, then rank by rank.
+            ``"tree"``: all micro-batches of a step in one binary tree, in fp32, where that of pass j on rank r is
+            number j W + r. Then a step has the same bits on 1, 2, 4, 8, ... ranks that see the same micro-batches in
+            that numbering, the norm and one rank included. Needs ``reducer="exact"``, ``gradients="streamed"`` and
+            powers of two of ranks and passes; takes log2 of the passes more sums of the rank's part. Not of DTensors.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
         average: divide the sum over ranks by their number.
@@ -88,6 +96,7 @@ class Options:
     gradients: str = "resident"
     grad_dtype: torch.dtype | None = None
     reducer: str = "rs"
+    order: str = "rank"
     reduce_dtype: torch.dtype | None = None
     reduced_dtype: torch.dtype | None = None
     average: bool = True
@@ -105,6 +114,7 @@ class Options:
         check_grad_dtype(self.grad_dtype)
         _choice("gradients", self.gradients, GRADIENTS)
         _choice("reducer", self.reducer, REDUCERS)
+        _choice("order", self.order, ORDERS)
         _choice("sync_params", self.sync_params, SYNC)
         if self.mesh is not None and self.process_group is not None:
             raise ValueError("give mesh or process_group, not both")
@@ -126,6 +136,8 @@ class Options:
             raise ValueError(
                 "gradients='streamed' reduces while backward runs, which overlap=False rules out; leave one of them out"
             )
+        if self.is_tree:
+            self._check_tree()
         for name in ("bucket_mb", "max_norm", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -143,10 +155,39 @@ class Options:
                 )
         return cls(**given)
 
+    def _check_tree(self) -> None:
+        if self.reducer != "exact" or not self.is_streamed:
+            raise ValueError(
+                "order='tree' adds up the micro-batches of all ranks, pass by pass: give reducer='exact' and "
+                f"gradients='streamed' with it, got reducer={self.reducer!r}, gradients={self.gradients!r}"
+            )
+        if not is_power_of_two(self.accumulation_steps or 1):
+            raise ValueError(
+                "order='tree' adds up in pairs: accumulation_steps must be a power of two, got "
+                f"{self.accumulation_steps}"
+            )
+        if self.reduce_dtype is not None or self.reduced_dtype is not None:
+            raise ValueError(
+                "order='tree' sends gradients as they are and adds them up in fp32; leave reduce_dtype and "
+                "reduced_dtype out (grad_dtype says what gradients are)"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse numbers of ranks that the options are not for."""
+        if self.is_tree and not is_power_of_two(world_size):
+            raise ValueError(
+                f"order='tree' adds up in pairs, which {world_size} ranks do not fall into: use a power of two, or "
+                "order='rank'"
+            )
+
     @property
     def tiles(self) -> Tiles:
         """What Muon's kernels choose tiles by; see ``optim_kernels.muon_groups.MuonPlanner``."""
-        return "shape" if self.deterministic else "auto"
+        return "shape" if self.deterministic or self.is_tree else "auto"
+
+    @property
+    def is_tree(self) -> bool:
+        return self.order == "tree"
 
     @property
     def is_streamed(self) -> bool:
@@ -159,6 +200,8 @@ class Options:
 
     def dtype_of_sums(self, plan: BucketPlan) -> torch.dtype:
         """In which a rank keeps the sum of its chunk of a bucket where gradients are streamed."""
+        if self.is_tree:
+            return torch.promote_types(plan.grad_dtype, torch.float32)
         if self.accumulation_steps != 1:
             return self.grad_dtype or torch.promote_types(plan.dtype, torch.float32)
         return (self.reduced_dtype or plan.grad_dtype) if self.reducer == "exact" else plan.wire_dtype

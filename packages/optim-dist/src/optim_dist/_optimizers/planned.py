@@ -66,6 +66,7 @@ class PlannedOptimizer(LiveOptimizer):
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), torch.device("cpu"))
         self._communicator = self._options.communicator(device)
+        self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options)
         self.plan = Plan(self._communicator.world_size, (), ())
@@ -92,7 +93,7 @@ class PlannedOptimizer(LiveOptimizer):
     def _planned(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
-        meshes = construction.check_parameters(found, self._communicator, options.grad_dtype)
+        meshes = construction.check_parameters(found, self._communicator, options)
         plan = plan_parameters(
             construction.specify(found, [*map(self._block, found)]),
             self._communicator.world_size,
@@ -119,7 +120,7 @@ class PlannedOptimizer(LiveOptimizer):
             if other is not self and is_alike and taken & other.trained_ids():
                 other.hand_over()
         self._gradient_dtypes.set(entry.parameter for entry in found)
-        if world_size > 1:
+        if world_size > 1 or self._options.is_tree:
             self._bucketed.extend(plan, entries)
         self._resident.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries

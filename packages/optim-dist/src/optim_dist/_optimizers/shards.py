@@ -138,7 +138,7 @@ def bucket_shards(bucket: ParameterBucket, specs: Sequence[ParameterSpec], entri
     for piece in bucket.plan.pieces(bucket.rank):
         spec, entry = specs[piece.parameter], entries[piece.parameter]
         value = bucket.values[piece.offset : piece.offset + piece.stop - piece.start]
-        if bucket.plan.route == "muon":
+        if bucket.plan.route == "muon" or bucket.plan.world_size == 1:
             value = value.as_strided(spec.shape, spec.stride)
         shards.append(make_shard(entry, piece.parameter, piece.start, piece.stop, value))
     return shards

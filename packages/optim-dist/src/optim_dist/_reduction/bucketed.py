@@ -81,7 +81,8 @@ class BucketedParameters:
         if options.reducer == "rs":
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
-            self._reducer = Exact(self._communicator, options.reduce_dtype, options.reduced_dtype, self.buckets)
+            dtypes = options.reduce_dtype, options.reduced_dtype
+            self._reducer = Exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
         self.reduction.extend(new, self._reducer)
@@ -331,7 +332,7 @@ class BucketedParameters:
         options, ranks = self._options, self._communicator.ranks
         if options.gradients == "streamed":
             assert options.accumulation_steps is not None, "options are checked"
-            return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums)
+            return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums, options.is_tree)
         return BackwardReduction(options.accumulation_steps, options.overlap, ranks)
 
 

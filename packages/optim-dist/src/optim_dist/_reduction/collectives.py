@@ -136,18 +136,25 @@ class Communicator:
 
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
+        if self.world_size == 1:
+            return _Done()
         self._count(flat)
         work = _reduce_scatter_flat(self._own(flat), flat, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
         return self._started(work, "reduce-scatter", flat)
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Fill every chunk of ``flat [W * C]`` with its owner's."""
+        if self.world_size == 1:
+            return _Done()
         self._count(flat)
         work = _all_gather_flat(flat, self._own(flat), group=self.group, async_op=True)
         return self._started(work, "all-gather", flat)
 
     def exchange(self, out: Tensor, flat: Tensor) -> Waitable:
         """Fill ``out [W * C]`` with every rank's contribution to this rank's chunk, in the order of global ranks."""
+        if self.world_size == 1:
+            out.copy_(flat)
+            return _Done()
         self._count(flat)
         work = dist.all_to_all_single(out, flat, group=self.group, async_op=True)
         return self._started(work, "all-to-all", flat)
@@ -220,6 +227,12 @@ class Communicator:
 def _world() -> dist.ProcessGroup | None:
     """The default process group, if there is one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+class _Done:
+    """What was over when it began."""
+
+    def wait(self) -> None: ...
 
 
 class _Named:

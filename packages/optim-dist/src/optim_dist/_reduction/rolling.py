@@ -21,6 +21,7 @@ from optim_dist._reduction.storage import (
     flat_view,
     move_parameters,
 )
+from optim_dist._reduction.tree import PassTree
 from optim_dist.plan import BucketPlan, ParameterSpec
 
 NUM_BUFFERS = 3  # one is filled, one travels, one is added up
@@ -32,6 +33,7 @@ class StreamedBucket(ParameterBucket):
 
     sums: Tensor
     specs: Sequence[ParameterSpec]  # of the members
+    tree: PassTree | None = None  # of passes that are added up in pairs
     missing: int = 0  # members of which no gradient is there for the next reduction
     counted: list[bool] = field(default_factory=list)  # the others
     is_over: bool = False  # the last reduction of this step was launched
@@ -66,10 +68,14 @@ class StreamedBucket(ParameterBucket):
         self.begin_pass()
         self.present = [False] * len(self.members)
         self.is_over, self.is_fresh = False, True
+        if self.tree is not None:
+            self.tree.restart()
 
     def add(self, found: Tensor) -> None:
         """Add the sum of one reduction."""
-        if self.is_fresh:
+        if self.tree is not None:
+            self.tree.add(found)
+        elif self.is_fresh:
             self.sums.copy_(found)
             self.is_fresh = False
         else:
@@ -95,16 +101,26 @@ class StreamedBucket(ParameterBucket):
 
 
 def build_streamed_bucket(
-    plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int, sums_dtype: torch.dtype
+    plan: BucketPlan,
+    specs: Sequence[ParameterSpec],
+    parameters: Sequence[Tensor],
+    rank: int,
+    sums_dtype: torch.dtype,
+    num_paired: int | None = None,
 ) -> StreamedBucket:
-    """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``."""
+    """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``.
+
+    ``num_paired``: how many passes are added up in pairs; None: they are added as they come.
+    """
     values, members = move_parameters(plan, specs, parameters)
+    sums = values.new_zeros(plan.chunk, dtype=sums_dtype)
     bucket = StreamedBucket(
         plan=plan,
         rank=rank,
         values=values,
         members=members,
-        sums=values.new_zeros(plan.chunk, dtype=sums_dtype),
+        sums=sums,
+        tree=None if num_paired is None else PassTree(sums, num_paired),
         specs=[specs[slot.parameter] for slot in plan.slots],
     )
     bucket.restart()

@@ -44,12 +44,19 @@ class StreamedReduction:
     number: int  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
     eager = True
 
-    def __init__(self, accumulation_steps: int, ranks: Sequence[int], sums_dtype: Callable[[BucketPlan], torch.dtype]):
+    def __init__(
+        self,
+        accumulation_steps: int,
+        ranks: Sequence[int],
+        sums_dtype: Callable[[BucketPlan], torch.dtype],
+        in_pairs: bool = False,
+    ) -> None:
         self.buckets: list[StreamedBucket] = []
         self.passes = accumulation_steps
         self.num_given_up = 0  # steps, since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._sums_dtype = sums_dtype
+        self._num_paired = accumulation_steps if in_pairs else None
         self._ranks = tuple(ranks)
         self._refused_before = refused_passes[self._ranks]  # when this step began
         self._round = self._next = 0
@@ -65,7 +72,7 @@ class StreamedReduction:
         self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
     ) -> StreamedBucket:
         """Move parameters into a new bucket."""
-        return build_streamed_bucket(plan, specs, parameters, rank, self._sums_dtype(plan))
+        return build_streamed_bucket(plan, specs, parameters, rank, self._sums_dtype(plan), self._num_paired)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Take more buckets, that it has built, behind those that there are."""
@@ -97,7 +104,8 @@ class StreamedReduction:
     def gradient_bytes(self) -> int:
         """Memory for gradients that stays."""
         buffers = [*self._free, *(buffer for *_, buffer in self._in_flight)]
-        return sum(buffer.nbytes for buffer in buffers) + sum(bucket.sums.nbytes for bucket in self.buckets)
+        trees = sum(bucket.tree.nbytes for bucket in self.buckets if bucket.tree is not None)
+        return sum(buffer.nbytes for buffer in buffers) + sum(bucket.sums.nbytes for bucket in self.buckets) + trees
 
     def no_sync(self) -> AbstractContextManager[None]:
         if not self.buckets:

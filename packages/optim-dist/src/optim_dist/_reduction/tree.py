@@ -1,0 +1,61 @@
+"""Sums in a fixed binary tree over all micro-batches of a step, so that it matters to no bit which rank had which.
+
+Letters: W = ranks, k = backward passes of a step on each; both are powers of two. The micro-batch of pass j on rank r
+is leaf j W + r of the tree, so that W and k of one product have one tree:
+
+    W = 4, k = 1         W = 2, k = 2                W = 1, k = 4
+    (r0+r1)+(r2+r3)      (j0r0+j0r1)+(j1r0+j1r1)     (j0+j1)+(j2+j3)
+
+Each pass adds the contributions of its ranks in pairs (``sum_in_pairs``), and the sums of passes are added in pairs as
+they come (``PassTree``), all in fp32 (fp64 for fp64). What has no gradient contributes zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def sum_in_pairs(contributions: Tensor) -> Tensor:
+    """``contributions [W, C]`` added up, neighbours first: ``[C]``, in fp32 (fp64 for fp64), not rounded yet."""
+    wide = torch.promote_types(torch.float32, contributions.dtype)
+    if len(contributions) == 1:
+        return contributions[0].to(wide, copy=True)
+    total = contributions[::2].to(wide) + contributions[1::2]
+    while len(total) > 1:
+        total = total[::2] + total[1::2]
+    return total[0]
+
+
+class PassTree:
+    """Adds up 2^d passes in pairs, like a counter in binary: level l has the sum of 2^l passes while its bit is one.
+
+    Args:
+        root: where the sum of all of them ends.
+    """
+
+    def __init__(self, root: Tensor, num_passes: int) -> None:
+        self._levels = [*(torch.empty_like(root) for _ in range(num_passes.bit_length() - 1)), root]
+        self._num_added = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory beside the root."""
+        return sum(level.nbytes for level in self._levels[:-1])
+
+    def add(self, found: Tensor) -> None:
+        """Add the sum of the next pass."""
+        level, carry = 0, found
+        while self._num_added >> level & 1:
+            carry = self._levels[level].add_(carry)
+            level += 1
+        self._levels[level].copy_(carry)
+        self._num_added += 1
+
+    def restart(self) -> None:
+        """The next pass is the first of a step."""
+        self._num_added = 0
