@@ -6,6 +6,7 @@ raised.
 
 import gc
 import io
+import time
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
 from optim_dist._optimizers.agreement import check_replicas
 from optim_kernels import TritonMuon
+from optim_utils.testing import run_ranks
 
 scenario = Scenarios()
 
@@ -365,6 +367,84 @@ def an_end_in_the_midst_of_unequal_reductions(rank, world_size):
         assert_same(values(net), values(twin))
 
 
+# streamed, rs with small buckets, exact with more buckets than it has scratch
+EAGER = (
+    {"reducer": "rs", "accumulation_steps": 1, "bucket_mb": 1e-6},
+    {"reducer": "exact", "accumulation_steps": 1, "bucket_mb": 1e-6},
+    {"reducer": "exact", "accumulation_steps": 1, "gradients": "streamed", "bucket_mb": 1e-3},
+)
+
+
+def _trains_on(rank, net):
+    """Whether an optimizer that comes after another steps as one of a new net does."""
+    new = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net, reducer="exact", timeout=60)
+    new.zero_grad()
+    twin, twin_optimizer = build(rank)
+    for model, optimizer in ((net, new), (twin, twin_optimizer)):
+        model(batch(rank, 1)).backward()
+        optimizer.step()
+    assert_same(values(net), values(twin))
+
+
+@scenario(2, 3)
+def an_end_where_a_rank_has_no_gradient_at_all(rank, world_size):
+    """It knows of no reduction, and the others wait for none that it would have to launch."""
+    for options in EAGER:
+        # what is launched on a GPU, and not on others, ends if all close
+        for is_closed in (True,) if device_of(rank).type == "cuda" else (True, False):
+            net, old = build(rank, timeout=5, **options)
+            twin = Net(device_of(rank))
+            for model in (net, twin) if rank != 1 else ():
+                model(batch(rank, 0)).backward()
+            assert old._bucketed.started is (rank != 1)
+            start = time.monotonic()
+            if is_closed:
+                old.close()
+                old.close()
+                # what was reduced is nobody's gradient, and the rest is as it was
+                left = [(p.grad, q.grad) for p, q in zip(net.parameters(), twin.parameters()) if p.grad is not None]
+                assert len(left) < len(list(net.parameters()))
+                assert all(torch.equal(*pair) for pair in left)
+            _trains_on(rank, net)
+            assert time.monotonic() - start < 5
+
+
+@scenario(2)
+def a_rank_with_an_error_closes_alone(rank, world_size):
+    """While the other is busy elsewhere; what it has launched is not waited for, on the host."""
+    store = dist.distributed_c10d._get_default_store()
+    for number, options in enumerate(({}, *EAGER)):
+        net, optimizer = build(rank, timeout=5, **options)
+        if rank == 0:
+            start = time.monotonic()
+            with pytest.raises(ZeroDivisionError):
+                try:
+                    net(batch(rank, 0)).backward()
+                    1 / 0
+                finally:
+                    optimizer.close()
+            assert time.monotonic() - start < 3
+            store.set(f"closed {number}", "")
+        else:
+            store.wait([f"closed {number}"])
+            optimizer.close()
+
+
+@scenario(2)
+def gradients_that_were_not_reduced_stay_at_the_end(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
+    twin = Net(device_of(rank))
+    for model in (net, twin):
+        # the first to be reduced has no gradient on any rank
+        model(batch(rank, 0), skip=3).backward()
+    optimizer.close()
+    found = [p.grad for p in net.layers[:3].parameters()]
+    if device_of(rank).type == "cuda":  # where ranks launch all that others may have launched
+        assert found == [None] * len(found)
+    else:
+        assert_same(found, [p.grad for p in twin.layers[:3].parameters()])
+
+
 class Arriving:
     """A gather whose result appears when it is waited for."""
 
@@ -548,3 +628,20 @@ def replicas_that_differ_are_named(rank, world_size):
 @scenario.parametrize()
 def test_lifetime(backend, world_size, name):
     scenario.check(backend, world_size, name)
+
+
+def close_without_a_process_group(rank, world_size, options):
+    net, optimizer = build(rank, timeout=5, **options)
+    found = values(net)
+    if rank == 0:
+        net(batch(rank, 0)).backward()
+    dist.destroy_process_group()
+    for _ in range(2):
+        optimizer.close()
+    assert_same(values(net), found)
+    assert any(parameter.grad is None for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("options", EAGER, ids=["rs", "exact", "streamed"])
+def test_an_end_behind_that_of_the_process_group(options):
+    run_ranks(close_without_a_process_group, 2, options, timeout=60)

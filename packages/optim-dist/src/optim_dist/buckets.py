@@ -101,7 +101,14 @@ class Bucket(Contribution, ParameterBucket):
                     "too; to give the step up, call zero_grad()"
                 )
 
+    def drop_gradients(self) -> None:
+        for member in self.members:
+            if member.parameter.grad is member.gradient:
+                member.parameter.grad = None
+
     def release(self) -> None:
+        if self.launched:  # by a step that was not made: what is reduced is no gradient of this rank
+            self.drop_gradients()
         for member in self.members:
             if member.parameter.grad is member.gradient:
                 member.parameter.grad = member.gradient.clone()

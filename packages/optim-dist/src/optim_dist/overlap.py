@@ -130,6 +130,17 @@ class BackwardReduction:
                 self.reducer.finish(bucket)
         self.restart()
 
+    def abandon(self) -> bool:
+        """Begin a new step, and leave reductions of this one to themselves; returns whether there were any.
+
+        They may never end, for other ranks may launch none. What they write to stays, and is not used again.
+        """
+        was_started = self.started
+        for bucket in self.buckets[: self._next]:
+            bucket.drop_gradients()
+        self.restart()
+        return was_started
+
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts = self._latest = None

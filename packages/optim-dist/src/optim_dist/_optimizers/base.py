@@ -74,8 +74,10 @@ class DistOptimizer(StatefulOptimizer):
         self._restart()
 
     def close(self) -> None:
-        super().close()
-        self._caches.clear()
+        try:
+            super().close()
+        finally:
+            self._caches.clear()
 
     @_not_compiled
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:

@@ -231,12 +231,19 @@ class PlannedOptimizer(LiveOptimizer):
         return found
 
     def close(self) -> None:
-        """Release hooks and buckets; parameters and gradients become ordinary tensors again."""
-        if not self._closed:
+        """Release hooks and buckets; parameters and gradients become ordinary tensors again.
+
+        Without a wait for ranks that do not come, as after an error here: gradients whose reduction has begun, for a
+        step that was not made, are given up, and None afterwards.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self._bucketed.close(bool(self._failure))
+        finally:
             self._gradient_dtypes.put_back()
             self._unregister()
-            self._closed = True
 
     def hand_over(self) -> None:
         """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""

@@ -6,6 +6,7 @@ whether or when a collective runs.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -297,32 +298,63 @@ class BucketedParameters:
         self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
-    def detach(self, is_failed: bool = False) -> bool:
-        """Release hooks. Finish what is under way, and return True, unless this rank has failed or lost the others."""
+    def detach(self, is_failed: bool = False, is_everywhere: bool = False) -> bool:
+        """Release hooks. Finish what is under way, unless this rank has failed or lost the others.
+
+        Args:
+            is_everywhere: other ranks do so, too, whatever they have launched.
+
+        Returns whether nothing is under way any more.
+        """
         groups = [self._communicator, *([] if self._apart is None else [self._apart])]
-        can_finish = not is_failed and all(group.is_usable for group in groups)
+        is_finished = not is_failed and all(group.is_usable for group in groups)
         try:
-            if can_finish:
-                self.drop()  # others may have launched more than this rank
+            if is_finished:
+                is_finished = self._end_reductions(is_everywhere)
                 self.wait()
         finally:
             if self.reduction is not None:
                 self.reduction.close()
             if self._gathers is not None:
                 self._gathers.close()
-        return can_finish
+        return is_finished
+
+    def _end_reductions(self, is_everywhere: bool) -> bool:
+        """Give up a step that was not made, without a wait for ranks that may not come; whether nothing is in flight.
+
+        Ranks that got no gradient know of no reduction, and one with an error closes its optimizer alone.
+        """
+        if self.reduction is None or self.counts is not None:
+            self.drop()  # all ranks have launched all
+            return True
+        if self._communicator.device.type == "cuda":
+            # No host waits here. What lacks its counterparts would stay on the device, so that ranks launch what others
+            # may have launched; but one that handles an error may be alone with it.
+            is_agreed = is_everywhere and self.reduction.eager and sys.exc_info()[0] is None
+            if is_agreed or self.is_due:
+                self.drop(is_agreed)
+                for bucket in self.buckets:
+                    bucket.drop_gradients()
+            return True
+        if not self.reduction.abandon():
+            return True
+        self._apart = None  # where what is left may stay in the way of all that would come
+        return False
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        is_finished = self.detach(is_failed)
-        for bucket in self.buckets:
-            bucket.release()
-        self._shards.clear()
-        self.buckets = []
-        if is_finished and self.reduction is not None:  # else memory may still be written to
-            self.reduction.clear()
-            del self.reduction.reducer
-            self._reducer = None
+        is_finished = False
+        try:
+            is_finished = self.detach(is_failed, is_everywhere=True)
+        finally:
+            for bucket in self.buckets:
+                bucket.release()
+            self._shards.clear()
+            self.buckets = []
+            if is_finished and self.reduction is not None:  # else memory may still be written to
+                self.reduction.clear()
+                del self.reduction.reducer
+                self._reducer = None
 
     def _finish(self, bucket: ParameterBucket) -> Tensor:
         assert self.reduction is not None, "buckets come with their reduction"

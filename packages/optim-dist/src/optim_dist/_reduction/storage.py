@@ -54,6 +54,9 @@ class ParameterBucket:
         """Which members have a gradient, or had one when they were reduced."""
         raise NotImplementedError
 
+    def drop_gradients(self) -> None:
+        """Set gradients that are views of the bucket to None."""
+
     def release(self) -> None:
         """Give parameters, and gradients that are views, storages of their own.
 

@@ -174,6 +174,15 @@ class StreamedReduction:
                 self._add_up()
         self.restart()
 
+    def abandon(self) -> bool:
+        """Begin a new step, and leave reductions of this one to themselves; returns whether there were any.
+
+        They may never end, for other ranks may launch none. What they write to stays, and is not used again.
+        """
+        was_started = self.started
+        self.restart()
+        return was_started
+
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts, self._task = None, -1
