@@ -103,7 +103,7 @@ def held_up(is_here=True):
 
     def write_later(*args):
         assert not is_here or gate.wait(60)
-        write(*args)
+        return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "write_durably", write_later)

@@ -199,7 +199,7 @@ def test_a_save_that_fails_in_the_background_is_an_error(tmp_path, monkeypatch, 
     def fail(file, *args):
         if "step-000000002" not in file.parent.name:
             raise OSError("no space left")
-        write(file, *args)
+        return write(file, *args)
 
     monkeypatch.setattr(manifest, "write_durably", fail)
     with pytest.raises(RuntimeError, match="step-000000004 was not saved:\n  rank 0: OSError: no space left"):

@@ -16,10 +16,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
+from optim_dist._checkpoint.digesting import DigestingStream
 from optim_dist.plan import ParameterSpec
 
 FORMAT = "optim-dist.checkpoint/1"
@@ -173,12 +174,14 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make a file of what ``write`` puts into a stream, and flush it to the disk."""
-    with file.open("wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> list[Any]:
+    """Make a file of what ``write`` puts into a stream, and flush it to the disk; its size and digest.
+
+    The stream writes one thing behind another, and cannot go back.
+    """
+    with file.open("wb") as raw, DigestingStream(raw) as stream:
+        write(cast(IO[bytes], stream))
+        return list(stream.finish())
 
 
 def flush_folder(folder: Path) -> None:

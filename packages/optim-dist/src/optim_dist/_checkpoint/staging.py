@@ -19,9 +19,15 @@ ToHost = Callable[[Tensor], Tensor]
 
 
 def on_host(part: Tensor) -> Tensor:
-    """A part on the CPU and in memory of its own: ``torch.save`` writes all of the memory that a view is of."""
+    """A flat part on the CPU with a storage of its own, for ``torch.save`` writes all of the storage that a view is of.
+
+    The memory is that of ``part`` if this is on the CPU.
+    """
     found = part.cpu()
-    return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+    if found.untyped_storage().nbytes() == found.nbytes:
+        return found
+    # what is exchanged has a storage that begins and ends with the tensor; as bytes, for it does not know all dtypes
+    return torch.from_dlpack(found.view(torch.uint8)).view(found.dtype)
 
 
 class Staging:

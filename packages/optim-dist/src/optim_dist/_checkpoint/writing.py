@@ -11,12 +11,11 @@ Nothing here looks at the optimizer or the model, which may have gone on.
 from __future__ import annotations
 
 import glob
-import io
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +76,12 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         with raised_together(communicator, to.failed, rank):
             temporary.mkdir(parents=True, exist_ok=True)
             file = manifests.rank_file(rank)
-            written[file] = _write(temporary / file, lambda stream: torch.save(contents.parts, stream))
+            written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(contents.parts, stream))
             if is_first:
                 common = packed_readable(contents.common)
-                written[manifests.COMMON] = _write(temporary / manifests.COMMON, _all_of(common))
+                written[manifests.COMMON] = manifests.write_durably(
+                    temporary / manifests.COMMON, lambda stream: stream.write(common.getbuffer())
+                )
         every = sorted(communicator.gather_json([rank, written, contents.state]), key=lambda found: found[0])
         with raised_together(communicator, to.failed, rank):
             if is_first:
@@ -108,16 +109,6 @@ def clean(folder: Path) -> None:
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * NONCE}.tmp"):
         shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
     remove_leftovers(folder.parent)
-
-
-def _write(file: Path, write_into: Callable[[IO[bytes]], object]) -> list[Any]:
-    """Write a file; its size and digest."""
-    manifests.write_durably(file, write_into)
-    return [file.stat().st_size, manifests.file_digest(file)]
-
-
-def _all_of(content: io.BytesIO) -> Callable[[IO[bytes]], object]:
-    return lambda stream: stream.write(content.getbuffer())
 
 
 def _check_shared(folder: Path, files: Iterable[str]) -> None:
