@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optim_dist import TritonDistAdamW, checkpoint
-from optim_dist._checkpoint import digesting
+from optim_dist._checkpoint import digesting, manifest
 from optim_dist._checkpoint.digesting import CHUNK, NUM_CHUNKS, DigestingStream
 from optim_dist._checkpoint.manifest import write_durably
 from optim_dist._checkpoint.staging import on_host
@@ -126,3 +126,18 @@ def test_a_checkpoint_larger_than_all_chunks_is_as_it_was(tmp_path):
     checkpoint.load(tmp_path / "x", None, optimizer)
     assert torch.equal(parameter, before[0])
     assert torch.equal(optimizer.state[parameter]["exp_avg"], before[1])
+
+
+def test_files_are_checked_at_the_same_time(tmp_path, monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = TritonDistAdamW([("w", parameter)])
+    checkpoint.save(tmp_path / "x", None, optimizer)
+    both, file_digest = threading.Barrier(2, timeout=20), manifest.file_digest
+
+    def meet(file):
+        if file.name != manifest.MANIFEST:
+            both.wait()
+        return file_digest(file)
+
+    monkeypatch.setattr(manifest, "file_digest", meet)
+    checkpoint.load(tmp_path / "x", None, optimizer)

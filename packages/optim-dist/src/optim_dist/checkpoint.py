@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -47,6 +48,9 @@ from optim_dist.plan import ParameterSpec
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
 
 Path_ = str | os.PathLike[str]
+
+# Files of a checkpoint that a rank checks at the same time, a thread each.
+NUM_VERIFIED = 4
 
 
 @overload
@@ -139,13 +143,18 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
         manifest, identity = read_manifest(folder), manifests.file_digest(folder / manifests.MANIFEST)
         problems += manifests.compare(manifest, specs)
-        common = _read(folder, manifests.COMMON, manifest)
-        problems += compare_rest(common["model"], rest)
-        # those of version 0.3 have no members
-        problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
-        for saved_rank in range(communicator.rank, manifest.world_size, communicator.world_size):
-            contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
-            problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
+        saved_ranks = range(communicator.rank, manifest.world_size, communicator.world_size)
+        names = [manifests.COMMON, *map(manifests.rank_file, saved_ranks)]
+        with ThreadPoolExecutor(NUM_VERIFIED) as pool:
+            # of files that follow while one is read
+            verified = [pool.submit(manifests.verify_file, folder, name, manifest) for name in names]
+            common = _read(folder, names[0], verified[0])
+            problems += compare_rest(common["model"], rest)
+            # those of version 0.3 have no members
+            problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
+            for saved_rank, name, faults in zip(saved_ranks, names[1:], verified[1:], strict=True):
+                contents[saved_rank] = _read(folder, name, faults)
+                problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
         if not problems:
             saved = with_numbers(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
@@ -239,10 +248,10 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
 
 
-def _read(folder: Path, name: str, manifest: Manifest) -> Any:
+def _read(folder: Path, name: str, verified: Future[list[str]]) -> Any:
     """A file's content, once its size and digest are right."""
     try:
-        problems = manifests.verify_file(folder, name, manifest)
+        problems = verified.result()
         content = None if problems else torch.load(folder / name, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(folder, [f"{name}: {error}"]) from error

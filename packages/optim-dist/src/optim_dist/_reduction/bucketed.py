@@ -338,7 +338,8 @@ class BucketedParameters:
             return True
         if not self.reduction.abandon():
             return True
-        self._apart = None  # where what is left may stay in the way of all that would come
+        # where what is left may stay in the way of all that would come
+        self._apart = self._reducer = None
         return False
 
     def close(self, is_failed: bool = False) -> None:
