@@ -6,6 +6,8 @@ raised.
 
 import gc
 import io
+import subprocess
+import sys
 import time
 import weakref
 
@@ -645,3 +647,44 @@ def close_without_a_process_group(rank, world_size, options):
 @pytest.mark.parametrize("options", EAGER, ids=["rs", "exact", "streamed"])
 def test_an_end_behind_that_of_the_process_group(options):
     run_ranks(close_without_a_process_group, 2, options, timeout=60)
+
+
+SCRIPT = """
+import pathlib, sys, time
+import torch
+import torch.distributed as dist
+from optim_dist import TritonDistAdamW
+
+rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+optimizer = TritonDistAdamW([("w", torch.nn.Parameter(torch.ones(100)))], accumulation_steps=1, timeout=90)
+try:
+    if rank == 0:
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        if "group" in sys.argv:
+            dist.destroy_process_group()
+        raise ValueError("of this rank alone")
+    while not (folder / "over").exists():
+        time.sleep(0.1)
+finally:
+    if "open" not in sys.argv:
+        optimizer.close()
+"""
+
+
+@pytest.mark.parametrize("leaves", ["alone", "group", "open"])
+def test_a_rank_with_an_error_ends_before_the_others(tmp_path, leaves):
+    """Its exit, too, waits for nobody, so that who has started the ranks may know."""
+    commands = ([sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), leaves] for rank in range(2))
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        _, text = ranks[0].communicate(timeout=60)
+        assert ranks[1].poll() is None
+        assert text.rstrip().endswith("ValueError: of this rank alone")
+        assert ranks[0].returncode == 1
+        (tmp_path / "over").touch()
+        assert ranks[1].wait(60) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -290,6 +290,9 @@ class BucketedParameters:
         if self._apart is None:
             world = self._communicator
             self._apart = self._options.communicator(world.device, world.traffic, is_apart=True)
+            assert self.reduction is not None, "it comes before its reducer"
+            # also at exit, where nobody has closed the optimizer
+            weakref.finalize(self, _abandon_started, self.reduction, self._apart)
         reducer.communicator = self._apart
         reducer.connect(self.buckets)
 
@@ -312,6 +315,8 @@ class BucketedParameters:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
                 self.wait()
+            elif self.started:
+                self._abandon_apart()
         finally:
             if self.reduction is not None:
                 self.reduction.close()
@@ -338,9 +343,14 @@ class BucketedParameters:
             return True
         if not self.reduction.abandon():
             return True
-        # where what is left may stay in the way of all that would come
-        self._apart = self._reducer = None
+        self._abandon_apart()
         return False
+
+    def _abandon_apart(self) -> None:
+        """Give up the group of reductions, where what is left stays in the way of all that would come."""
+        if self._apart is not None:
+            self._apart.abandon()
+        self._apart = self._reducer = None
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
@@ -367,6 +377,12 @@ class BucketedParameters:
             assert options.accumulation_steps is not None, "options are checked"
             return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums, options.is_tree)
         return BackwardReduction(options.accumulation_steps, options.overlap, ranks)
+
+
+def _abandon_started(reduction: BackwardReduction | StreamedReduction, apart: Communicator) -> None:
+    """Wait for no reductions that nobody will finish, which other ranks may not have launched."""
+    if reduction.started:
+        apart.abandon()
 
 
 def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ gloo ``wait()`` raises; NCCL ends the process) the error says what was given up,
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -96,6 +97,15 @@ class Communicator:
     def is_usable(self) -> bool:
         """Whether other ranks may still take part, as far as this one knows."""
         return not self.is_lost and _world() is self._world and os.getpid() == self._process
+
+    def abandon(self) -> None:
+        """Leave what is in flight to itself: nothing waits for it any more, nor does the end of this process.
+
+        gloo's destructor of the group would, at the interpreter's exit, while other ranks wait for this one to end.
+        """
+        self.is_lost = True
+        if self.device.type == "cpu":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def is_beside(self, other: Communicator) -> bool:
         """Whether both were made in one default process group."""

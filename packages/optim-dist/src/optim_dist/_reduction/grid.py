@@ -47,6 +47,11 @@ class GridCommunicator(Communicator):
     def is_usable(self) -> bool:
         return super().is_usable and all(each.is_usable for each in (self._line, self._replicate, self._shard))
 
+    def abandon(self) -> None:
+        super().abandon()
+        for each in (self._replicate, self._shard):
+            each.abandon()
+
     def chunk_of(self, member: int) -> int:
         return self._chunks[member]
 
