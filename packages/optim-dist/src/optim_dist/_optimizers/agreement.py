@@ -1,4 +1,4 @@
-"""What has to be the same on every rank: options, plans, hyperparameters, and the bits of parameters."""
+"""What has to be the same on every rank: options, plans, hyperparameters, steps, and the bits of parameters."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator,
     ]
     if different:
         raise RuntimeError(f"{context}parameters differ from rank 0's: {', '.join(different[:8])}")
+
+
+def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
+    """Refuse ranks that are in another optimizer's step, in another of its steps, or have given up other batches."""
+    number, step, given_up = found[0]
+    for rank, (its_number, its_step, its_given_up) in zip(ranks, found, strict=True):
+        if its_number == number and its_given_up != given_up:
+            raise RuntimeError(
+                f"rank {ranks[0]} has given up {given_up:.0f} batches that had begun to be reduced, rank {rank} "
+                f"{its_given_up:.0f}: a rank without a gradient does not know of those of others; after clipping call "
+                "zero_grad() of the optimizer instead of the model's; where backward reduces step instead of skipping "
+                "such a batch, or build the optimizer with overlap=False"
+            )
+        if (its_number, its_step) != (number, step):
+            raise RuntimeError(
+                f"ranks are not in the same step: rank {ranks[0]} in number {step:.0f} of optimizer {number:.0f}, "
+                f"rank {rank} in number {its_step:.0f} of optimizer {its_number:.0f}; every rank builds and steps its "
+                "optimizers in the same order, and leaves out no step that others make"
+            )
 
 
 def digest(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from optim_dist._optimizers.agreement import check_replicas, synchronise
+from optim_dist._optimizers.agreement import check_replicas, check_step, synchronise
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
@@ -196,7 +196,7 @@ class BucketedParameters:
         assert self._present is not None, "the message is written"
         found, num_parameters = self._communicator.gather_message(self._present[1]), len(self.present)
         if self._is_watched:
-            _check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
+            check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
         return found[:, :num_parameters]
 
     @property
@@ -383,22 +383,3 @@ def _abandon_started(reduction: BackwardReduction | StreamedReduction, apart: Co
     """Wait for no reductions that nobody will finish, which other ranks may not have launched."""
     if reduction.started:
         apart.abandon()
-
-
-def _check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
-    """Refuse ranks that are in another optimizer's step, in another of its steps, or have given up other batches."""
-    number, step, given_up = found[0]
-    for rank, (its_number, its_step, its_given_up) in zip(ranks, found, strict=True):
-        if its_number == number and its_given_up != given_up:
-            raise RuntimeError(
-                f"rank {ranks[0]} has given up {given_up:.0f} batches that had begun to be reduced, rank {rank} "
-                f"{its_given_up:.0f}: a rank without a gradient does not know of those of others; after clipping call "
-                "zero_grad() of the optimizer instead of the model's; where backward reduces step instead of skipping "
-                "such a batch, or build the optimizer with overlap=False"
-            )
-        if (its_number, its_step) != (number, step):
-            raise RuntimeError(
-                f"ranks are not in the same step: rank {ranks[0]} in number {step:.0f} of optimizer {number:.0f}, "
-                f"rank {rank} in number {its_step:.0f} of optimizer {its_number:.0f}; every rank builds and steps its "
-                "optimizers in the same order, and leaves out no step that others make"
-            )
