@@ -244,6 +244,8 @@ def test_differentiable_goes_through_the_step() -> None:
         ({"fused": True, "differentiable": True}, RuntimeError, "differentiable"),
         ({"impl": "cuda"}, ValueError, "impl"),
         ({"state_dtype": "int4"}, ValueError, "state_dtype"),
+        ({"state_dtype": [torch.float32, torch.bfloat16]}, ValueError, "state_dtype must be .* got .torch.float32, "),
+        ({"state_dtype": (torch.float32, [])}, ValueError, "state_dtype"),
         ({"master_weights": "fp32"}, ValueError, "master_weights"),
         ({"master_weights": "bf16"}, ValueError, "master_weights"),
         ({"max_norm": 0.0}, ValueError, "max_norm"),

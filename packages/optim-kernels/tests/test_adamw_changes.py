@@ -49,6 +49,17 @@ def test_moved_parameters_and_replaced_groups_are_followed() -> None:
     assert int(optimizer.state[stranger]["step"]) == 1
 
 
+@pytest.mark.parametrize("option", [{"max_norm": "1.0"}, {"state_dtype": []}, {"seed": 0.5}, {"impl": "cuda"}], ids=str)
+def test_a_group_that_is_refused_is_not_kept(option: dict[str, Any]) -> None:
+    first, second = make_params([(5,), (5,)])
+    optimizer = TritonAdamW([first], impl="triton")
+    with pytest.raises((TypeError, ValueError)):
+        optimizer.add_param_group({"params": [second], **option})
+    optimizer.add_param_group({"params": [second]})
+    assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
+    optimizer.step()
+
+
 def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
     first, second = make_params([(5,), (5,)])
     optimizer = TritonAdamW([{"params": [first, second]}, {"params": [], "lr": 0.0}], impl="triton")

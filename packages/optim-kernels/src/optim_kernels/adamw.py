@@ -146,7 +146,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         self._forget()
         try:
             self._check_group(self.param_groups[-1])
-        except (ValueError, RuntimeError):
+        except Exception:
             self.param_groups.pop()
             raise
 

@@ -39,9 +39,9 @@ MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: Any) -> None:
     """Raise unless ``param`` can be stored that way."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
-    if state_dtype != "int8" and (len(pair) != 2 or not {None, *MOMENT_DTYPES}.issuperset(pair)):
+    if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
         raise ValueError(
-            f"state_dtype must be None, one of {MOMENT_DTYPES}, a pair of such or 'int8', got {state_dtype!r}"
+            f"state_dtype must be None, one of {MOMENT_DTYPES}, a tuple of two such or 'int8', got {state_dtype!r}"
         )
     if state_dtype == "int8" and is_dtensor(param):
         raise ValueError(
