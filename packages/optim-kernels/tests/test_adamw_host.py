@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
-from optim_kernels import TritonAdamW, multi_tensor, reference
+from optim_kernels import TritonAdamW, TritonMuon, multi_tensor, reference
 
 
 @pytest.fixture
@@ -258,6 +258,21 @@ def test_hooks_run_around_the_step() -> None:
     assert calls == ["global pre", "pre", "post", "global post"]
     optimizer.step()
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("base", [TritonAdamW, TritonMuon])
+def test_hooks_run_once_around_a_step_that_calls_another(base: Any) -> None:
+    class Own(base):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    params = make_params([(4, 5)])
+    optimizer = Own(params, impl="triton")
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.step()
+    assert calls == ["pre", "post"]
 
 
 def test_profiles_name_the_step() -> None:

@@ -147,7 +147,8 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
             or torch.autograd._profiler_enabled()
-        ):
+        ) and type(self).step is wrapped:
+            # a subclass's own step, which calls this one, torch has wrapped
             return with_hooks(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
