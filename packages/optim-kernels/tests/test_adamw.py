@@ -154,6 +154,19 @@ def test_scaled_gradients_of_16_bits_are_rounded_once(shape: Any, impl: Any) -> 
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}], ids=str)
+def test_a_factor_of_one_element_scales_a_parameter_without_dimensions(options: dict[str, Any], impl: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones((), device=DEVICE)) for _ in range(2)]
+    for p, factor in zip(params, (torch.tensor([0.5], device=DEVICE), torch.tensor(0.5, device=DEVICE))):
+        p.grad = torch.full_like(p, 3.0)
+        optimizer = TritonAdamW([p], eps=1.0, impl=impl, **options)
+        optimizer.step(clip_factor=factor)
+        assert optimizer.state[p]["exp_avg"].shape == ()
+    assert torch.equal(params[0], params[1])
+    assert params[0] < 1
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_found_inf_writes_nothing_and_counts_nothing(impl: Any) -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl=impl)

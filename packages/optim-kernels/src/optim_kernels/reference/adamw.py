@@ -173,10 +173,13 @@ def scalars_of(
 
 
 def gradient_scale(clip_factor: Tensor | None, grad_scale: Tensor | None) -> Tensor | None:
-    """What gradients are multiplied with before anything else: ``clip_factor / grad_scale``."""
+    """What gradients are multiplied with before anything else: ``clip_factor / grad_scale``, without dimensions."""
+    if clip_factor is not None and clip_factor.ndim:
+        # one with a dimension would give it to a gradient that has none
+        clip_factor = clip_factor.reshape(())
     if grad_scale is None:
         return clip_factor
-    inverse = 1 / grad_scale.to(torch.float32)
+    inverse = 1 / grad_scale.reshape(()).to(torch.float32)
     return inverse if clip_factor is None else clip_factor.to(inverse) * inverse
 
 
