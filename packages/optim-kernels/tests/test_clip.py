@@ -207,6 +207,24 @@ def test_clipping_is_torchs(norm_type: float, impl: Any, foreach: bool | None, m
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_clipping_is_traced_in_one_graph(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms(impl))
+    ours, theirs = ([p for p in parameters() if p.numel()] for _ in range(2))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def clipped(params: list[torch.nn.Parameter]) -> tuple[Tensor, Tensor]:
+        norm = compute_global_grad_norm(params)
+        clip_grads_with_norm_(params, 2.0, norm)
+        return norm, clip_grad_norm_(params, 1.0)
+
+    norm, norm_then = clipped(ours)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 2.0))
+    torch.testing.assert_close(norm_then, torch.nn.utils.clip_grad_norm_(theirs, 1.0))
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_inputs_as_torch_takes_them() -> None:
     params = parameters()
     expected = compute_global_grad_norm(params)

@@ -110,6 +110,9 @@ class GradientNorms:
             return grads
         if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
             return None
+        # what is traced has no address
+        if torch.compiler.is_compiling():
+            return None
         try:
             return TensorList(grads, self._kinds)
         except RuntimeError:  # a sparse tensor has no address

@@ -7,7 +7,7 @@
 The functions take torch's arguments and mean what torch's mean, with three differences: the norm of bf16 gradients is
 an fp32 number (torch returns bf16, three digits), the kernels do not write gradients when the factor is 1 (plain torch,
 on a CPU, multiplies by 1), and the factor stays on the device, where an optimizer's ``step(clip_factor=...)`` reads it
-instead of a pass over the gradients.
+instead of a pass over the gradients. Under ``torch.compile`` they are plain torch, traced with what is around them.
 """
 
 from __future__ import annotations
@@ -156,4 +156,6 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    # torch.compile has no := in a comprehension
+    gradients = [parameter.grad for parameter in parameters]
+    return [gradient for gradient in gradients if gradient is not None]
