@@ -118,12 +118,12 @@ class MuonGroups(PrivateState, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; views and dtypes are in their plain form, so that it loads with ``weights_only=True``."""
-        state_dict = super().state_dict()
-        state_dict["param_groups"] = [with_dtype_names(group) for group in state_dict["param_groups"]]
-        for group in state_dict["param_groups"]:
-            if group.get("views") is not None:
-                group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
-        return state_dict
+        # before hooks of the user's, who may make anything of it
+        handle = self.register_state_dict_post_hook(_as_saved, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of torch.optim.Muon, converted to this instance's formats.
@@ -133,11 +133,28 @@ class MuonGroups(PrivateState, Optimizer):
         Raises:
             ValueError: the state was saved with other views of the parameters.
         """
-        groups, saved_groups = self.param_groups, state_dict["param_groups"]
-        if len(groups) == len(saved_groups):  # torch's own error is the better one otherwise
-            merged = [_merged_group(i, mine, saved) for i, (mine, saved) in enumerate(zip(groups, saved_groups))]
-            state_dict = {**state_dict, "param_groups": merged}
-        super().load_state_dict(state_dict)
+        # behind hooks of the user's
+        handle = self.register_load_state_dict_pre_hook(_completed)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+
+def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
+    content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
+    for group in content["param_groups"]:
+        if group.get("views") is not None:
+            group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
+
+
+def _completed(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """What is loaded, with the groups' own options where it has none."""
+    groups, saved_groups = optimizer.param_groups, content["param_groups"]
+    if len(groups) != len(saved_groups):  # torch's own error is the better one
+        return content
+    merged = [_merged_group(i, mine, saved) for i, (mine, saved) in enumerate(zip(groups, saved_groups))]
+    return {**content, "param_groups": merged}
 
 
 # What belongs to this instance rather than to a checkpoint: a loaded state is converted to it.

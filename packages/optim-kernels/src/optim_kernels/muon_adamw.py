@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from optim_kernels._dtensors import local
 from optim_kernels._gradient_norm import GradientNorms
@@ -218,12 +219,21 @@ class TritonMuonAdamW(MuonGroups):
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
         if layout not in ("separate", "nanochat"):
             raise ValueError(f"layout must be 'separate' or 'nanochat', got {layout!r}")
-        state_dict = super().state_dict()
-        return nanochat.stack_state(state_dict) if layout == "nanochat" else state_dict
+        if layout == "separate":
+            return super().state_dict()
+        handle = self.register_state_dict_post_hook(_stacked, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class, or nanochat's."""
-        super().load_state_dict(nanochat.unstack_state(state_dict, self.param_groups))
+        handle = self.register_load_state_dict_pre_hook(_unstacked)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
     def explain(self) -> str:
         """A table of the parameters: who updates them, and how."""
@@ -238,6 +248,14 @@ class TritonMuonAdamW(MuonGroups):
                     path = "torch" if reason else "triton"
                     rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", "", ""])
         return text_table(("kind", *MUON_HEADER), rows, footer=launches_line(self.plans()))
+
+
+def _stacked(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    return nanochat.stack_state(content)
+
+
+def _unstacked(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    return nanochat.unstack_state(content, optimizer.param_groups)
 
 
 def _kind_of(group: dict[str, Any]) -> dict[str, str]:
