@@ -20,7 +20,6 @@ from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, clip_factor,
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import is_interpreted
 from optim_utils.low_bit import LowBitTensor
-from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -358,65 +357,6 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for p, optimizer in zip((whole, sharded), optimizers):
         optimizer.step(clip_factor=clip_factor(get_total_norm([p.grad]), 0.1))
     torch.testing.assert_close(sharded.full_tensor(), whole)
-
-
-def test_hooks_of_the_users_have_the_last_word_on_a_state_dict() -> None:
-    params = make()
-    optimizer = TritonAdamW(params, impl="triton", state_dtype="int8")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    expected, expected_of_torch = optimizer.state_dict(), optimizer.to_torch_state_dict()
-    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
-    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
-    saved = optimizer.state_dict()
-    assert saved.keys() == {"optimizer"}
-    assert str(saved["optimizer"]) == str(expected)
-    assert str(optimizer.to_torch_state_dict()["optimizer"]) == str(expected_of_torch)
-    optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (lambda p: TritonMuon([p], ns_dtype=torch.float32), {}),
-        (lambda p: TritonMuonAdamW([{"kind": "muon", "params": [p]}]), {}),
-        (lambda p: TritonMuonAdamW([{"kind": "muon", "params": [p]}]), {"layout": "nanochat"}),
-    ],
-    ids=["TritonMuon", "TritonMuonAdamW", "nanochat"],
-)
-def test_hooks_of_the_users_have_the_last_word_on_a_state_dict_of_muon(build: Any, options: dict[str, str]) -> None:
-    (p,) = random_parameters((8, 6))
-    p.grad = torch.ones_like(p)
-    optimizer = build(p)
-    optimizer.step()
-    expected = copy.deepcopy(optimizer.state_dict(**options))
-    separate = copy.deepcopy(optimizer.state_dict())
-    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
-    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
-    saved = copy.deepcopy(optimizer.state_dict(**options))
-    assert saved.keys() == {"optimizer"}
-    assert str(saved["optimizer"]) == str(expected)
-    optimizer.step()
-    optimizer.load_state_dict(saved)
-    assert str(optimizer.state_dict()["optimizer"]) == str(separate)
-
-
-def test_a_hook_may_load_groups_that_muon_has_written() -> None:
-    """As torch's documentation does it to load by name: what comes is put into a state dict of the optimizer's own."""
-    view = MatrixView(shape=(8, 6), split=(4, 4))
-    names = {"params": [("weight", p) for p in random_parameters((8, 6))], "views": [view]}
-    optimizer = TritonMuon([names], lr=0.5, ns_dtype=torch.float32)
-
-    def by_name(optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
-        adapted: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
-        adapted["param_groups"][0]["lr"] = content["lr"]
-        return adapted
-
-    optimizer.register_load_state_dict_pre_hook(by_name)
-    optimizer.load_state_dict({"lr": 0.25})
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["ns_dtype"], group["views"]) == (0.25, torch.float32, [view])
 
 
 NAMED: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -17,6 +17,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
+    NEEDED,
     MasterWeights,
     StateDtype,
     check_storage,
@@ -284,6 +285,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             super().load_state_dict(state_dict)
         finally:
             del self._own_groups
+
+    def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
+        return NEEDED
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         return placed_state(param, group, saved, step_device=step_device(param, group))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._impl import Impl
+from optim_kernels._optimizers.adamw_state import NEEDED
 from optim_kernels._optimizers.base import (
     check_capture,
     checked_factor,
@@ -110,6 +111,9 @@ class MuonGroups(PrivateState, Optimizer):
         """The parameters that have an fp32 master by now."""
         params = [p for group in groups if group["master_weights"] == "fp32" for p in group["params"]]
         return [p for p in params if "master" in self._own_state.get(p, {}) and can_be_followed(p)]
+
+    def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
+        return ("momentum_buffer",) if self._is_muon(group) else NEEDED
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """In the group's formats; a master that is missing is made by the next step."""

@@ -30,6 +30,7 @@ StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Liter
 MasterWeights = Literal["fp32", "split16"] | None
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+NEEDED = ("step", "exp_avg", "exp_avg_sq")
 _MASTERS = {"master": torch.float32, "master_low": torch.int16}
 _OWN_MASTER = {None: None, "fp32": "master", "split16": "master_low"}
 _HALF = (torch.float16, torch.bfloat16)
@@ -121,12 +122,6 @@ def placed_state(
     ``whole`` is the parameter that ``param`` is a part of, if it is one. A maximum that the group does not want now is
     kept, as torch does: it may want it again.
     """
-    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]
-    if missing:
-        raise ValueError(
-            f"the loaded state of a parameter of shape {tuple(param.shape)} has {sorted(saved)}, but AdamW needs "
-            f"{' and '.join(missing)} too; load a state dict of an AdamW"
-        )
     dtypes = _dtypes(param if whole is None else whole, group)
     state: dict[str, Any] = {}
     for key, value in saved.items():
@@ -148,7 +143,7 @@ def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, w
         whole: the parameter of which ``param`` is a part, which begins at a multiple of ``CODE_BLOCK`` elements: the
             state is that part of the whole one's, in the same formats and of the same bits.
     """
-    is_complete = {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+    is_complete = state.keys() >= {*NEEDED}
     made = {} if is_complete else new_state(param, group, step_device=param.device, whole=whole)
     placed = placed_state(param, group, {**made, **state}, step_device=param.device, whole=whole)
     state.clear()

@@ -65,6 +65,7 @@ class StatefulOptimizer(Optimizer):
 
         # Hooks of the user's may replace the dict, and theirs run first: ours sees the one that torch loads.
         def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._check_complete(state_dict)
             loaded.update(state_dict)
 
         def put_back(_: Optimizer) -> None:
@@ -93,6 +94,24 @@ class StatefulOptimizer(Optimizer):
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
         self._note_writes()
+
+    def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
+        """What the state of a parameter in this group cannot be without."""
+        return ()
+
+    def _check_complete(self, loaded: dict[str, Any]) -> None:
+        """Raise ``ValueError`` where a state lacks something: that would begin anew in silence, or fail in a step."""
+        names = self._parameter_names()
+        for group, own in zip(loaded["param_groups"], self.param_groups):
+            needed = self._needed_state(group)
+            for saved_id, param in zip(group["params"], own["params"]):
+                saved = loaded["state"].get(saved_id)
+                missing = [key for key in needed if key not in saved] if saved else []
+                if missing:
+                    raise ValueError(
+                        f"the loaded state of {names[param]} has {sorted(saved)}, but needs {' and '.join(missing)} "
+                        "too; load the state of an optimizer of this kind"
+                    )
 
     def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""

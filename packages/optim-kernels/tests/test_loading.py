@@ -1,0 +1,107 @@
+"""What is loaded is looked at first, and hooks of the user's come first on the way in and last on the way out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from random_tensors import give_gradients, random_parameters
+from torch import Tensor
+
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_utils.param_groups import MatrixView
+
+
+def steps(optimizer: torch.optim.Optimizer, p: Tensor, count: int) -> None:
+    for seed in range(count):
+        give_gradients(p, seed=seed)
+        optimizer.step()
+
+
+def test_hooks_of_the_users_have_the_last_word_on_a_state_dict() -> None:
+    params = random_parameters((80, 70), (9,), dtype=torch.bfloat16)
+    optimizer = TritonAdamW(params, impl="triton", state_dtype="int8")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    expected, expected_of_torch = optimizer.state_dict(), optimizer.to_torch_state_dict()
+    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"optimizer"}
+    assert str(saved["optimizer"]) == str(expected)
+    assert str(optimizer.to_torch_state_dict()["optimizer"]) == str(expected_of_torch)
+    optimizer.load_state_dict(saved)
+
+
+KINDS: dict[str, Any] = {
+    "TritonAdamW": lambda p: TritonAdamW([p]),
+    "TritonMuon": lambda p: TritonMuon([p]),
+    "adamw": lambda p: TritonMuonAdamW([{"kind": "adamw", "params": [p]}]),
+    "muon": lambda p: TritonMuonAdamW([{"kind": "muon", "params": [p]}]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_lacks_something_is_refused_and_leaves_the_optimizer(kind: str) -> None:
+    """It would begin anew in silence, or fail in the step."""
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 2)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    needed = {"momentum_buffer"} if "muon" in kind.lower() else {"step", "exp_avg", "exp_avg_sq"}
+    for key in needed:
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved["state"][0][key]
+        saved["state"][0]["foreign"] = 1.0
+        with pytest.raises(ValueError, match=rf"the loaded state of param_groups\[0\].* needs {key} "):
+            optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    # a state that is not there begins anew
+    optimizer.load_state_dict({**saved, "state": {}})
+    steps(optimizer, p, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda p: TritonMuon([p], ns_dtype=torch.float32), {}),
+        (lambda p: TritonMuonAdamW([{"kind": "muon", "params": [p]}]), {}),
+        (lambda p: TritonMuonAdamW([{"kind": "muon", "params": [p]}]), {"layout": "nanochat"}),
+    ],
+    ids=["TritonMuon", "TritonMuonAdamW", "nanochat"],
+)
+def test_hooks_of_the_users_have_the_last_word_on_a_state_dict_of_muon(build: Any, options: dict[str, str]) -> None:
+    (p,) = random_parameters((8, 6))
+    p.grad = torch.ones_like(p)
+    optimizer = build(p)
+    optimizer.step()
+    expected = copy.deepcopy(optimizer.state_dict(**options))
+    separate = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+    saved = copy.deepcopy(optimizer.state_dict(**options))
+    assert saved.keys() == {"optimizer"}
+    assert str(saved["optimizer"]) == str(expected)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()["optimizer"]) == str(separate)
+
+
+def test_a_hook_may_load_groups_that_muon_has_written() -> None:
+    """As torch's documentation does it to load by name: what comes is put into a state dict of the optimizer's own."""
+    view = MatrixView(shape=(8, 6), split=(4, 4))
+    names = {"params": [("weight", p) for p in random_parameters((8, 6))], "views": [view]}
+    optimizer = TritonMuon([names], lr=0.5, ns_dtype=torch.float32)
+
+    def by_name(optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
+        adapted: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+        adapted["param_groups"][0]["lr"] = content["lr"]
+        return adapted
+
+    optimizer.register_load_state_dict_pre_hook(by_name)
+    optimizer.load_state_dict({"lr": 0.25})
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["ns_dtype"], group["views"]) == (0.25, torch.float32, [view])
