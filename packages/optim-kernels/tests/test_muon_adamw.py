@@ -11,6 +11,7 @@ from torch import nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
 from optim_kernels._impl import is_interpreted
+from optim_kernels._triton import Launch
 from optim_utils.param_groups import route_parameters
 
 
@@ -89,6 +90,43 @@ def test_adamw_groups_are_one_planned_launch() -> None:
     for p, q in zip(copies[0] + copies[1], first + second, strict=True):
         torch.testing.assert_close(q, p, rtol=2e-5, atol=2e-6)
     assert ours.explain().count("triton") == 6
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A one for every launch of AdamW's step and of a norm; those of Muon are made otherwise."""
+    seen: list[int] = []
+
+    class Counted(Launch):
+        def __call__(self, *args: Any) -> None:
+            seen.append(1)
+            super().__call__(*args)
+
+    monkeypatch.setattr("optim_kernels._triton.Launch", Counted)
+    return seen
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["one", "two"])
+@pytest.mark.parametrize("clipping", [{}, {"max_norm": 1.0}], ids=["", "clipped"])
+def test_explain_counts_all_launches(dtypes: list[Any], clipping: dict[str, float], launched: list[int]) -> None:
+    matrix = nn.Parameter(torch.randn(6, 8, device=DEVICE))
+    rest = [nn.Parameter(torch.randn(5, device=DEVICE, dtype=dtype)) for dtype in dtypes]
+    give_gradients([matrix, *rest], 0)
+    optimizers = [
+        TritonAdamW(rest, impl="triton", **clipping),
+        TritonMuonAdamW([{"kind": "adamw", "params": rest}], impl="triton", **clipping),
+        TritonMuonAdamW(
+            [{"kind": "muon", "params": [matrix]}, {"kind": "adamw", "params": rest}], impl="triton", **clipping
+        ),
+    ]
+    for optimizer in optimizers:
+        assert "launches a step" not in optimizer.explain()
+        optimizer.step()
+        launched.clear()
+        optimizer.step()
+        of_muon = sum(plan.launches for plan in optimizer.plans()) if isinstance(optimizer, TritonMuonAdamW) else 0
+        count = len(launched) + of_muon
+        assert f"\n{count} launch{'es' * (count > 1)} a step" in optimizer.explain()
 
 
 def test_a_routed_model_learns() -> None:

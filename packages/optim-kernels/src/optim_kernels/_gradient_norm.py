@@ -47,6 +47,8 @@ class GradientNorms:
         # addresses among which none is there twice
         self._apart: list[int] = []
         self._kinds = KnownKinds()
+        # of the latest norm with its factor; with several, or none, plain torch has a part in it
+        self.num_launches = 0
 
     def norm_and_factor(
         self, grads: Sequence[Tensor] | TensorList, norm_type: float, max_norm: float
@@ -57,6 +59,7 @@ class GradientNorms:
         """
         seen = self.look_at(grads)
         parts = self._refreshed(seen, norm_type)
+        self.num_launches = len(parts or ())
         if parts is not None and len(parts) == 1:
             return parts[0].norm(norm_type, max_norm), parts[0].factor
         norm = self._combined(parts, grads.tensors if isinstance(grads, TensorList) else grads, norm_type)

@@ -36,6 +36,7 @@ from optim_kernels._optimizers.base import (
     check_seed,
     checked_factor,
     hooked_step,
+    launches_line,
     log_fallback,
     run_closure,
     text_table,
@@ -323,8 +324,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             return ["not planned before the first step"]
         plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
         is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
-        launches = plan.num_launches + (is_clipping and plan.num_launches > 0)
-        footer = [f"{launches} launch{'es' * (launches != 1)} a step"]
+        footer = [launches_line(plan.num_launches + is_clipping * self._norms.num_launches)]
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )

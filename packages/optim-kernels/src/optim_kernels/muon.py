@@ -19,6 +19,7 @@ from optim_kernels._optimizers.base import (
     check_capture,
     checked_factor,
     hooked_step,
+    launches_line,
     run_closure,
     text_table,
 )
@@ -324,7 +325,9 @@ class TritonMuon(MuonGroups):
         Tiles (of X Xᵀ / m×m products / products with X) and launches are those of the latest step.
         """
         rows = [row for group in self.param_groups for row in self._explain_group(group)]
-        return text_table(MUON_HEADER, rows, footer=launches_line(self.plans()))
+        plans = self.plans()
+        footer = [launches_line(sum(plan.launches for plan in plans))] if plans else []
+        return text_table(MUON_HEADER, rows, footer=footer)
 
     def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
         names, tiles = self._parameter_names(), tiles_of(self.plans())
@@ -337,11 +340,6 @@ MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "ti
 def tiles_of(plans: Sequence[MuonPlan]) -> dict[int, str]:
     """The tiles of every parameter that grouped launches update, by its id."""
     return {param: words for plan in plans for param, words in plan.tiles.items()}
-
-
-def launches_line(plans: Sequence[MuonPlan]) -> list[str]:
-    """What ``explain()`` says of the grouped launches of a step, once there was one."""
-    return [f"{sum(plan.launches for plan in plans)} launches a step"] if plans else []
 
 
 def explain_row(

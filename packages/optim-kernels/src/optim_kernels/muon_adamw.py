@@ -20,14 +20,21 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl, why_not_triton
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
-from optim_kernels._optimizers.base import check_capture, checked_factor, hooked_step, run_closure, text_table
+from optim_kernels._optimizers.base import (
+    check_capture,
+    checked_factor,
+    hooked_step,
+    launches_line,
+    run_closure,
+    text_table,
+)
 from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import TensorList, why_not_in_place
-from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, launches_line, tiles_of
+from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
 
@@ -236,7 +243,7 @@ class TritonMuonAdamW(MuonGroups):
             handle.remove()
 
     def explain(self) -> str:
-        """A table of the parameters: who updates them, and how."""
+        """A table of the parameters: who updates them, and how; tiles and launches are those of the latest step."""
         names, tiles = self._parameter_names(), tiles_of(self.plans())
         rows = []
         for group in self.param_groups:
@@ -247,7 +254,15 @@ class TritonMuonAdamW(MuonGroups):
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"
                     rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", "", ""])
-        return text_table(("kind", *MUON_HEADER), rows, footer=launches_line(self.plans()))
+        return text_table(("kind", *MUON_HEADER), rows, footer=self._explain_launches())
+
+    def _explain_launches(self) -> list[str]:
+        if self._adamw is None:
+            return []
+        of_adamw = 0 if self._adamw.kernels is None else self._adamw.kernels.plan.num_launches
+        is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
+        count = sum(plan.launches for plan in self.plans()) + of_adamw + is_clipping * self._norms.num_launches
+        return [launches_line(count)] if count else []
 
 
 def _stacked(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:

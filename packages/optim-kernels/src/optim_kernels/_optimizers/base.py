@@ -232,6 +232,11 @@ def log_fallback(optimizer: Optimizer, reasons: Iterable[str]) -> None:
         _logger.info("%s uses plain torch where %s; see explain()", type(optimizer).__name__, "; ".join(distinct))
 
 
+def launches_line(count: int) -> str:
+    """What ``explain()`` says of the kernels of a step, once there was one."""
+    return f"{count} launch{'es' * (count != 1)} a step"
+
+
 def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, footer: Sequence[str] = ()) -> str:
     """An aligned plain-text table, one line a row, then the lines of ``footer``."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
