@@ -60,6 +60,23 @@ def test_a_group_that_is_refused_is_not_kept(option: dict[str, Any]) -> None:
     optimizer.step()
 
 
+def test_parameters_of_lazy_modules_are_looked_at_once_they_are_there() -> None:
+    model = torch.nn.LazyLinear(3, device=DEVICE)
+    optimizer = TritonAdamW(model.parameters(), impl="triton", state_dtype=torch.float32)
+    optimizer.step()
+    assert "not yet there" in optimizer.explain()
+    model(torch.ones(2, 5, device=DEVICE)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert optimizer.explain().count("triton") == 2
+    assert not any(map(torch.equal, model.parameters(), before))
+    model = torch.nn.LazyLinear(3, device=DEVICE, dtype=torch.float64)
+    optimizer = TritonAdamW(model.parameters(), impl="triton")
+    model(torch.ones(2, 5, device=DEVICE, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match="its dtype is torch.float64; give it to a group with impl='auto'"):
+        optimizer.step()
+
+
 def test_parameters_that_change_groups_take_their_hyperparameters() -> None:
     first, second = make_params([(5,), (5,)])
     optimizer = TritonAdamW([{"params": [first, second]}, {"params": [], "lr": 0.0}], impl="triton")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -161,6 +162,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         check_impl(group["impl"])
         check_seed(group["seed"])
         for param in group["params"]:
+            if is_lazy(param):
+                # what it will be nobody knows: the first step that it has a gradient in looks at it
+                continue
             check_storage(param, names[param], group["state_dtype"], group["master_weights"])
             reason = why_not_kernels(param, group)
             if reason is not None and (group["fused"] or group["impl"] == "triton"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from optim_kernels._dtensors import is_wrapper, local
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
@@ -46,6 +47,8 @@ def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
 
 def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> tuple[object, ...]:
     """A parameter's row of ``TritonAdamW.explain``; see ``EXPLAIN_HEADER``."""
+    if is_lazy(param):
+        return (name, "", "", "not yet there: its lazy module has seen no input", _short(param.dtype), *[""] * 5)
     reason = why_not_kernels(param, group)
     dtypes = stored_dtypes(param, group, state)
     notes = [reason] if reason is not None else []
