@@ -73,7 +73,7 @@ def test_parameters_of_lazy_modules_are_looked_at_once_they_are_there() -> None:
     model = torch.nn.LazyLinear(3, device=DEVICE, dtype=torch.float64)
     optimizer = TritonAdamW(model.parameters(), impl="triton")
     model(torch.ones(2, 5, device=DEVICE, dtype=torch.float64)).sum().backward()
-    with pytest.raises(RuntimeError, match="its dtype is torch.float64; give it to a group with impl='auto'"):
+    with pytest.raises(RuntimeError, match=r"its dtype is torch\.float64; give it to a group with impl='auto'"):
         optimizer.step()
 
 

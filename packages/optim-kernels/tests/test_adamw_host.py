@@ -11,7 +11,6 @@ from fresh_params import give_gradients, make_params
 from random_tensors import DEVICE
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.two_tensor import TwoTensor
 
 from optim_kernels import TritonAdamW, TritonMuon, multi_tensor, reference
 
@@ -348,12 +347,6 @@ def test_a_step_takes_little_of_the_host() -> None:
         times.append((time.perf_counter() - start) / 20)
     # 14 µs and 0.42 µs a tensor on the host that NOTES.md speaks of; half as much again for slower ones
     assert min(times) < 1.5 * (14e-6 + 0.42e-6 * len(params))
-
-
-def test_tensors_that_are_made_of_others_are_left_to_torch() -> None:
-    two = torch.nn.Parameter(TwoTensor(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)))
-    with pytest.raises(RuntimeError, match="it is a TwoTensor, which is made of other tensors"):
-        TritonAdamW([two], impl="triton")
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")

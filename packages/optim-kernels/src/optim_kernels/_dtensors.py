@@ -13,8 +13,8 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor is made of others, as DTensors and torchao's are, and has no memory of its own."""
-    return hasattr(tensor, "__tensor_flatten__")
+    """Whether the tensor has no memory of its own: made of others, as DTensors and torchao's are, or fake."""
+    return hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode")
 
 
 def local(tensor: Any) -> Any:

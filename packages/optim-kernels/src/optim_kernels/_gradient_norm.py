@@ -113,8 +113,8 @@ class GradientNorms:
             return grads
         if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
             return None
-        # what is traced has no address
-        if torch.compiler.is_compiling():
+        # what is traced, or fake, has no address
+        if torch.compiler.is_compiling() or is_wrapper(grads[0]):
             return None
         try:
             return TensorList(grads, self._kinds)

@@ -116,7 +116,8 @@ def _upload(content: bytes, on_device: Tensor) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on the device now goes into a CUDA graph."""
-    return is_cuda(device) and torch.cuda.is_current_stream_capturing()
+    # tensors of a GPU that is not there are fake
+    return is_cuda(device) and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from optim_kernels._dtensors import local
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._impl import Impl, check_impl, why_not_triton
+from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
+from optim_kernels._optimizers.adamw_paths import why_not_stored
+from optim_kernels._optimizers.adamw_state import new_count
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -33,7 +35,7 @@ from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
-from optim_kernels.multi_tensor import TensorList, why_not_in_place
+from optim_kernels.multi_tensor import TensorList
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
@@ -216,7 +218,7 @@ class TritonMuonAdamW(MuonGroups):
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["step"] = new_count(p.device)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         # a loaded count is on the CPU, or nanochat's int
@@ -287,7 +289,7 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
         return "impl='torch'"
     if group["impl"] == "auto" and not p.is_cuda:
         return f"it is on {p.device.type}"
-    return why_not_triton(p) or why_not_in_place(local(p))
+    return why_not_stored(local(p))
 
 
 def _check_choices(group: dict[str, Any]) -> None:

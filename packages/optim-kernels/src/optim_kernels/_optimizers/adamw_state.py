@@ -95,11 +95,19 @@ def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -
     return param + sizes["grad"] + 2 * moments + 2 * sizes["master"]
 
 
+def new_count(device: torch.device) -> Tensor:
+    """A count of no steps."""
+    if device.type == "cpu":
+        # a fake one that is made so knows its value, which is read on the host
+        return torch.tensor(0.0, dtype=torch.float32, device=device)
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
 def new_state(
     param: Tensor, group: dict[str, Any], *, step_device: torch.device, whole: Tensor | None = None
 ) -> dict[str, Any]:
     """The state of a parameter that has not been stepped; ``whole`` is the one that it is a part of, if it is one."""
-    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    state: dict[str, Any] = {"step": new_count(step_device)}
     for key, dtype in _dtypes(param if whole is None else whole, group).items():
         if key == "max_exp_avg_sq" and not group["amsgrad"]:
             continue

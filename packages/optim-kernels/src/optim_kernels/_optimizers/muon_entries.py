@@ -12,7 +12,13 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import drop_other_masters, master_of, missing_master, placed_master
+from optim_kernels._optimizers.adamw_state import (
+    drop_other_masters,
+    master_of,
+    missing_master,
+    new_count,
+    placed_master,
+)
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
@@ -36,7 +42,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     if group["stochastic_rounding"]:
         # on the device, for a captured step counts too
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["step"] = new_count(param.device)
         state["step"] = state["step"].to(param.device)
 
 

@@ -98,7 +98,7 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
         return f"it is on {p.device.type}"
     for name, tensor in (("it", p), ("its gradient", tensors.grad)):
         if is_wrapper(tensor):
-            return f"{name} is a {type(tensor).__name__}, which is made of other tensors"
+            return f"{name} is a {type(tensor).__name__}, which has no memory of its own"
     if p.is_neg() or b.is_neg():
         return "it is negated lazily"
     for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):
