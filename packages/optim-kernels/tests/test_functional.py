@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels.functional import AdamWPlan, adamw_
+from optim_kernels.functional.muon import muon_
 from optim_kernels.reference.adamw import AdamWScalars
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -273,6 +274,38 @@ def test_the_reference_broadcasts_no_state(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}\[0\] must have the shape of params\[0\], \(4, 3\), got \(3,\)$"):
         adamw_([p], [torch.ones_like(p)], steps=torch.zeros(()), impl="torch", **arguments, **OPTIONS)
     assert torch.equal(p, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf", "clip_factor"])
+def test_numbers_that_must_be_tensors_are_refused_by_name(name: str, impl: Any) -> None:
+    tensors = [[torch.ones(4, 3, device=DEVICE)] for _ in range(4)]
+    arguments: dict[str, Any] = {"steps": torch.zeros((), device=DEVICE), "impl": impl, **OPTIONS}
+    for take in (
+        lambda number: adamw_(*tensors, **arguments, **{name: number}),
+        lambda number: muon_(*tensors[:3], lr=0.1, impl=impl, **{name: number}),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name} must be a 0-d tensor, got 0.5; give torch.tensor\(0.5\)"):
+            take(0.5)
+        with pytest.raises(ValueError, match=rf"^{name} must be a 0-d tensor, one number .* got shape \(2,\)"):
+            take(torch.ones(2, device=DEVICE))
+    assert all(torch.equal(x, torch.ones_like(x)) for (x,) in tensors)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("steps", [0, [0.0]], ids=str)
+def test_step_counts_that_are_no_tensors_are_refused(steps: Any, impl: Any) -> None:
+    tensors = [[torch.ones(4, device=DEVICE)] for _ in range(4)]
+    with pytest.raises(TypeError, match=r"^steps must be a 0-d tensor, or one for each of the params, .* got "):
+        adamw_(*tensors, steps=steps, impl=impl, **OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16], ids=str)
+def test_the_reference_takes_no_master_that_the_kernels_refuse(dtype: torch.dtype) -> None:
+    tensors = [[torch.ones(4)] for _ in range(4)]
+    arguments: dict[str, Any] = {"masters": [torch.ones(4).to(dtype)], "steps": torch.zeros(()), **OPTIONS}
+    with pytest.raises(ValueError, match=rf"masters\[0\] .* {dtype}"):
+        adamw_(*tensors, impl="torch", **arguments)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

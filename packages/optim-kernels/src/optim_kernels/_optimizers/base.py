@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from optim_kernels._dtensors import whole
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels.functional._lists import check_numbers
 
 _logger = logging.getLogger(__name__)
 
@@ -186,24 +187,9 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def checked_factor(clip_factor: Any) -> Tensor | None:
-    """What a caller of ``step`` gave as ``clip_factor``; all of it if it is a DTensor.
-
-    Raises:
-        TypeError: for a number of Python's, which would be found out after the step has begun.
-        ValueError: for several numbers, with which plain torch would scale the last dimension.
-    """
-    if clip_factor is None:
-        return None
-    if not isinstance(clip_factor, Tensor):
-        raise TypeError(
-            f"clip_factor must be a 0-d tensor, got {clip_factor!r}; give torch.tensor({clip_factor!r}), on the "
-            "parameters' device"
-        )
-    if clip_factor.numel() != 1:
-        raise ValueError(
-            f"clip_factor must be a 0-d tensor, one number for all gradients, got shape {tuple(clip_factor.shape)}"
-        )
-    factor: Tensor = whole(clip_factor)
+    """What a caller of ``step`` gave as ``clip_factor``, checked before the step begins; all of a DTensor."""
+    check_numbers(clip_factor=clip_factor)
+    factor: Tensor | None = whole(clip_factor)
     return factor
 
 

@@ -1,4 +1,6 @@
-"""Lists that belong together: what does not fit is refused by its name, before anything is written."""
+"""Lists that belong together, and numbers on the device: what does not fit is refused by its name, before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,35 @@ def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
     for name, each in lists.items():
         if each is not None and len(each) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} {of}, got {len(each)}")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Raise unless each number that is given is a tensor of one element.
+
+    Raises:
+        TypeError: for a number of Python's.
+        ValueError: for several numbers, with which plain torch would scale the last dimension.
+    """
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        if not isinstance(number, Tensor):
+            raise TypeError(
+                f"{name} must be a 0-d tensor, got {number!r}; give torch.tensor({number!r}), on the parameters' device"
+            )
+        if number.numel() != 1:
+            raise ValueError(
+                f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"
+            )
+
+
+def check_counts(steps: Any) -> None:
+    """Raise ``TypeError`` unless step counts are tensors, which a step advances."""
+    counts = steps if isinstance(steps, Sequence) else [steps]
+    if not all(isinstance(count, Tensor) for count in counts):
+        raise TypeError(
+            f"steps must be a 0-d tensor, or one for each of the params, that counts the steps so far, got {steps!r}"
+        )
 
 
 def check_shapes(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | None] | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
-from optim_kernels.functional._lists import check_lengths, check_shapes
+from optim_kernels.functional._lists import check_counts, check_lengths, check_numbers, check_shapes
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
@@ -75,12 +75,14 @@ def adamw_(
     if not params:
         return
     check_impl(impl)
+    check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     # what a plan was made for, the kernels can update
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # torch's own functions take an empty list for none
     max_exp_avg_sqs, masters = max_exp_avg_sqs or None, masters or None
     starts, present = starts or None, present or None
     if not planned:
+        check_counts(steps)
         check_lengths(
             len(params),
             "params",
@@ -102,7 +104,7 @@ def adamw_(
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
-        _check(params, grads)
+        _check(params, grads, masters)
         check_shapes(
             params,
             "params",
@@ -162,7 +164,7 @@ def _listed(value: Any) -> Sequence[Any] | None:
     return value if isinstance(value, Sequence) else None
 
 
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
     """Raise ``ValueError`` for what the reference would take and update wrongly."""
     for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
         if not p.is_floating_point():
@@ -171,4 +173,12 @@ def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"grads[{i}] must have its parameter's shape {tuple(p.shape)}, or be a stack of such, got "
                 f"{tuple(grad.shape)}"
+            )
+    for i, (p, master) in enumerate(zip(params, masters or ())):
+        if master is None or master.dtype == torch.float32:
+            continue
+        if master.dtype != torch.int16 or p.dtype != torch.bfloat16:
+            raise ValueError(
+                f"masters[{i}] must be torch.float32, or torch.int16 beside a bfloat16 parameter, but is "
+                f"{master.dtype} beside {p.dtype}"
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl
-from optim_kernels.functional._lists import check_lengths, check_shapes
+from optim_kernels.functional._lists import check_lengths, check_numbers, check_shapes
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import (
@@ -86,6 +86,7 @@ def muon_(
     """
     if stochastic_rounding and steps is None:
         raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
+    check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     check_lengths(
         len(params),
         "params",
