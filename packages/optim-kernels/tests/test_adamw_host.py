@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -272,6 +273,22 @@ def test_hooks_run_once_around_a_step_that_calls_another(base: Any) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     optimizer.step()
     assert calls == ["pre", "post"]
+
+
+def test_hooks_run_within_a_step_that_was_put_around_the_classs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tool that measures steps, say; torch takes it for a step with hooks of its own."""
+    original, timed = TritonAdamW.step, []
+
+    @wraps(original)
+    def step(self: Any, *args: Any) -> Any:
+        timed.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(TritonAdamW, "step", step)
+    optimizer = TritonAdamW(make_params(), impl="triton")
+    optimizer.register_step_pre_hook(lambda *_: timed.append(2))
+    optimizer.step()
+    assert timed == [1, 2]
 
 
 def test_profiles_name_the_step() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from inspect import unwrap
 from itertools import chain
 from numbers import Integral
 from typing import Any
@@ -167,8 +168,7 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
             or torch.autograd._profiler_enabled()
-        ) and type(self).step is wrapped:
-            # a subclass's own step, which calls this one, torch has wrapped
+        ) and not _hooks_ran_outside(self, wrapped):
             return with_hooks(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
@@ -176,6 +176,12 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     # torch's sign that the step needs no wrapper
     wrapped.hooked = True
     return wrapped
+
+
+def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether ``step`` is called by a subclass's own step, which torch has wrapped."""
+    outer = type(optimizer).step
+    return getattr(outer, "hooked", False) and unwrap(outer, stop=lambda inner: inner is step) is not step
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
