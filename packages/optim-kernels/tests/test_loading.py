@@ -105,3 +105,16 @@ def test_a_hook_may_load_groups_that_muon_has_written() -> None:
     optimizer.load_state_dict({"lr": 0.25})
     (group,) = optimizer.param_groups
     assert (group["lr"], group["ns_dtype"], group["views"]) == (0.25, torch.float32, [view])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_groups_are_refused_in_torchs_words(kind: str) -> None:
+    p, q = random_parameters((8, 6), (8, 6))
+    optimizer = KINDS[kind](p)
+    other = torch.optim.AdamW([{"params": [p]}, {"params": [q]}])
+    steps(other, p, 1)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(other.state_dict())
+    other = torch.optim.AdamW([p, q])
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict(other.state_dict())

@@ -104,6 +104,8 @@ class StatefulOptimizer(Optimizer):
     def _check_complete(self, loaded: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a state lacks something: that would begin anew in silence, or fail in a step."""
         names = self._parameter_names()
+        if len(loaded["param_groups"]) != len(self.param_groups):
+            return  # torch's own error is the better one
         for group, own in zip(loaded["param_groups"], self.param_groups):
             needed = self._needed_state(group)
             for saved_id, param in zip(group["params"], own["params"]):
