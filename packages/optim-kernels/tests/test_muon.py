@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import give_gradients
+from random_tensors import DEVICE, give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import VARIANTS, NSConfig, TritonMuon, reference
@@ -405,6 +405,29 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TritonMuon(parameters((4, 6)), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.float64}, {"momentum_dtype": torch.float64}], ids=str)
+def test_kernels_that_are_asked_for_in_vain_are_refused_before_anything_moves(options: dict[str, Any]) -> None:
+    last = torch.float32 if options else torch.float64
+    params = [nn.Parameter(torch.ones(4, 6, device=DEVICE, dtype=dtype)) for dtype in (torch.float32, last)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = TritonMuon([("first", params[0]), ("last", params[1])], impl="triton", **options)
+    name = "first" if options else "last"
+    with pytest.raises(
+        RuntimeError, match=f"impl='triton' .* fp64, in which {name} is orthogonalised; use impl='auto'"
+    ):
+        optimizer.step()
+    buffers = [torch.zeros_like(p) for p in params]
+    config = NSConfig(dtype=options.get("ns_dtype"))
+    if "momentum_dtype" in options:
+        buffers = [buffer.double() for buffer in buffers]
+    with pytest.raises(RuntimeError, match=r"impl='triton' .* fp64, in which grads\[[01]\] is orthogonalised"):
+        muon_(params, [torch.ones_like(p) for p in params], buffers, lr=0.1, ns=config, impl="triton")
+    moved = [*buffers, *(state["momentum_buffer"] for state in optimizer.state.values())]
+    assert not any(map(torch.any, moved))
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
 
 
 def test_bad_parameters_are_named() -> None:

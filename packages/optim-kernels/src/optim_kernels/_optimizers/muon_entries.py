@@ -20,7 +20,7 @@ from optim_kernels._optimizers.adamw_state import (
     placed_master,
 )
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
-from optim_kernels.functional.muon import muon_, new_second_moment
+from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView
 
@@ -117,6 +117,8 @@ def entries_of(
         view = view_of(p, group, index, names[p])
         check_state_in_capture(p, state, names[p])
         init_state(p, view, group, state[p])
+        if group["impl"] == "triton":
+            check_kernels(grad, state[p]["momentum_buffer"], ns_config_of(group), names[p])
         if group["beta2"] is not None:
             _check_second_moment(state[p]["second_momentum_buffer"], view, names[p])
         if type(p) in PLAIN_TYPES:

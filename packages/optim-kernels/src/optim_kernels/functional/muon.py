@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import Impl
+from optim_kernels._impl import Impl, use_triton
 from optim_kernels.functional._lists import check_lengths, check_numbers, check_shapes
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
@@ -161,6 +161,9 @@ def muon_update(
     rule, ns = rule or MuonRule(), ns or NSConfig()
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
     check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
+    if impl == "triton":
+        for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers)):
+            check_kernels(grad, buffer, ns, f"grads[{i}]")
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
@@ -174,6 +177,16 @@ def muon_update(
             target.copy_(direction_(source, lambda x: newton_schulz_with(x, ns, impl), rule, v, beta2))
         updates.append(o)
     return updates
+
+
+def check_kernels(grad: Tensor, momentum_buffer: Tensor, ns: NSConfig, name: str) -> None:
+    """Raise ``RuntimeError`` unless the kernels, which ``impl="triton"`` asks for, can orthogonalise this update."""
+    u = torch.empty(0, dtype=wide_dtype(grad, momentum_buffer), device=grad.device)
+    if torch.float64 in (u.dtype, ns.compute_dtype(u)):
+        raise RuntimeError(
+            f"impl='triton' multiplies no fp64, in which {name} is orthogonalised; use impl='auto' or 'torch', or fp32"
+        )
+    use_triton("triton", u, name)
 
 
 def apply_muon_update_(
