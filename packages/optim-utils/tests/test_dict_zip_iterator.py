@@ -71,6 +71,29 @@ def test_values_are_iterated_and_keys_captured_at_construction():
     assert list(rows) == [{"a": 1}]
 
 
+class _Counting:
+    """An iterable whose class has a length, but which has none itself: torch's loaders of streams, progress bars."""
+
+    def __iter__(self):
+        return iter(range(2))
+
+    def __len__(self) -> int:
+        raise TypeError("of a stream")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_class_with_lengths_whose_object_has_none(eager: bool):
+    rows = DictZipIterator({"a": _Counting(), "b": [1, 2]}, eager=eager)
+    assert operator.length_hint(rows, 99) == 99
+    assert list(rows) == [{"a": 0, "b": 1}, {"a": 1, "b": 2}]
+
+
+def test_a_number_in_a_tensor_is_refused_by_name():
+    with pytest.raises(TypeError, match="0-d") as error:
+        DictZipIterator({"a": [1], "b": torch.tensor(5)})
+    assert any("'b'" in note for note in error.value.__notes__)
+
+
 def test_one_iterator_under_two_keys_is_refused():
     shared = iter([1, 2])
     with pytest.raises(ValueError, match="'a' and 'c'"):

@@ -28,7 +28,7 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
     """
 
     def __init__(self, data: Mapping[str, Iterable[T]], *, eager: bool = False) -> None:
-        lengths = {key: len(values) for key, values in data.items() if isinstance(values, Sized)}
+        lengths = {key: length for key, values in data.items() if (length := _length_of(values)) is not None}
         if eager:
             shortest = min(lengths.values(), default=0)
             self._check_lengths([key for key in lengths if lengths[key] == shortest], list(lengths))
@@ -86,6 +86,15 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
             other = first_key.setdefault(id(iterator), key)
             if other != key:
                 raise ValueError(f"{other!r} and {key!r} hold the same iterator; give each its own, or a list")
+
+
+def _length_of(values: object) -> int | None:
+    """How many items there are, None if that is not known before."""
+    try:
+        return len(values) if isinstance(values, Sized) else None
+    except TypeError:
+        # what wraps a stream has the method and no length: torch's DataLoader, progress bars
+        return None
 
 
 def _iterator_of(key: str, values: Iterable[T]) -> Iterator[T]:
