@@ -3,6 +3,7 @@
 import gc
 import itertools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import pytest
 
@@ -60,6 +61,30 @@ def test_only_live_classes_count():
     define()
     gc.collect()
     assert get_all_non_abstract_subclasses(Root) == [Root]
+
+
+def test_a_class_that_slots_replaced_is_not_listed_beside_its_replacement():
+    class Root:
+        pass
+
+    gc.disable()  # the class that a decorator was given lives until the next collection
+    try:
+
+        @dataclass(slots=True)
+        class First(Root):
+            x: int = 1
+
+        @dataclass(slots=True)
+        class Second(First):
+            y: int = 2
+
+        @dataclass
+        class Third(First):
+            pass
+
+        assert get_all_non_abstract_subclasses(Root) == [Root, First, Second, Third]
+    finally:
+        gc.enable()
 
 
 def test_deep_hierarchies_and_metaclasses():

@@ -31,9 +31,21 @@ def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
         seen.add(candidate)
         if not getattr(candidate, "__abstractmethods__", None) and ABC not in candidate.__bases__:
             found.append(candidate)
-        # `type.__subclasses__` also works for metaclasses, where `candidate.__subclasses__` is unbound
-        waiting.extend(reversed(type.__subclasses__(candidate)))
+        waiting.extend(reversed(_children(candidate)))
     return found
+
+
+def _children(cls: type[T]) -> list[type[T]]:
+    """The direct subclasses of ``cls`` in the order of their definition.
+
+    ``@dataclass(slots=True)`` makes a class anew. The one that it was given, of which nobody knows, lives until garbage
+    is collected; both have the same dict of fields, and the later one counts.
+    """
+    # also for metaclasses, where `cls.__subclasses__` is unbound
+    classes = type.__subclasses__(cls)
+    fields = [vars(child).get("__dataclass_fields__", child) for child in classes]
+    latest = dict(zip(map(id, fields), classes))
+    return [child for child, own in zip(classes, fields) if latest[id(own)] is child]
 
 
 def batched(iterable: Iterable[T], n: int, *, strict: bool = False) -> Iterator[tuple[T, ...]]:
