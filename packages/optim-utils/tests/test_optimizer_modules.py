@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import re
 import time
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import replace
@@ -277,6 +278,25 @@ def test_names_that_are_no_state_are_not_the_letters_of_a_string():
 
         class Forgotten(OptimizerModule):
             non_state_attributes = "cache"
+
+
+def test_what_contains_itself_is_refused_by_the_way_back():
+    child = Bag(t=torch.ones(1))
+    parent = Bag(children=[child])
+    child.parent = parent
+    way_back = re.escape('["children", 0, "parent"]') + "|" + re.escape('["parent", "children", 0]')
+    with pytest.raises(ValueError, match=f"Bag leads back to it by ({way_back}).*non_state_attributes"):
+        parent.state_dict()
+    loop: dict[str, object] = {}
+    loop["again"] = loop
+    bag = Bag(loop=loop)
+    with pytest.raises(ValueError, match=re.escape('"again"')):
+        bag.state_dict()
+    # the walk of a load follows the live object as far as the loaded state goes, and what is missing to its end
+    with pytest.raises(ValueError, match="non_state_attributes"):
+        bag.load_state_dict({})
+    with pytest.raises(ValueError, match="non_state_attributes"):
+        bag.load_state_dict({"loop": loop})
 
 
 def test_low_bit_tensors_are_stored_plain_and_restored_to_the_bit():

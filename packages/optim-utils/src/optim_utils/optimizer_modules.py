@@ -21,7 +21,7 @@ from torch import Tensor
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import LoadIssue, LoadReport, StateLoadError, in_words
 from optim_utils._state.own_load import hand_over
-from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored
+from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, refuse_cycles
 from optim_utils.low_bit import LowBitTensor, to_plain
 
 __all__ = ["LoadIssue", "LoadReport", "OptimizerModule", "StateLoadError"]
@@ -46,12 +46,19 @@ class OptimizerModule(Stateful):
             destination: a dict to fill and return; what it holds stays.
             keep_vars: store the tensors themselves, instead of detached ones that share their memory.
             store_non_tensors: store plain values too, by reference.
+
+        Raises:
+            ValueError: for an object that contains itself, as by a reference from a child to its parent.
         """
         state = {} if destination is None else destination
-        for name, value in self.state_attributes():
-            stored = store(value, keep_vars, store_non_tensors)
-            if stored is not _LEFT_OUT:
-                state[name] = stored
+        try:
+            for name, value in self.state_attributes():
+                stored = store(value, keep_vars, store_non_tensors)
+                if stored is not _LEFT_OUT:
+                    state[name] = stored
+        except RecursionError:
+            refuse_cycles(self)
+            raise
         return state
 
     def load_state_dict(

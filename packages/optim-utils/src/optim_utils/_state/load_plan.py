@@ -28,6 +28,7 @@ from optim_utils._state.walk import (
     is_never_stored,
     is_plain,
     rebuild,
+    refuse_cycles,
 )
 from optim_utils.low_bit import LowBitTensor, from_plain
 
@@ -115,13 +116,17 @@ class LoadPlan:
             self._mismatch(path, "type", live, loaded)
             return live
         entries = dict(loaded)
-        for name, old in live.state_attributes():
-            if name in entries:
-                new = self.add(old, entries.pop(name), (*path, name))
-                if new is not old:
-                    self._write_attribute(live, name, new)
-            else:
-                self.miss(old, (*path, name))
+        try:
+            for name, old in live.state_attributes():
+                if name in entries:
+                    new = self.add(old, entries.pop(name), (*path, name))
+                    if new is not old:
+                        self._write_attribute(live, name, new)
+                else:
+                    self.miss(old, (*path, name))
+        except RecursionError:
+            refuse_cycles(live)
+            raise
         for name, value in entries.items():
             tensor = self._taken_over(value) if _is_free(live, name) else None
             if tensor is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from optim_utils._state.paths import encode_path
 from optim_utils.block_info import BlockInfo
 
 if TYPE_CHECKING:
@@ -136,13 +137,41 @@ def has_content(value: object, *, store_non_tensors: bool) -> bool:
     """Whether the state of ``value`` has a single entry; checkpoint formats drop containers that have none."""
     if isinstance(value, Tensor):
         return True
-    if isinstance(value, Stateful):
-        children: Iterable[object] = (child for _, child in value.state_attributes())
-    elif isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, SEQUENCES):
-        children = value
-    else:
+    items = _items(value)
+    if items is None:
         # None holds nothing that could be lost, and is what torch's flat form of a state cannot hold
         return store_non_tensors and value is not None and not is_never_stored(value)
-    return any(has_content(child, store_non_tensors=store_non_tensors) for child in children)
+    return any(has_content(child, store_non_tensors=store_non_tensors) for _, child in items)
+
+
+def refuse_cycles(root: object) -> None:
+    """Raise ValueError if ``root`` contains something that contains itself, where every walk ends at Python's stack."""
+    path: list[Any] = []
+    # the containers on the way to where the walk is, with what of them is still to be seen
+    way = {id(root): iter(_items(root) or ())}
+    while way:
+        for key, child in way[next(reversed(way))]:
+            items = _items(child)
+            if items is None:
+                continue
+            path.append(key)
+            if id(child) in way:
+                back = path[list(way).index(id(child)) :]
+                raise ValueError(
+                    f"the state of a {type(child).__name__} leads back to it by {encode_path(back)}; leave the way "
+                    "back out of the state: name its attribute in the non_state_attributes of its class"
+                )
+            way[id(child)] = iter(items)
+            break
+        else:
+            way.popitem()
+            del path[-1:]
+
+
+def _items(value: object) -> Iterable[tuple[Any, Any]] | None:
+    """The keys and values of a container or object that is entered; None if it is not."""
+    if isinstance(value, Stateful):
+        return value.state_attributes()
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, SEQUENCES) else None
