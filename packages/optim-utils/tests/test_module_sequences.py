@@ -204,8 +204,16 @@ class Loader:
             except (TypeError, ValueError):
                 self.problem(path, "type")
                 return live
+        # a history that was longer
+        most = getattr(live, "maxlen", None) or len(items) + len(entries)
+        grown: list[Tensor] = []
+        while self.assign and type(live) in (list, tuple, deque) and len(items) + len(grown) < most:
+            if (tensor := as_tensor(entries.get(len(items) + len(grown)))) is None:
+                break
+            del entries[len(items) + len(grown)]
+            grown.append(tensor)
         self.load_entries(items, entries, path, items.__setitem__, lambda position: False)
-        return made_like(live, list(items.values()))
+        return made_like(live, [*items.values(), *grown])
 
     def load_plain(self, live: Any, loaded: Any, path: tuple[Any, ...]) -> Any:
         if type(live) is type(loaded):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -110,6 +111,13 @@ def assert_same(a: object, b: object) -> None:
         assert a == b
 
 
+def through_a_file(state: object) -> object:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 STEPS = pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
 
 
@@ -153,10 +161,7 @@ def test_without_hooks_torch_breaks_it():
 @STEPS
 def test_torch_save_and_weights_only_load(steps):
     model, optimizer = trained(3)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(optimizer.state_dict())
     fresh_model, fresh = trained(steps)
     weights = copy.deepcopy(fresh_model.state_dict())
     objects = [state.get("preconditioner") for state in state_of(fresh)]
@@ -383,6 +388,74 @@ def test_plain_optimizers_keep_their_dtypes_and_strings():
     assert_same(loaded["moments"], state["moments"])
     assert_same(loaded["scalar"], state["scalar"])
     assert isinstance(loaded["low"], LowBitTensor)
+
+
+class Grown(OptimizerModule):
+    """What it has beside ``fixed`` it makes later, the more the longer it is used."""
+
+    def __init__(self) -> None:
+        self.fixed = torch.zeros(2)
+        self.history: list[torch.Tensor] = []
+        self.late = None
+
+
+class Growing(torch.optim.Optimizer):
+    """Every parameter has an object that remembers the gradients."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: object = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            grown = self.state[param].setdefault("grown", Grown())
+            if param.grad.any():
+                grown.history.append(param.grad.clone())
+                grown.late = quantize(param.grad, INT8)
+
+
+def test_an_object_that_grew_before_it_was_saved_grows_by_a_load():
+    optimizers = []
+    for _ in range(2):
+        param = nn.Parameter(torch.zeros(3))
+        optimizers.append(Growing([param]))
+        attach_state_dict_hooks(optimizers[-1])
+        param.grad = torch.ones(3)
+    for _ in range(2):
+        optimizers[0].step()
+    optimizers[1].load_state_dict(through_a_file(optimizers[0].state_dict()))
+    assert_same(state_of(optimizers[0])[0], state_of(optimizers[1])[0])
+    # a longer one keeps its tensors and takes over the rest
+    first = state_of(optimizers[1])[0]["grown"].history[0]
+    optimizers[0].step()
+    optimizers[1].load_state_dict(through_a_file(optimizers[0].state_dict()))
+    history = state_of(optimizers[1])[0]["grown"].history
+    assert len(history) == 3
+    assert history[0] is first
+
+
+def test_what_is_taken_over_goes_where_the_parameter_is(monkeypatch):
+    with FakeTensorMode():
+        param = nn.Parameter(torch.zeros(3, device="cuda"))
+        optimizer = Growing([param])
+        attach_state_dict_hooks(optimizer)
+        grown = optimizer.state[param]["grown"] = Grown()
+        grown.fixed = 0
+        # what a torch that has no such device can do
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, device: torch.empty(x.shape, dtype=x.dtype, device=device))
+        state = {"fixed": 0, "history": {0: torch.ones(3), 1: torch.tensor(1.0)}, "late": torch.ones(2)}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"grown": state}}})
+    tensors = [*grown.history, grown.late]
+    assert [tensor.device.type for tensor in tensors] == ["cuda", "cpu", "cuda"]
+
+
+def test_what_is_taken_over_for_a_parameter_on_meta_keeps_its_memory():
+    param = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = Growing([param])
+    attach_state_dict_hooks(optimizer)
+    grown = optimizer.state[param]["grown"] = Grown()
+    state = {"fixed": torch.zeros(2), "late": torch.ones(3)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"grown": state}}})
+    assert torch.equal(grown.late, torch.ones(3))
 
 
 class WithLowBit(OptimizerModule):

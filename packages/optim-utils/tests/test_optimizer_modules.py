@@ -299,6 +299,39 @@ def test_what_contains_itself_is_refused_by_the_way_back():
         bag.load_state_dict({"loop": loop})
 
 
+@pytest.mark.parametrize(
+    "live",
+    [[torch.zeros(1)], [], (torch.zeros(1),), deque(maxlen=2), deque([torch.zeros(1)])],
+    ids=lambda live: f"{type(live).__name__} of {len(live)}",
+)
+def test_tensors_behind_the_last_item_are_taken_over_only_if_asked(live):
+    history = {0: torch.ones(1), "1": torch.full((2,), 2.0)}
+    with pytest.raises(StateLoadError):
+        load_into(copy.deepcopy(live), history)
+    found = load_into(live, history, assign=True)
+    assert type(found) is type(live)
+    assert len(found) == 2
+    assert found[1] is history["1"]
+    assert found[0] is (live[0] if live else history[0])
+    assert torch.equal(found[0], history[0])
+
+
+@pytest.mark.parametrize(
+    ("live", "loaded"),
+    [
+        # full, of fixed length, without order, with a gap, and no tensor
+        (deque([torch.zeros(1)], maxlen=1), {0: torch.ones(1), 1: torch.ones(1)}),
+        (Point(torch.zeros(1), 0), {0: torch.ones(1), 1: 0, 2: torch.ones(1)}),
+        (set(), {0: torch.ones(1)}),
+        ([torch.zeros(1)], {0: torch.ones(1), 2: torch.ones(1)}),
+        ([torch.zeros(1)], {0: torch.ones(1), 1: 5}),
+    ],
+)
+def test_what_has_no_place_behind_the_last_item_is_refused(live, loaded):
+    with pytest.raises(StateLoadError, match=r'\["a", \d\] +unexpected'):
+        load_into(live, loaded, assign=True)
+
+
 def test_low_bit_tensors_are_stored_plain_and_restored_to_the_bit():
     x = torch.randn(300)
     live = Bag(q=quantize(torch.zeros(300), UINT8_AFFINE), l=[quantize(torch.zeros(4), INT8)])

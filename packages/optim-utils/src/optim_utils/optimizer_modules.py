@@ -81,8 +81,8 @@ class OptimizerModule(Stateful):
             store_non_tensors: load plain values too, instead of keeping the present ones.
             strict: refuse missing, unexpected and mismatched entries, instead of skipping each with a warning.
             cast: convert floating-point tensors to the present dtype, instead of refusing another one.
-            assign: where there is no memory to fill (None, a meta tensor, no such attribute), let the loaded tensor
-                itself take the place.
+            assign: where there is no memory to fill (None, a meta tensor, no such attribute, behind the last item of a
+                list, tuple or deque), let the loaded tensor itself take the place.
 
         A nested object of a subclass with a ``load_state_dict`` of its own is loaded by that, after all others, with
         those of the options that it has parameters for. It is tried on a copy first, as a part of the check.

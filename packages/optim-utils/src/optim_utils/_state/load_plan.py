@@ -7,7 +7,9 @@ written and what does not fit; only then is the report judged and, if it passes,
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MemberDescriptorType
 from typing import Any
 
@@ -42,13 +44,16 @@ class LoadPlan:
     Args:
         store_non_tensors: whether plain values are loaded too, or stay.
         cast: whether floating-point tensors are converted to the live dtype, or refused.
-        assign: whether a loaded tensor takes the place of what has no memory to fill: None, a meta tensor, nothing.
+        assign: whether a loaded tensor takes the place of what has no memory to fill: None, a meta tensor, nothing, the
+            end of a list.
     """
 
     def __init__(self, *, store_non_tensors: bool = True, cast: bool = True, assign: bool = False) -> None:
         self.store_non_tensors = store_non_tensors
         self.cast = cast
         self.assign = assign
+        # where tensors go that are taken over, except those without dimensions; None: they stay where they are
+        self.device: torch.device | None = None
         self.report = ReportBuilder()
         self.fills: list[tuple[Tensor, Tensor]] = []
         self.writes: list[Callable[[], object]] = []
@@ -261,9 +266,21 @@ class LoadPlan:
                 items[position] = self.add(old, entries.pop(position), (*path, position))
             else:
                 self.miss(old, (*path, position))
+        self._append_taken_over(live, items, entries, path)
         for position, value in entries.items():
             self._unexpected((*path, position), value)
         return rebuild(live, items)
+
+    def _append_taken_over(self, live: Any, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
+        """Move the tensors behind the last of ``items`` there from ``entries``: of a history that was longer."""
+        # a named tuple has as many items as names, a set no order, and a full deque would drop its first ones
+        room = len(items) + len(entries) if isinstance(live, list) or type(live) is tuple else len(items)
+        if isinstance(live, deque):
+            room = len(items) + len(entries) if live.maxlen is None else live.maxlen
+        while len(items) < room and (tensor := self._taken_over(entries.get(len(items)))) is not None:
+            self._loaded((*path, len(items)), None, tensor)
+            del entries[len(items)]
+            items.append(tensor)
 
     def _replace_sequence(self, live: Any, items: list[Any], loaded: Any, path: Path) -> Any:
         if not self.store_non_tensors:
@@ -297,13 +314,12 @@ class LoadPlan:
         """The tensor that is to stand where there was nothing; None if there is none, or no ``assign``."""
         if not self.assign:
             return None
-        if isinstance(loaded, Tensor):
-            return loaded
-        try:
-            return from_plain(dict(loaded)) if is_low_bit_form(loaded) else None
-        except ValueError:
-            # cast or reshaped since it was saved: no low-bit tensor any more
-            return None
+        tensor = loaded if isinstance(loaded, Tensor) else None
+        if is_low_bit_form(loaded):
+            # cast or reshaped since it was saved it is no low-bit tensor any more
+            with suppress(ValueError):
+                tensor = from_plain(dict(loaded))
+        return tensor if tensor is None or self.device is None or not tensor.ndim else tensor.to(self.device)
 
     def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
         # not `setattr`: a property or an own `__setattr__` of the class is not part of restoring it

@@ -225,6 +225,8 @@ def _is_leaf(value: object) -> bool:
 def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...]) -> State:
     """What a parameter's state becomes: objects as they are, to be filled by the plan, and the saved values."""
     entries = by_key(live, saved) or {}
+    # what is on meta has no memory yet: what is loaded brings it
+    plan.device = None if device.type == "meta" else device
     state = {}
     for name, value in entries.items():
         old = live.get(name)
