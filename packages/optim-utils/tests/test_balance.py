@@ -143,6 +143,24 @@ def test_infeasible_cap_names_the_smallest_that_was_found():
     assert max(partition(costs, 64, memory=sizes, memory_cap=smallest).memory_loads) <= smallest
 
 
+def test_an_infeasible_cap_is_not_rounded_to_the_smallest_that_was_found():
+    with pytest.raises(ValueError, match=r"memory_cap = 3\.75 bytes .* found is 4 bytes \(1\.067 × the mean\)"):
+        partition([1] * 15, 4, memory=[1] * 15, memory_cap=1.0)
+    # either number can be given
+    for cap in (4, 1.067):
+        assert max(partition([1] * 15, 4, memory=[1] * 15, memory_cap=cap).memory_loads) == 4
+    with pytest.raises(ValueError, match=r"memory_cap = 2 bytes .* found is 2\.5 bytes"):
+        partition([1] * 3, 3, memory=[2.5] * 3, memory_cap=2)
+
+
+def test_the_lower_bound_is_no_rounding_error_above_the_loads():
+    # added from the largest on they are more
+    assert 0.4 + 0.2 + 0.1 > 0.1 + 0.4 + 0.2
+    result = partition([0.1, 0.4, 0.2], 1)
+    assert result.lower_bound == result.loads[0]
+    assert result.gap == 0
+
+
 @pytest.mark.parametrize("cap", [1.5, 1e-9, 1])
 def test_what_weighs_nothing_is_within_every_cap(cap):
     result = partition([1.0, 2.0], 2, memory=[0, 0], memory_cap=cap)

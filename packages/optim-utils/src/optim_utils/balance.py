@@ -149,11 +149,13 @@ def partition(
         owner = best_owners(problem)
     if owner is None:
         raise _infeasible(problem)
+    loads = tuple(loads_of(costs, owner, initial))
     return Partition(
         owner=tuple(owner),
-        loads=tuple(loads_of(costs, owner, initial)),
+        loads=loads,
         memory_loads=tuple(loads_of(sizes, owner, [0] * num_ranks)) if memory is not None else None,
-        lower_bound=lower_bound(costs, num_ranks, initial),
+        # floats that are summed in another order may differ in the last digit
+        lower_bound=min(lower_bound(costs, num_ranks, initial), max(loads)),
         costs=tuple(costs),
     )
 
@@ -193,10 +195,16 @@ def _infeasible(problem: Problem) -> ValueError:
     assert owner is not None
     smallest = largest_load(by_memory, owner)
     mean = sum(problem.memory) / problem.num_ranks
+    # rounded up: as a cap it has to be enough
+    multiple = math.ceil(1000 * _ratio(smallest, mean)) / 1000
     return ValueError(
-        f"no partition found within memory_cap = {problem.cap:.0f} bytes a rank; the smallest cap found is "
-        f"{smallest:.0f} bytes ({_ratio(smallest, mean):.3f} × the mean): raise it, or split the largest items"
+        f"no partition found within memory_cap = {_exact(problem.cap)} bytes a rank; the smallest cap found is "
+        f"{_exact(smallest)} bytes ({multiple:.3f} × the mean): raise it, or split the largest items"
     )
+
+
+def _exact(amount: float) -> str:
+    return str(int(amount)) if amount == int(amount) else str(amount)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
