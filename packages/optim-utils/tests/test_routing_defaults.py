@@ -12,6 +12,14 @@ from optim_utils import CombinedLinear
 from optim_utils.param_groups import Rule, UnroutedParameterError, route_parameters
 
 
+class VocabularyEmbedding(nn.Module):
+    """An embedding that does not derive from torch's, as those that are split over ranks."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(count, width))
+
+
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
@@ -25,6 +33,11 @@ from optim_utils.param_groups import Rule, UnroutedParameterError, route_paramet
         ({"a": nn.EmbeddingBag(5, 2)}, {"a.weight": "embedding"}),
         ({"x.wte": Weights(weight=(5, 2))}, {"x.wte.weight": "embedding"}),
         ({"x": Weights(pos_embed=(1, 5, 2))}, {"x.pos_embed": "embedding"}),
+        ({"x": Weights(pos_emb=(1, 5, 2), emb=(5, 2))}, {"x.pos_emb": "embedding", "x.emb": "embedding"}),
+        ({"tok_emb": Weights(weight=(5, 2))}, {"tok_emb.weight": "embedding"}),
+        ({"tokens": VocabularyEmbedding(5, 2)}, {"tokens.table": "embedding"}),
+        # a projection inside of what makes embeddings is none
+        ({"time_emb.mlp": nn.Linear(3, 2, bias=False)}, {"time_emb.mlp.weight": "matrix"}),
         ({"x.lm_head.dense": nn.Linear(3, 2, bias=False)}, {"x.lm_head.dense.weight": "head"}),
         ({"classifier": nn.Linear(3, 2, bias=False)}, {"classifier.weight": "head"}),
         ({"classifier": CombinedLinear(3, 2)}, {"classifier.combined_weight": "head"}),

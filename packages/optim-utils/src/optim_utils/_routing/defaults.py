@@ -26,7 +26,8 @@ _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
 _is_bias_name = matcher("bias", "*_bias")
 # Two dimensions, but no matrix: the decays of a state space model (Mamba), and biases by relative position (Swin).
 _is_elementwise_name = matcher("A_log", "*_bias_table")
-_is_embedding_name = matcher("wte", "wpe", "*embed*")
+_is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
+_is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
 _is_head_name = matcher("output", "head", "classifier", "score", "fc")
 # A convolution of a few colours or channels: its (out, in k k) matrix is no map between hidden features.
 _STEM_CHANNELS = 4
@@ -138,7 +139,8 @@ def _norm(leaf: Leaf) -> Decision | None:
 
 
 def _embedding(leaf: Leaf) -> Decision | None:
-    if leaf.is_in(*_EMBEDDINGS):
+    # those of others need not derive from torch's
+    if any(_is_embedding_class(base.__name__) for module in leaf.modules for base in type(module).__mro__):
         return Decision("adamw", "embedding", "embedding module")
     return Decision("adamw", "embedding", "embedding by name") if leaf.is_called(_is_embedding_name) else None
 
