@@ -454,6 +454,12 @@ def test_formats_are_checked() -> None:
         LowBitTensor(torch.zeros(3, dtype=torch.uint8), torch.zeros(1), None, UINT8_AFFINE, (3,))
 
 
+@pytest.mark.parametrize("fmt", [torch.int8, "INT8", None], ids=str)
+def test_what_is_no_format_is_refused(fmt: object) -> None:
+    with pytest.raises(TypeError, match="fmt has to be a LowBitFormat, such as INT8, got "):
+        quantize(torch.randn(4), fmt)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_a_low_bit_tensor_passes_for_no_other_dtype_than_its_plain_form_knows(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"one of .* got {dtype}"):

@@ -257,6 +257,7 @@ def nested(**options: object) -> nn.Module:
         ({}, ['Missing key(s) in state_dict: "block.proj.combined_weight"']),
         ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, ["size mismatch for block.proj.weight"]),
         ({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, ["size mismatch for block.proj.bias"]),
+        ({"weight": torch.ones(2, 3), "bias": 3.0}, ["expected a tensor for block.proj.bias, got a float"]),
         (
             {"combined_weight": torch.ones(2, 4), "weight": torch.ones(2, 3)},
             ["block.proj.combined_weight and block.proj.weight are two forms"],
@@ -266,7 +267,7 @@ def nested(**options: object) -> nn.Module:
             ['Unexpected key(s) in state_dict: "block.proj.extra"'],
         ),
     ],
-    ids=["no bias", "no weight", "nothing", "weight shape", "bias shape", "both forms", "extra"],
+    ids=["no bias", "no weight", "nothing", "weight shape", "bias shape", "no tensor", "both forms", "extra"],
 )
 def test_what_is_wrong_is_named_in_full(state, texts):
     model = nested()

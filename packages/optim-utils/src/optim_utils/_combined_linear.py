@@ -281,10 +281,14 @@ class CombinedLinear(nn.Module):
         found = {name: state_dict[name] for name in live if name in state_dict}
         if found and combined in state_dict:
             error_msgs.append(f"{combined} and {', '.join(found)} are two forms of the same values: give one of them")
-        wrong = [name for name, value in found.items() if value.shape != live[name].shape]
+        wrong = [
+            name for name, value in found.items() if not isinstance(value, Tensor) or value.shape != live[name].shape
+        ]
         error_msgs += [
             f"size mismatch for {name}: copying a param with shape {found[name].shape} from checkpoint, "
             f"the shape in current model is {live[name].shape}."
+            if isinstance(found[name], Tensor)
+            else f"expected a tensor for {name}, got a {type(found[name]).__name__}"
             for name in wrong
         ]
         if wrong or (found and combined in state_dict):

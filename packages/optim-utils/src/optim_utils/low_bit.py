@@ -110,6 +110,8 @@ def quantize(
         TypeError: for what is not floating, is quantized already, or would have a dtype that is not among these.
         ValueError: for a seed or generator without ``stochastic``, and by ``validate``.
     """
+    if not isinstance(fmt, LowBitFormat):
+        raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got {fmt!r}")
     fmt = fmt.specialized()
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
