@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,8 @@ from optim_redist._lazy import lazy
 from optim_redist.errors import LayoutError
 
 Axis = int | str
+
+_is_word = re.compile(r"\w(?:[\w -]*\w)?").fullmatch
 
 
 def int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
@@ -138,8 +141,10 @@ class Mesh:
 
     @lazy
     def axis_names(self) -> tuple[str, ...]:
-        """The names of the axes, or their numbers."""
-        return self.names or tuple(map(str, range(len(self.sizes))))
+        """How texts call the axes: by their names, or by number if a name holds what separates names in a text."""
+        if self.names is not None and all(map(_is_word, self.names)):
+            return self.names
+        return tuple(map(str, range(len(self.sizes))))
 
     def __str__(self) -> str:
         sizes = (
