@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
+from operator import index
 from typing import Any
 
 from optim_redist._lazy import lazy
@@ -135,9 +136,14 @@ class Mesh:
             if self.names is None or axis not in self.names:
                 raise LayoutError(f"the mesh has no axis {axis!r}; its axes are {self.names or self.num_axes}")
             return self.names.index(axis)
-        if not 0 <= axis < self.num_axes:
-            raise LayoutError(f"mesh axis {axis} is outside a mesh of {self.num_axes} axes")
-        return axis
+        try:
+            number = index(axis)
+        except TypeError:
+            hint = f", a class: write {axis.__name__}(…)" if isinstance(axis, type) else ""
+            raise LayoutError(f"a mesh axis is a number or a name, got {axis!r}{hint}") from None
+        if not 0 <= number < self.num_axes:
+            raise LayoutError(f"mesh axis {number} is outside a mesh of {self.num_axes} axes")
+        return number
 
     @lazy
     def axis_names(self) -> tuple[str, ...]:

@@ -84,6 +84,11 @@ class Layout:
     _hash: int = field(repr=False, compare=False)
 
     def __init__(self, mesh: Mesh, dims: Sequence[DimSpec], partial: Mapping[Axis, str] | None = None) -> None:
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(
+                f"a layout's mesh is a Mesh, got {mesh!r}; make one by Mesh(sizes, names, ranks), or the layout from a "
+                "DeviceMesh by Layout.from_placements"
+            )
         splits = tuple(_as_split(mesh, spec) for spec in dims)
         ops = tuple(sorted((mesh.axis(axis), _as_op(op)) for axis, op in (partial or {}).items()))
         used = [axis for split in splits if split for axis in split.axes] + [axis for axis, _ in ops]
