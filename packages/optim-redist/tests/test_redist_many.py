@@ -9,7 +9,7 @@ import pytest
 import torch
 from redist_cases import part_of, random_case
 
-from optim_redist import Item, Layout, LayoutError, Mesh, PlanMismatchError, many, redistribute_many
+from optim_redist import Item, Layout, LayoutError, Mesh, PlanMismatchError, UnsupportedError, many, redistribute_many
 from optim_utils.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
@@ -101,6 +101,20 @@ def test_tensors_of_other_names_are_not_exchanged() -> None:
     run_ranks(_other_names, 2)
 
 
+def _outside(rank: int, world: int) -> None:
+    src, dst = Layout(Mesh(2), [0]), Layout(Mesh(2), [None])
+    item = Item(part_of(torch.arange(4), src, rank), (4,), src, dst, torch.int64)
+    if rank < 2:
+        assert torch.equal(redistribute_many([item])[0], torch.arange(4))
+    else:
+        with pytest.raises(UnsupportedError, match=r"rank 2 is in no layout and not in the group; only ranks \(0, 1\)"):
+            redistribute_many([item])
+
+
+def test_a_rank_in_no_layout_is_refused() -> None:
+    run_ranks(_outside, 3)
+
+
 def test_errors_name_the_tensor() -> None:
     one = Layout(Mesh(1), [None])
     with pytest.raises(LayoutError, match="'b' has no tensor"):
@@ -109,6 +123,12 @@ def test_errors_name_the_tensor() -> None:
         redistribute_many({"b": (torch.zeros(2), (3,), one, one)})
     with pytest.raises(LayoutError, match=r"'b' is a tensor of torch\.float32, and dtype=torch\.int8 was given"):
         redistribute_many({"b": (torch.zeros(3), (3,), one, one, torch.int8)})
+    with pytest.raises(LayoutError, match=r"'b' is a tuple of 3, .* \(tensor, shape, src, dst\[, dtype\]\)"):
+        redistribute_many({"b": (torch.zeros(3), (3,), one)})
+    with pytest.raises(LayoutError, match="0 is a Tensor, not an Item"):
+        redistribute_many(torch.zeros(3))
+    with pytest.raises(LayoutError, match=r"names that have an order, got 'b', 1"):
+        redistribute_many(dict.fromkeys(("b", 1), (torch.zeros(3), (3,), one, one)))
     assert redistribute_many({}) == {}
     assert redistribute_many([]) == []
     with pytest.raises(ValueError, match="bucket_bytes"):

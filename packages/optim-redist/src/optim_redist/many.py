@@ -21,7 +21,7 @@ from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
 from optim_redist._running.views import Copy, copy_together, resolved
 from optim_redist.cost import CommModel
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
 from optim_redist.program import Handle
@@ -105,6 +105,10 @@ class ManyProgram:
             ranks = {rank for made in plans for layout in (made.src, made.dst) for rank in layout.mesh.ranks}
             self.team = Team.of(ranks, group)
             members = self.team.members
+            if self.rank not in members:
+                raise UnsupportedError(
+                    f"rank {self.rank} is in no layout and not in the group; only ranks {members} take part"
+                )
         self.stages: list[StageProgram] = []
         for made in plans:
             (stage,) = stage_programs(made, self.rank)
@@ -253,8 +257,8 @@ def redistribute_many(
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    names: list[Any] = sorted(items) if isinstance(items, Mapping) else list(range(len(items)))
-    chosen = [Item(*cast(Any, items)[name]) for name in names]
+    names = _in_order(items) if isinstance(items, Mapping) else list(range(len(items)))
+    chosen = [_as_item(name, cast(Any, items)[name]) for name in names]
     if not chosen:
         return {} if isinstance(items, Mapping) else []
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
@@ -286,6 +290,23 @@ def redistribute_many(
 
     handle = Handle(run(), program.device_of(tensors) if async_op else None)
     return handle if async_op else handle.wait()
+
+
+def _in_order(items: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return sorted(items)
+    except TypeError:
+        listed = ", ".join(map(repr, items))
+        raise LayoutError(
+            f"tensors of a dict travel in the order of their names, so these are names that have an order, got {listed}"
+        ) from None
+
+
+def _as_item(name: Hashable, given: Any) -> Item:
+    if isinstance(given, tuple | list) and len(given) in (4, 5):
+        return Item(*given)
+    what = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__
+    raise LayoutError(f"{name!r} is a {what}, not an Item or (tensor, shape, src, dst[, dtype])")
 
 
 def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None) -> Plan:
