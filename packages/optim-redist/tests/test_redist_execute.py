@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 from redist_cases import Case, combined, contributions_of, example_cases, part_of, random_case
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from optim_redist import (
     Block,
@@ -337,6 +337,22 @@ def test_wrong_local_shapes_are_refused() -> None:
         simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)])
     with pytest.raises(LayoutError, match="dtype="):
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
+
+
+def _whole_dtensors(rank: int, world: int) -> None:
+    mesh, pending = Mesh(2), Layout(Mesh(2), [None], {0: "sum"})
+    whole = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Replicate()])
+    message = rf"rank {rank}: .* is a DTensor, .*\.to_local"
+    with pytest.raises(LayoutError, match=message):
+        redistribute_local(whole, (4,), pending, Layout(mesh, [0]))
+    with pytest.raises(LayoutError, match=message):
+        redistribute_local(whole.to_local(), (4,), pending, Layout(mesh, [None]), out=whole)
+    with pytest.raises(LayoutError, match="'w' is a DTensor"):
+        redistribute_many({"w": (whole, (4,), pending, Layout(mesh, [0]))})
+
+
+def test_dtensors_are_no_local_parts() -> None:
+    run_ranks(_whole_dtensors, 2)
 
 
 def _with_a_history(rank: int, world: int) -> None:

@@ -372,6 +372,10 @@ def test_the_verifier_checks_claims() -> None:
         verify(replace(made, dst=made.src))
     with pytest.raises(RedistError, match="1 more steps"):
         verify(replace(made, steps=made.steps * 2))
+    with pytest.raises(RedistError, match="lists 0 steps, its stages have more"):
+        verify(replace(made, steps=()))
+    with pytest.raises(RedistError, match="no stages"):
+        verify(replace(made, stages=()))
 
 
 def test_reductions_reach_the_bound() -> None:

@@ -19,7 +19,7 @@ from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import Copy, copy_together, resolved
+from optim_redist._running.views import Copy, copy_together, refuse_dtensor, resolved
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
@@ -272,6 +272,7 @@ def redistribute_many(
         _programs.put(key, known)
     program = known[1]
     for name, item, stage in zip(names, chosen, program.stages):
+        refuse_dtensor(item.tensor, f"rank {program.rank}: {name!r}")
         found = None if item.tensor is None else tuple(item.tensor.shape)
         if found != stage.src_shape:
             raise LayoutError(

@@ -22,7 +22,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.native import NativeReduction
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import resolved
+from optim_redist._running.views import refuse_dtensor, resolved
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
@@ -288,6 +288,7 @@ class Program:
         self._check_form("out", out, self.stages[-1].dst_shape)
 
     def _check_form(self, what: str, tensor: Tensor | None, expected: tuple[int, ...] | None) -> None:
+        refuse_dtensor(tensor, f"rank {self.rank}: the {what} tensor")
         found = None if tensor is None else tuple(tensor.shape)
         if found != expected:
             raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")

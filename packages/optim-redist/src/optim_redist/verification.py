@@ -67,6 +67,8 @@ def verify(plan: Plan) -> Verification:
     Raises:
         RedistError: naming the step, the ranks and the elements that break it.
     """
+    if not plan.stages:
+        raise RedistError("the plan has no stages")
     if not same_ownership(plan.stages[0].src, plan.src, plan.shape):
         raise RedistError("the plan starts at another layout than its source")
     if not same_ownership(plan.stages[-1].dst, plan.dst, plan.shape):
@@ -80,6 +82,8 @@ def verify(plan: Plan) -> Verification:
         rounds = plan.stages[number].rounds
         for k in range(0, len(phases), rounds):
             whole = Phase(phases[k].name, tuple(t for phase in phases[k : k + rounds] for t in phase.transfers))
+            if not steps:
+                raise RedistError(f"the plan lists {len(plan.steps)} steps, its stages have more")
             _verify_step(plan, steps.pop(0), whole)
         peak = max(peak, _peak(plan, number, problem, phases))
     if steps:

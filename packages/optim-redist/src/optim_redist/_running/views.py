@@ -6,6 +6,7 @@ width, so that every bit arrives.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import cast
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from optim_redist.errors import LayoutError
 from optim_redist.moves import Which
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,6 +31,14 @@ def as_bits(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     bits = bits_type(tensor.dtype)
     return tensor if tensor.dtype == bits else tensor.view(bits)
+
+
+def refuse_dtensor(tensor: Tensor | None, what: str) -> None:
+    """Raise LayoutError for a DTensor, which shows the shape of the whole where a rank's part is meant."""
+    # who has one has imported its class, which takes seconds
+    package = sys.modules.get("torch.distributed.tensor")
+    if package is not None and isinstance(tensor, package.DTensor):
+        raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
 
 
 def resolved(tensor: Tensor | None) -> Tensor | None:
