@@ -52,6 +52,12 @@ def test_mesh_may_be_size_tuple_list_or_int(mesh):
     assert dist.numProcessors == 4
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_axis_may_be_an_int(axis):
+    # 0 is no axis less
+    assert MultiAxisDist((2, 4), (axis, None), 1) == MultiAxisDist((2, 4), ((axis,), ()), 1)
+
+
 def test_distributions_are_immutable_and_compared_literally():
     dist = MultiAxisDist((2, 2), ((0,), (1,)), 2)
     with pytest.raises(AttributeError):

@@ -45,8 +45,8 @@ class MultiAxisDist:
 
     Args:
         processor_mesh: sizes of the mesh axes, or one int for a mesh of one axis.
-        dims_mapping: for each tensor dimension the mesh axes that split it, major to minor; ``()`` or ``None`` where
-            it is not split.
+        dims_mapping: for each tensor dimension the mesh axes that split it, major to minor, or one int; ``()`` or
+            ``None`` where it is not split.
         block_sizes: one int for all split dimensions or one for each dimension; ``None`` or -1 = 1 where split.
             A dimension that is not split always stores -1.
 
@@ -60,7 +60,7 @@ class MultiAxisDist:
     def __init__(
         self,
         processor_mesh: Sequence[int] | int,
-        dims_mapping: Sequence[Sequence[int] | None],
+        dims_mapping: Sequence[Sequence[int] | int | None],
         block_sizes: Sequence[int | None] | int | None = None,
     ) -> None:
         mesh = (processor_mesh,) if isinstance(processor_mesh, int) else tuple(int(size) for size in processor_mesh)
@@ -68,7 +68,10 @@ class MultiAxisDist:
             raise ValueError(
                 f"processor_mesh must have at least one axis, each of size 1 or more, got {processor_mesh}"
             )
-        mapping = tuple(tuple(int(axis) for axis in axes or ()) for axes in dims_mapping)
+        mapping = tuple(
+            () if axes is None else (axes,) if isinstance(axes, int) else tuple(int(axis) for axis in axes)
+            for axes in dims_mapping
+        )
         used = list(chain.from_iterable(mapping))
         if any(axis not in range(len(mesh)) for axis in used):
             raise ValueError(f"dims_mapping names axes {used}, but the mesh {list(mesh)} has axes 0 to {len(mesh) - 1}")
