@@ -275,6 +275,15 @@ def test_narrow_floats_are_summed_in_fp32_in_rank_order() -> None:
     assert averaged[0].item() == torch.tensor(259 / 4).bfloat16().item()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_numbers_of_16_bit_floats_are_summed_in_fp32_too() -> None:
+    mesh = Mesh(4)
+    locals = [torch.full((4,), value, dtype=torch.complex32) for value in (2048.0, 1.0, 1j, 1.0)]
+    for op, expected in (("sum", 2050 + 1j), ("avg", 512.5 + 0.25j)):
+        found = simulate(plan((4,), torch.complex32, Layout(mesh, [None], {0: op}), Layout(mesh, [0])), locals)
+        assert [part.to(torch.complex64).item() for part in found.values()] == [expected] * 4
+
+
 def test_replicas_of_several_contributions_are_combined_completely() -> None:
     # replicas share the sending, so contributions arrive cut at different places
     done = 0

@@ -1,6 +1,7 @@
 """Combining contributions in a fixed order, so that every run and every rank count gives the same bits.
 
-Contributions are combined by ascending number, 16-bit and narrower floats in fp32, and rounded once at the end:
+Contributions are combined by ascending number, 16-bit and narrower floats (those of complex numbers, too) in fp32, and
+rounded once at the end:
 
     target = scale · ( … ((c₀ ∘ c₁) ∘ c₂) … ),     scale = 1 / contributions of avg axes.
 
@@ -62,7 +63,7 @@ class Reduction:
         narrow = dtype.is_floating_point and dtype.itemsize < 4
         op = next(iter(ops)) if len(ops) == 1 else "sum"
         scale = prod(count for name, count in reduced if name == "avg")
-        accumulate = torch.float32 if narrow else dtype
+        accumulate = torch.float32 if narrow else torch.complex64 if dtype == torch.complex32 else dtype
         if "avg" in ops and dtype == torch.float32:
             accumulate = torch.float64
         return cls(op, scale, accumulate)
