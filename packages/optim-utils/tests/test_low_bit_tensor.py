@@ -357,6 +357,35 @@ def test_dtensors_give_dtensors_of_the_same_bits(world_size: int) -> None:
     run_ranks(dtensor_rank, world_size)
 
 
+def stochastic_rank(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = DYNAMIC8.with_(block_size=4, layout="rows")
+    for fmt, num_rows, placement in (
+        (MOMENT8.with_(block_size=8), 8, Shard(0)),
+        (rows, 3, Shard(0)),
+        (rows, 3, Shard(1)),
+        (rows, 3, Replicate()),
+    ):
+        whole = numbers(num_rows)
+        sharded = distribute_tensor(whole, mesh, [placement])
+        coded = quantize(sharded, fmt, stochastic=True, seed=11)
+        assert same_bits(full(coded), quantize(whole, fmt, stochastic=True, seed=11)), (fmt, placement)
+        options = {"stochastic": True}
+        if placement == Replicate():
+            with pytest.raises(ValueError, match=r"replicas .* shape \(3, 24\) .* give a seed, the same on all"):
+                quantize(sharded, fmt, **options)
+            # whose generators agree may say so
+            options["generator"] = torch.Generator().manual_seed(3)
+        assert quantize(sharded, fmt, **options).codes.placements == (placement,)
+
+
+def test_a_seed_rounds_a_sharded_tensor_as_the_whole() -> None:
+    run_ranks(stochastic_rank, 2)
+
+
 def state_of(world_size: int, fmt: LowBitFormat, *, zeros: bool = False) -> dict[str, Any]:
     """The state that is saved and loaded: plain forms of DTensor and replicated tensors, and a leaf of the subclass."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -25,7 +25,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Word", "packed_philox_uint16", "philox_2x32", "philox_4x32", "philox_uint32", "random_bits"]
+__all__ = [
+    "Word",
+    "packed_philox_uint16",
+    "philox_2x32",
+    "philox_4x32",
+    "philox_uint32",
+    "philox_words",
+    "random_bits",
+]
 
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Philox 4x32 and 2x32 (the paper's table 2 and section 3.3).
@@ -98,17 +106,21 @@ def philox_uint32(
     seed: Word, offset: Word, shape: int | Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
     """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
-    count, key = _numel(shape), _words(seed, "seed")
+    count = _numel(shape)
 
     def words(start: int, stop: int) -> Tensor:
-        index = _indices(offset + start, stop - start, device)
-        return philox_4x32((index & _WORD, (index >> 32) & _WORD, 0, 0), key)[0]
+        return philox_words(seed, _indices(offset + start, stop - start, device))
 
     if torch.compiler.is_compiling() or torch.empty(0, device=device).device.type != "cpu":
         return words(0, count).view(shape)
     # The ten rounds are some hundred passes over their words: on a CPU they stay in its cache.
     pieces = [words(start, min(start + _CACHED, count)) for start in range(0, max(count, 1), _CACHED)]
     return torch.cat(pieces).view(shape)
+
+
+def philox_words(seed: Word, index: Tensor) -> Tensor:
+    """The plain stream's word (int64, in [0, 2**32)) for each of the elements ``index`` (int64)."""
+    return philox_4x32((index & _WORD, (index >> 32) & _WORD, 0, 0), _words(seed, "seed"))[0]
 
 
 def packed_philox_uint16(

@@ -102,13 +102,15 @@ def quantize(
             of x (float32 for float64, which is converted to float32 first).
         stochastic: go to one of the two neighbouring codes at random, so that the mean of what is decoded is x (in
             one-sided formats for numbers above the lowest code only, as a positive number never becomes zero).
-        seed: of the plain stream of :mod:`optim_utils.rounding`; without it ``generator`` or torch's default one.
+        seed: of the plain stream of :mod:`optim_utils.rounding`, of which a part of a DTensor takes what the whole
+            tensor takes there; without it ``generator`` or torch's default one, which is this rank's own.
         validate: refuse negative numbers in a one-sided format, instead of clamping them to zero. Reads the result
             back, so it waits for the device.
 
     Raises:
         TypeError: for what is not floating, is quantized already, or would have a dtype that is not among these.
-        ValueError: for a seed or generator without ``stochastic``, and by ``validate``.
+        ValueError: for a seed or generator without ``stochastic``, for replicas of a DTensor without either, which
+            would not stay alike, and by ``validate``.
     """
     if not isinstance(fmt, LowBitFormat):
         raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got {fmt!r}")
@@ -120,7 +122,7 @@ def quantize(
     if is_dtensor(x):
         from optim_utils._low_bit.sharded import encode_sharded
 
-        blocks = encode_sharded(x, fmt, uniform=_uniform(x.to_local(), stochastic, seed, generator))
+        blocks = encode_sharded(x, fmt, uniform=_uniform(x, stochastic, seed, generator))
     else:
         blocks = encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator))
     return LowBitTensor(*blocks, fmt, x.shape, dtype)
@@ -146,7 +148,12 @@ def _uniform(
         if seed is not None or generator is not None:
             raise ValueError("a seed or generator is of use with stochastic=True only")
         return None
-    bits = random_bits(x.shape, x.device, seed=seed, generator=generator)
+    if is_dtensor(x):
+        from optim_utils._low_bit.sharded import random_bits_of_part
+
+        bits = random_bits_of_part(x, seed=seed, generator=generator)
+    else:
+        bits = random_bits(x.shape, x.device, seed=seed, generator=generator)
     return bits.to(torch.float32) * 2.0**-16
 
 

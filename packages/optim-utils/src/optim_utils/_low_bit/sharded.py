@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, encode_blocks, scale_shape
 from optim_utils._low_bit.formats import LowBitFormat
+from optim_utils._philox import Word, philox_words, random_bits
 
-__all__ = ["decode_sharded", "encode_sharded", "local_shape"]
+__all__ = ["decode_sharded", "encode_sharded", "local_shape", "random_bits_of_part"]
 
 
 def encode_sharded(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
@@ -28,6 +29,25 @@ def encode_sharded(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = Non
     blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
     shapes = (codes_shape(x.shape, fmt), scale_shape(x.shape, fmt), scale_shape(x.shape, fmt))
     return Blocks(*(None if part is None else _as_dtensor(part, x, shape) for part, shape in zip(blocks, shapes)))  # type: ignore[arg-type]
+
+
+def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Generator | None) -> Tensor:
+    """16 random bits (int32) for each element of this rank's part; with a seed those that it has in the whole."""
+    assert isinstance(x, DTensor)
+    local = x.to_local()
+    if seed is None or generator is not None:
+        sizes = (x.device_mesh.size(axis) for axis, placement in enumerate(x.placements) if placement.is_replicate())
+        if generator is None and any(size > 1 for size in sizes):
+            raise ValueError(
+                f"replicas of a DTensor of shape {tuple(x.shape)} with placements {x.placements} would be rounded in "
+                "different ways on different ranks: give a seed, the same on all of them"
+            )
+        return random_bits(local.shape, local.device, seed=seed, generator=generator)
+    _, first = compute_local_shape_and_global_offset(tuple(x.shape), x.device_mesh, x.placements)
+    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    for size, part, start in zip(x.shape, local.shape, first):
+        index = index[..., None] * size + torch.arange(start, start + part, device=local.device)
+    return (philox_words(seed, index) & 0xFFFF).to(torch.int32)
 
 
 def decode_sharded(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Tensor:
