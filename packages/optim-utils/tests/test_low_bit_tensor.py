@@ -375,7 +375,7 @@ def stochastic_rank(rank: int, world_size: int) -> None:
         assert same_bits(full(coded), quantize(whole, fmt, stochastic=True, seed=11)), (fmt, placement)
         options = {"stochastic": True}
         if placement == Replicate():
-            with pytest.raises(ValueError, match=r"replicas .* shape \(3, 24\) .* give a seed, the same on all"):
+            with pytest.raises(ValueError, match=r"replicas .* shape \(3, 24\) .* give a seed, .* on all"):
                 quantize(sharded, fmt, **options)
             # whose generators agree may say so
             options["generator"] = torch.Generator().manual_seed(3)

@@ -503,6 +503,24 @@ def dtensor_rank(rank: int, world_size: int) -> None:
     halved = dequantize(quantize(dequantize(quantize(whole, MOMENT8)) * 0.5, MOMENT8))
     assert torch.equal(low_bit.dequantize(torch.float32).full_tensor(), halved)
 
+    # without a block they stay DTensors, of any placements and beside plain ones
+    alone = QuantizedTensor.init_from_dequantized_tensor(sharded, torch.bfloat16)
+    assert alone.quantized_values.placements == sharded.placements
+    other = dtensor.distribute_tensor(whole.bfloat16(), mesh, [dtensor.Shard(1)])
+    plain = whole[0].bfloat16()
+    mixed = QuantizedTensorList([(x, None, None) for x in (alone.quantized_values, plain, other)], torch.bfloat16)
+    with DequantizeQuantizedTensorListContext(mixed) as tensors:
+        assert [type(tensor) for tensor in tensors] == [dtensor.DTensor, Tensor, dtensor.DTensor]
+        for tensor in tensors:
+            tensor.add_(1)
+    raised = (whole.bfloat16().float() + 1).bfloat16()
+    assert torch.equal(alone.quantized_values.full_tensor(), raised)
+    assert torch.equal(other.full_tensor(), raised)
+    assert torch.equal(plain, raised[0])
+    mixed.rounding = "stochastic"
+    with pytest.raises(TypeError, match=r"plain tensors, got a DTensor: give this rank's part"):
+        mixed.quantize([alone.dequantize(torch.float32), plain, other.float()])
+
 
 def _sharded_zeros(mesh: object, size: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
     import torch.distributed.tensor as dtensor

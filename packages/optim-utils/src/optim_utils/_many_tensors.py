@@ -23,9 +23,10 @@ from optim_utils._low_bit.tensor import LowBitTensor
 from optim_utils.low_bit import quantize
 from optim_utils.rounding import stochastic_round, stochastic_round_
 
-__all__ = ["Stacks", "decode_many", "encode_many", "round_many"]
+__all__ = ["Stacks", "copy_many", "decode_many", "encode_many", "round_many"]
 
 _LONGEST = 1 << 22  # elements of a row
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class Stacks(NamedTuple):
@@ -54,9 +55,23 @@ class Stacks(NamedTuple):
             made.update(zip(members, parts))
         for position in self.others:
             made[position] = torch.empty_like(self.tensors[position], dtype=dtype)
-        if self.others:
-            torch._foreach_copy_([made[i] for i in self.others], [self.tensors[i] for i in self.others])
+        copy_many([made[i] for i in self.others], [self.tensors[i] for i in self.others])
         return tuple(map(made.__getitem__, range(len(self.tensors))))
+
+
+def copy_many(targets: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+    """Fill each target with its numbers."""
+    if torch.compiler.is_compiling() or {*map(type, targets), *map(type, numbers)} <= _PLAIN:
+        alone = set()
+    else:
+        # torch has no operation on lists of DTensors
+        alone = {i for i, pair in enumerate(zip(targets, numbers)) if any(map(is_dtensor, pair))}
+    for i in sorted(alone):
+        targets[i].copy_(numbers[i])
+    if alone:
+        targets, numbers = ([x for i, x in enumerate(row) if i not in alone] for row in (targets, numbers))
+    if targets:
+        torch._foreach_copy_(list(targets), list(numbers))
 
 
 def decode_many(tensors: Sequence[LowBitTensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -113,7 +128,7 @@ def round_many(targets: Sequence[Tensor], numbers: Sequence[Tensor], *, generato
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
+    return type(tensor) in _PLAIN and tensor.is_contiguous()
 
 
 def _low_bit_kind(tensor: LowBitTensor) -> Hashable:

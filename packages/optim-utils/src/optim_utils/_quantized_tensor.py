@@ -86,8 +86,11 @@ class QuantizedTensor(OptimizerModule):
             return cls(quantize(values, quantized_dtype), block_info)
         if quantized_dtype not in FLOAT_DTYPES:
             raise not_supported(quantized_dtype)
-        allocate = torch.zeros if block_info is None else block_info.allocate_zeros_tensor
-        stored = allocate(size=values.shape, dtype=quantized_dtype, device=values.device)
+        if block_info is None:
+            # of a DTensor with its placements
+            stored = torch.zeros_like(values, dtype=quantized_dtype, memory_format=torch.contiguous_format)
+        else:
+            stored = block_info.allocate_zeros_tensor(size=values.shape, dtype=quantized_dtype, device=values.device)
         quantized = cls(stored, block_info)
         quantized.quantize(values)
         return quantized

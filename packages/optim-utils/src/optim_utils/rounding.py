@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optim_utils._dtensors import is_dtensor
 from optim_utils._philox import Word, packed_philox_uint16, philox_2x32, philox_4x32, philox_uint32, random_bits
 
 __all__ = [
@@ -83,6 +84,11 @@ def stochastic_round(
     """
     if not x.is_floating_point():
         raise TypeError(f"stochastic_round takes a floating tensor, got {x.dtype}")
+    if is_dtensor(x) or is_dtensor(out):
+        raise TypeError(
+            "stochastic_round takes plain tensors, got a DTensor: give this rank's part, .to_local(), with the place "
+            "of its first element as offset"
+        )
     if out is not None and (out.dtype != dtype or out.shape != x.shape):
         raise ValueError(f"out must be {dtype} of shape {tuple(x.shape)}, got {out.dtype} of shape {tuple(out.shape)}")
     bits = random_bits(x.shape, x.device, generator=generator, seed=seed, offset=offset)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, get_type_hints, overload
 import torch
 from torch import Tensor
 
-from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
+from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
 from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, is_supported, not_supported, stored_as
 from optim_utils._state.tensor_fill import lasting_sources
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
@@ -169,7 +169,7 @@ class QuantizedTensorList(OptimizerModule):
         elif stochastic and self.quantized_dtype.itemsize == 2:
             round_many(targets, numbers, generator=self.generator)
         else:
-            torch._foreach_copy_(targets, numbers)
+            copy_many(targets, numbers)
 
     def quantize_(self) -> None:
         """Write the values to compute with back into the storage, and drop them."""

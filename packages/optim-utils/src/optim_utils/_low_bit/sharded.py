@@ -40,7 +40,7 @@ def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Genera
         if generator is None and any(size > 1 for size in sizes):
             raise ValueError(
                 f"replicas of a DTensor of shape {tuple(x.shape)} with placements {x.placements} would be rounded in "
-                "different ways on different ranks: give a seed, the same on all of them"
+                "different ways on different ranks: give a seed, or a generator in the same state, on all of them"
             )
         return random_bits(local.shape, local.device, seed=seed, generator=generator)
     _, first = compute_local_shape_and_global_offset(tuple(x.shape), x.device_mesh, x.placements)
