@@ -359,14 +359,31 @@ def test_pictures_in_files(capsys, tmp_path):
         ("plan", "is no JSON: Expecting value"),
         ("[]", "an object of this package, got a JSON list"),
         ('{"format": "optim-redist.plan/1", "shape": [8]}', "optim-redist.plan/1 has other fields: ['alternatives'"),
+        (
+            '{"format": "optim-redist.examples/1", "redistributions": [{"shape": [2]}]}',
+            "plan.json is damaged: KeyError: 'name'",
+        ),
     ],
-    ids=["no JSON", "a list", "half a plan"],
+    ids=["no JSON", "a list", "half a plan", "an example without its name"],
 )
 def test_files_that_hold_something_else(capsys, tmp_path, text, message):
     path = tmp_path / "plan.json"
     path.write_text(text)
     assert main(["verify", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_somebody_damaged(capsys, tmp_path):
+    made = plan((8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])).to_json()
+    path = tmp_path / "plan.json"
+    for changes, message in (
+        ({"dtype": "b16"}, "dtype 'b16' is unknown here"),
+        ({"steps": [{"op": "exchange"}]}, "plan.json is damaged: KeyError: 'ranks'"),
+        ({"stages": None}, "plan.json is damaged: TypeError"),
+    ):
+        path.write_text(json.dumps({**made, **changes}))
+        assert main(["verify", str(path)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_nodes_have_ranks(capsys):

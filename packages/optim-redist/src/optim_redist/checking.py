@@ -31,8 +31,18 @@ class Task(NamedTuple):
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The redistributions of a file of examples, or the one plan that a file holds."""
-    data = read_json(path)
+    """The redistributions of a file of examples, or the one plan that a file holds.
+
+    Raises:
+        RedistError: naming the file, if it is neither of them, or lacks something.
+    """
+    try:
+        return _tasks_of(path, read_json(path))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _tasks_of(path: Path, data: dict[str, Any]) -> list[Task]:
     form = str(data.get("format", "")).partition("/")[0]
     if form == "optim-redist.plan":
         made = Plan.from_json(data)

@@ -183,6 +183,7 @@ class Plan:
             **{
                 **found,
                 "shape": tuple(found["shape"]),
+                "dtype": dtype_name(found["dtype"]),
                 "src": Layout.from_json(found["src"]),
                 "dst": Layout.from_json(found["dst"]),
                 "topology": Topology.from_json(found["topology"]),
