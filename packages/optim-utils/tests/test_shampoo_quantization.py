@@ -473,6 +473,17 @@ def test_pickle_in_a_fresh_process_and_deepcopy(tmp_path: Path) -> None:
             assert tensors[0].any()
 
 
+def test_a_context_that_fails_to_write_back_leaves_the_next_one_as_it_was() -> None:
+    quantized = QuantizedTensorList([(torch.ones(2).bfloat16(), None, None)], torch.bfloat16, rounding="stochastic")
+    with pytest.raises(ValueError, match="out must be"), DequantizeQuantizedTensorListContext(quantized) as tensors:
+        # what has another shape cannot be written
+        tensors[0].resize_(3)
+    assert not quantized.is_dequantized_stored()
+    with DequantizeQuantizedTensorListContext(quantized) as tensors:
+        tensors[0].fill_(4)
+    assert torch.equal(quantized.quantized_value[0], torch.full((2,), 4.0).bfloat16())
+
+
 def dtensor_rank(rank: int, world_size: int) -> None:
     from functools import partial
 

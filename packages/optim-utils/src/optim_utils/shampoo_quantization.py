@@ -256,9 +256,12 @@ class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[Quantize
     ) -> None:
         if not self._made_values.pop():
             return
-        if self._write_back and (exc_type is None or self._on_exception == "keep"):
-            super().__exit__(exc_type, exc_value, traceback)
-        else:
+        try:
+            if self._write_back and (exc_type is None or self._on_exception == "keep"):
+                super().__exit__(exc_type, exc_value, traceback)
+        finally:
+            # also if writing back failed: the next context would take these values for those of an outer one, and
+            # never write back again
             self._list.discard_()
 
     def __len__(self) -> int:
