@@ -115,3 +115,28 @@ def two_mesh_axes(rank: int, world_size: int) -> None:
 
 def test_the_identity_over_two_mesh_axes():
     run_ranks(two_mesh_axes, 4)
+
+
+def strided_shards(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in (
+        # rows and columns that are no neighbours, and what fully_shard makes of a tensor-parallel parameter
+        [_StridedShard(0, split_factor=2), Replicate()],
+        [Replicate(), _StridedShard(1, split_factor=4)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+    ):
+        block = DTensorBlockInfo(
+            PARAM,
+            (0, "a"),
+            lambda size, placements=placements, **_: distribute_tensor(torch.zeros(size), mesh, placements),
+        )
+        eye = block.allocate_eye_tensor(8, dtype=torch.float32, device="cpu")
+        expected = distribute_tensor(torch.eye(8), mesh, placements)
+        assert torch.equal(eye.to_local(), expected.to_local()), placements
+
+
+def test_the_identity_of_strided_shards():
+    run_ranks(strided_shards, 4)

@@ -85,24 +85,37 @@ def _ones(allocate_zeros: Callable[..., Tensor], size: Any, **options: Any) -> T
 
 
 def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: Any) -> Tensor:
-    """The identity, of which this rank fills the elements whose global row and column agree."""
+    """The identity, in which this rank writes whether global row and column agree."""
     tensor = allocate_zeros(size=(n, n), **options)
     _refuse_partial(tensor)
     local = _to_local(tensor)
-    row, column = _global_offset(tensor)
-    # local (i, j) is global (row + i, column + j): on the diagonal if j - i = row - column
-    local.diagonal(row - column).fill_(1)
+    # on ranks outside of the mesh it has one dimension
+    if local.numel():
+        rows, columns = (_global_indices(tensor, dim) for dim in (0, 1))
+        local.copy_(rows[:, None] == columns)
     return tensor
 
 
-def _global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole tensor, in elements along each dimension."""
+def _global_indices(tensor: Tensor, dim: int) -> Tensor:
+    """The indices along ``dim`` of the whole tensor that this rank's part has, in its order."""
+    index = torch.arange(tensor.shape[dim], device=tensor.device)
     if not is_dtensor(tensor):
-        return (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC2701
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+        return index
+    # along its own dimension, as placements split that one
+    index = index.view([1] * dim + [-1])
+    placement: Any
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate() and placement.dim % tensor.ndim == dim:
+            # torch's own rule, by which parts need be no neighbours
+            parts, _ = placement._split_tensor(index, tensor.device_mesh.size(axis), with_padding=False)
+            index = parts[tensor.device_mesh.get_local_rank(axis)]
+    index = index.flatten()
+    if len(index) != (size := _to_local(tensor).shape[dim]):
+        raise ValueError(
+            f"of {tensor.shape[dim]} indices of dimension {dim}, placements {tensor.placements} give this rank "
+            f"{len(index)}, its part has {size}; allocate it with Shard placements"
+        )
+    return index
 
 
 def _refuse_partial(tensor: Tensor) -> None:
