@@ -25,6 +25,7 @@ from optim_redist import (
     Plan,
     PlanMismatchError,
     Ragged,
+    RepeatedExchange,
     UnsupportedError,
     compile,
     execute,
@@ -358,6 +359,9 @@ def _whole_dtensors(rank: int, world: int) -> None:
         redistribute_local(whole.to_local(), (4,), pending, Layout(mesh, [None]), out=whole)
     with pytest.raises(LayoutError, match="'w' is a DTensor"):
         redistribute_many({"w": (whole, (4,), pending, Layout(mesh, [0]))})
+    replicated = plan((4,), "float32", Layout(mesh, [None]), Layout(mesh, [0]))
+    with pytest.raises(LayoutError, match="source 0 is a DTensor"):
+        RepeatedExchange([replicated], torch.device("cpu"), sources=[whole])
 
 
 def test_dtensors_are_no_local_parts() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.views import Copy, Together
+from optim_redist._running.views import Copy, Together, refuse_dtensor
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.many import ManyProgram, slot_of
 from optim_redist.planning import Plan
@@ -181,6 +181,7 @@ def _tensors(
     if len(given) != len(kinds):
         raise LayoutError(f"there are {len(given)} {what}s for {len(kinds)} plans; give each one, None where none is")
     for number, (tensor, (shape, dtype)) in enumerate(zip(given, kinds)):
+        refuse_dtensor(tensor, f"{what} {number}")
         found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != (None if shape is None else (shape, dtype)):
             raise LayoutError(f"{what} {number} is {found}, its plan says {None if shape is None else (shape, dtype)}")
