@@ -93,6 +93,21 @@ def _transposed(like: Tensor | None) -> Tensor | None:
     return torch.zeros(like.shape[::-1], dtype=like.dtype).permute(*reversed(range(like.ndim)))
 
 
+def _one_at_a_time(rank: int, world: int) -> None:
+    mesh, whole = Mesh(2), torch.arange(8.0).reshape(2, 4)
+    task = plan((2, 4), "float32", Layout(mesh, [0, None]), Layout(mesh, [None, 0]))
+    repeated = RepeatedExchange([task], CPU, sources=[whole[rank : rank + 1]])
+    for _ in range(2):
+        exchange = repeated.start()
+        with pytest.raises(UnsupportedError, match="has not been waited for"):
+            repeated.start()
+        assert torch.equal(exchange.wait()[0], whole[:, 2 * rank : 2 * rank + 2])
+
+
+def test_one_exchange_at_a_time() -> None:
+    run_ranks(_one_at_a_time, 2)
+
+
 def test_exchanges_repeat() -> None:
     run_ranks(_exchange, 4)
 

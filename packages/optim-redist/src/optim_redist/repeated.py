@@ -70,7 +70,8 @@ class RepeatedExchange:
 
     Raises:
         LayoutError: if a tensor is not what its plan says.
-        UnsupportedError: for plans that take several exchanges, or reduce.
+        UnsupportedError: for plans that take several exchanges, or reduce; by ``start``, before the last exchange has
+            been waited for.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RepeatedExchange:
             assert target is not None, "plans say who has what"
             unpacking += stage.unpacking(segment.message, slot_of(self._received.memory, segment, stage.bits), target)
         self._packing, self._staying, self._unpacking = Together(packing), Together(staying), Together(unpacking)
+        self._is_under_way = False
         for lent in (self._sent, self._received, self._lent_sources, self._lent_targets):
             if lent is not None:
                 lent.give_back()
@@ -126,6 +128,11 @@ class RepeatedExchange:
     @torch.no_grad()
     def start(self) -> Waitable:
         """Send. ``wait()`` of what is returned, in the same stream, gives the targets; one exchange at a time."""
+        if self._is_under_way:
+            raise UnsupportedError(
+                "the last exchange of these tensors has not been waited for, and its buffers are in use: wait() first, "
+                "or make another RepeatedExchange"
+            )
         self._program.compare()
         self._sent.take()
         self._received.take()
@@ -137,6 +144,7 @@ class RepeatedExchange:
         if self._lent_targets is not None:
             self._lent_targets.take()
             self._staying.run()
+        self._is_under_way = True
         return _UnderWay(self, work)
 
     def release(self) -> None:
@@ -147,6 +155,7 @@ class RepeatedExchange:
     @torch.no_grad()
     def finish(self, work: Waitable | None) -> None:
         """What ``wait()`` does, with what the exchange gave to be waited for."""
+        self._is_under_way = False
         if work is not None:
             work.wait()
         self._sent.give_back()
