@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -289,6 +290,11 @@ def test_bad_inputs() -> None:
         newton_schulz(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="out has shape"):
         newton_schulz(torch.randn(2, 3), out=torch.empty(3, 2))
+    newton_schulz(torch.randn(2, 3), steps=5)
+    with pytest.raises(ValueError, match=r"steps must be an int from 0 to 99, got 5\.0"):
+        newton_schulz(torch.randn(2, 3), steps=5.0)
+    with pytest.raises(TypeError, match=r"got a ndarray; of an array give its \.tolist\(\)"):
+        newton_schulz(torch.randn(2, 3), coefficients=numpy.ones((5, 3)))
     with pytest.raises(RuntimeError, match="impl='triton'"):
         newton_schulz(torch.randn(2, 3, device="meta"), impl="triton")
     with pytest.raises(RuntimeError, match="impl='triton' multiplies no fp64"):

@@ -175,6 +175,13 @@ def test_bad_operands() -> None:
         mk.matmul_add(x, torch.randn(4, 2).double())
     with pytest.raises(ValueError, match="out has shape"):
         mk.gram(x, out=torch.empty(2, 2))
+    # torch would repeat it, kernels would read beyond it
+    with pytest.raises(ValueError, match=r"c must have the shape of the product, \(3, 2\), got \(1, 2\)"):
+        mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(1, 2))
+    with pytest.raises(ValueError, match=r"c must have the shape of the product, \(3, 3\), got \(2, 3, 3\)"):
+        mk.symmetric_matmul(torch.eye(3), torch.eye(3), c=torch.randn(2, 3, 3))
+    with pytest.raises(ValueError, match=r"c is torch\.float64"):
+        mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(3, 2).double())
 
 
 def test_autocast_changes_nothing() -> None:

@@ -32,6 +32,7 @@ from optim_kernels._newton_schulz.config import (
     EpsMode,
     Method,
     NSConfig,
+    check_steps,
     config_of,
     hashable,
     restart_steps,
@@ -119,6 +120,7 @@ def newton_schulz(
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_impl(impl)
+    check_steps(steps)
     values = (hashable(coefficients), steps, method, compute_dtype, hashable(restarts), norm_scale, eps, eps_mode)
     if not isinstance(x, Tensor):
         results = _many(x, values, impl)

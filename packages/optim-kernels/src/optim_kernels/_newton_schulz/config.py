@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -75,8 +75,7 @@ class NSConfig:
     eps_mode: EpsMode = "clamp"
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 0 <= self.steps < 100:
-            raise ValueError(f"steps must be an int from 0 to 99, got {self.steps!r}")
+        check_steps(self.steps)
         if not isinstance(self.coefficients, str):
             # one at least, for none would be no coefficients
             object.__setattr__(self, "coefficients", resolve(self.coefficients, max(self.steps, 1)))
@@ -169,6 +168,12 @@ class NSConfig:
         return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x))
 
 
+def check_steps(steps: Any) -> None:
+    """Raise ``ValueError`` for what is no number of steps, also where an equal one is known: 5.0, or True."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"steps must be an int from 0 to 99, got {steps!r}")
+
+
 def check_tiles(tiles: str) -> None:
     """Raise ``ValueError`` for what is none of `Tiles`."""
     if tiles not in get_args(Tiles):
@@ -198,4 +203,11 @@ def config_of(*values: Any) -> NSConfig:
 
 def hashable(value: Any) -> Any:
     """An option of `NSConfig` that may be a list, of lists perhaps, as tuples."""
-    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(hashable, value))
+    if not isinstance(value, Hashable):
+        raise TypeError(
+            "options of Newton–Schulz are names, numbers, dtypes, or tuples and lists of numbers, got a "
+            f"{type(value).__name__}; of an array give its .tolist()"
+        )
+    return value

@@ -10,6 +10,7 @@ elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, Literal
@@ -136,6 +137,7 @@ def symmetric_matmul(
     _checked("b", b, a)
     if a.shape != b.shape or a.shape[-1] != a.shape[-2]:
         raise ValueError(f"a and b must be square and of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    _check_added(c, a, a.shape)
     return _into(out, _multiplied(a, b, c, alpha, beta, True))
 
 
@@ -146,6 +148,7 @@ def matmul_add(
     _checked("b", b, a)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied")
+    _check_added(c, a, (*a.shape[:-1], b.shape[-1]))
     return _into(out, _multiplied(a, b, c, alpha, beta, False))
 
 
@@ -155,6 +158,11 @@ def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, the other is {like.dtype} on {like.device}")
     return tensor
+
+
+def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
+    if c is not None and _checked("c", c, like).shape != torch.Size(shape):
+        raise ValueError(f"c must have the shape of the product, {tuple(shape)}, got {tuple(c.shape)}")
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
