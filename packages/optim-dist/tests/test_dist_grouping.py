@@ -56,7 +56,7 @@ def make_items(groups, dtype, missing=(), shapes=((4, 6), (3, 5), (8, 2)), devic
     for number in range(4 * len(groups)):
         group, shape = groups[number % len(groups)], shapes[number % 3]
         value = nn.Parameter(normal(shape, 1, number).to(device, dtype))
-        entry = Entry(f"w{number}", value, number % len(groups), number, number // len(groups), "muon")
+        entry = Entry(f"w{number}", value, number % len(groups), number, "muon")
         shard = make_shard(entry, number, 0, value.numel(), value.data)
         shard.gradient = None if number in missing else normal(shape, 2, number).to(value)
         state = {}

@@ -341,6 +341,20 @@ def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
     assert float(p.detach().float().mean()) == pytest.approx(1 - 1e-3, abs=3e-4)
 
 
+def test_groups_of_one_seed_round_by_bits_of_their_own() -> None:
+    params = [nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16)) for _ in range(4)]
+    options = {"lr": 1e-4, "weight_decay": 10.0, "stochastic_rounding": True, "seed": 3}
+
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    TritonMuon([{"params": params[:1]}, {"params": params[1:2]}], **options).step()
+    TritonMuon(params[2:], **options).step()
+    assert not torch.equal(params[0], params[1])
+    # one group or two
+    assert torch.equal(params[0], params[2])
+    assert torch.equal(params[1], params[3])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

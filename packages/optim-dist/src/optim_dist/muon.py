@@ -43,7 +43,7 @@ class MuonRoute:
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
-                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.place)
+                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.listed)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
         planner: MuonPlanner = cache.setdefault("planner", MuonPlanner(context.tiles))
         planner.step(

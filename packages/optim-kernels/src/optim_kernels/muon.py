@@ -7,6 +7,7 @@ formulas stand in `optim_kernels.reference.muon`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -103,7 +104,8 @@ class MuonGroups(PrivateState, Optimizer):
             self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
-            entries = [(group, entries_of(group, self._own_state, names)) for group in groups]
+            numbers = dict(zip(names, count()))
+            entries = [(group, entries_of(group, self._own_state, names, numbers)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
         if any(group["master_weights"] == "fp32" for group in groups):
             self._writes.note_step(self._with_masters(groups))

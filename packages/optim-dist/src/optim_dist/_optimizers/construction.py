@@ -47,7 +47,7 @@ def find_entries(
         for place, parameter in enumerate(group["params"]):
             if index >= first_group and parameter.requires_grad:
                 name = names[id(parameter)]
-                found.append(Entry(name, parameter, index, listed, place, routes[index], views[index][place]))
+                found.append(Entry(name, parameter, index, listed, routes[index], views[index][place]))
             listed += 1
     return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
 

@@ -18,6 +18,5 @@ class Entry:
     parameter: Tensor
     group: int
     listed: int  # its number among all parameters of the groups
-    place: int  # its number in the group
     route: RouteName
     view: MatrixView | None = None

@@ -95,26 +95,28 @@ class MuonEntry:
     grad: Tensor
     state: dict[str, Any]
     view: MatrixView
-    index: int
+    index: int  # among the parameters of all groups: it chooses the bits of stochastic rounding
 
 
 def entries_of(
     group: Mapping[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
     names: Mapping[Tensor, str],
+    numbers: Mapping[Tensor, int],
 ) -> list[MuonEntry]:
     """The group's parameters that are updated in this step; state that they lack is created.
 
     Options, parameters and states are the user's to exchange between steps, so they are read and checked anew.
+    ``names`` and ``numbers`` are those of the parameters of all groups.
     """
     check_choices(group)
     entries = []
-    for index, p in enumerate(group["params"]):
+    for place, p in enumerate(group["params"]):
         grad = gradient_of(p, group, names[p])
         if grad is None:
             continue
         check_param(p, group, names[p])
-        view = view_of(p, group, index, names[p])
+        view = view_of(p, group, place, names[p])
         check_state_in_capture(p, state, names[p])
         init_state(p, view, group, state[p])
         if group["impl"] == "triton":
@@ -122,10 +124,10 @@ def entries_of(
         if group["beta2"] is not None:
             _check_second_moment(state[p]["second_momentum_buffer"], view, names[p])
         if type(p) in PLAIN_TYPES:
-            entries.append(MuonEntry(p, grad, state[p], view, index))
+            entries.append(MuonEntry(p, grad, state[p], view, numbers[p]))
         else:
             values = {key: _whole(value, f"{key} of {names[p]}") for key, value in state[p].items()}
-            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, index))
+            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, numbers[p]))
     return entries
 
 
