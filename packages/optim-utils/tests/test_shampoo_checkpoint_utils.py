@@ -269,6 +269,15 @@ class Accumulator(OptimizerModule):
         self.steps = int(value)
 
 
+def test_extract_of_what_contains_itself():
+    shared = {"x": 1}
+    state = {"a": shared, "b": {"c": shared}}
+    assert extract_state_dict_content(state) == state
+    state["b"]["back"] = state
+    with pytest.raises(ValueError, match="the dict under 'back' contains itself"):
+        extract_state_dict_content(state)
+
+
 def test_extract():
     module, t = Accumulator(), torch.zeros(1)
     nested = {"m": module, "d": {"m": module, "t": t, "l": [module]}, "e": {}}

@@ -35,17 +35,28 @@ def extract_state_dict_content(input_dict: Any) -> dict[Any, Any]:
     """A copy of the nested dicts in which every `OptimizerModule` is replaced by its ``state_dict()``.
 
     Everything else is the same object; lists are not entered.
+
+    Raises:
+        ValueError: for a dict that contains itself.
     """
     if isinstance(input_dict, OptimizerModule):
         return input_dict.state_dict()
     result: dict[Any, Any] = {}
-    waiting: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(input_dict, result)]
+    waiting: list[tuple[dict[Any, Any], dict[Any, Any] | None]] = [(input_dict, result)]
+    entered: set[int] = set()
     while waiting:
         source, target = waiting.pop()
+        if target is None:
+            entered.remove(id(source))
+            continue
+        entered.add(id(source))
+        waiting.append((source, None))  # comes back once all inside is done
         for key, value in source.items():
             if isinstance(value, OptimizerModule):
                 target[key] = value.state_dict()
             elif isinstance(value, dict):
+                if id(value) in entered:
+                    raise ValueError(f"the dict under {key!r} contains itself; leave the way back out of the state")
                 target[key] = {}
                 waiting.append((value, target[key]))
             else:
