@@ -404,7 +404,7 @@ def an_end_where_a_rank_has_no_gradient_at_all(rank, world_size):
     for options in EAGER:
         # what is launched on a GPU, and not on others, ends if all close
         for is_closed in (True,) if device_of(rank).type == "cuda" else (True, False):
-            net, old = build(rank, timeout=5, **options)
+            net, old = build(rank, timeout=30, **options)
             twin = Net(device_of(rank))
             for model in (net, twin) if rank != 1 else ():
                 model(batch(rank, 0)).backward()
@@ -418,7 +418,7 @@ def an_end_where_a_rank_has_no_gradient_at_all(rank, world_size):
                 assert len(left) < len(list(net.parameters()))
                 assert all(torch.equal(*pair) for pair in left)
             _trains_on(rank, net)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 20
 
 
 @scenario(2)
@@ -426,7 +426,7 @@ def a_rank_with_an_error_closes_alone(rank, world_size):
     """While the other is busy elsewhere; what it has launched is not waited for, on the host."""
     store = dist.distributed_c10d._get_default_store()
     for number, options in enumerate(({}, *EAGER)):
-        net, optimizer = build(rank, timeout=5, **options)
+        net, optimizer = build(rank, timeout=30, **options)
         if rank == 0:
             start = time.monotonic()
             with pytest.raises(ZeroDivisionError):
@@ -435,7 +435,7 @@ def a_rank_with_an_error_closes_alone(rank, world_size):
                     1 / 0
                 finally:
                     optimizer.close()
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < 20
             store.set(f"closed {number}", "")
         else:
             store.wait([f"closed {number}"])
@@ -643,7 +643,7 @@ def test_lifetime(backend, world_size, name):
 
 
 def close_without_a_process_group(rank, world_size, options):
-    net, optimizer = build(rank, timeout=5, **options)
+    net, optimizer = build(rank, timeout=30, **options)
     found = values(net)
     if rank == 0:
         net(batch(rank, 0)).backward()
