@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, mesh_of, normal, world_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,7 +258,6 @@ def test_norms_of_what_is_not_finite(bad):
 
 
 def refusals(rank, world_size):
-    dist.barrier()  # none ends before all are connected
     net = Net()
     with pytest.raises(ValueError, match=r"3 ranks do not fall into"):
         make(net, "adamw", accumulation_steps=2, **TREE)

@@ -162,3 +162,6 @@ def _init_process_group(backend: str, rank: int, settings: _Settings) -> None:
         timeout=timedelta(seconds=settings.timeout),
         device_id=device_id,
     )
+    if device_id is None:
+        # a function that is over at once would end connections that other ranks have yet to make
+        dist.barrier()
