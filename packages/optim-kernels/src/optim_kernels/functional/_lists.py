@@ -1,6 +1,4 @@
-"""Lists that belong together, and numbers on the device: what does not fit is refused by its name, before anything is
-written.
-"""
+"""Lists that belong together, and numbers on the device: refused by name if they do not fit, before any is written."""
 
 from __future__ import annotations
 
