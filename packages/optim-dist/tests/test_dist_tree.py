@@ -253,8 +253,23 @@ def test_norms_of_what_is_not_finite(bad):
     communicator = Communicator(None, torch.device("cpu"))
     found = norm_over_ranks([([torch.tensor([1.0, bad])], None)], 2.0, communicator, is_exact=True)
     torch.testing.assert_close(found, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
+
+
+def other_norms(rank, world_size):
+    """A norm that is refused, on all ranks, leaves the step to go on with."""
+    net = Net()
+    optimizer = make(net, "adamw", accumulation_steps=1, **TREE)
+    net(normal((3, 9), 91, rank), None).backward()
     with pytest.raises(ValueError, match="norm_type must be 2, inf or 0"):
-        norm_over_ranks([([torch.ones(3)], None)], 3.0, communicator, is_exact=True)
+        optimizer.clip_grad_norm_(1.0, 3.0)
+    found = [optimizer.clip_grad_norm_(1e9, norm_type) for norm_type in (0.0, float("inf"), 2.0)]
+    optimizer.step()
+    return found
+
+
+def test_norms_that_have_no_exact_sums_are_refused():
+    for found in zip(*(run_ranks(other_norms, size)[0] for size in (1, 2))):
+        assert all(norm.isfinite() and norm > 0 for norm in found)
 
 
 def refusals(rank, world_size):

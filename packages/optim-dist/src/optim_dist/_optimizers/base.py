@@ -32,7 +32,7 @@ from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
-from optim_dist._optimizers.norm import norm_over_ranks
+from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
 from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
@@ -154,6 +154,7 @@ class DistOptimizer(StatefulOptimizer):
     @torch.no_grad()
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""
+        check_norm_type(float(norm_type), self._options.is_tree)
         self._reduce()
         return self._norm(norm_type)
 

@@ -29,14 +29,18 @@ _ELEMENTS_AT_ONCE = 2**22
 Part = tuple[Sequence[Tensor], Tensor | None]
 
 
+def check_norm_type(norm_type: float, is_exact: bool) -> None:
+    """Refuse norms that ``is_exact`` has no sums for, before any rank has begun with one."""
+    if is_exact and norm_type not in (2, 0, math.inf):
+        raise ValueError(f"with order='tree' norm_type must be 2, inf or 0, whose sums are exact, got {norm_type}")
+
+
 def norm_over_ranks(
     parts: Sequence[Part], norm_type: float, communicator: Communicator, *, is_exact: bool = False
 ) -> Tensor:
     """The norm of all parts of all ranks together: 0-dim, fp64. Collective."""
     if is_exact and norm_type == 2:
         return combine_norms([_times(_exact_norm(some, communicator), factor) for some, factor in parts], norm_type)
-    if is_exact and norm_type not in (0, math.inf):
-        raise ValueError(f"with order='tree' norm_type must be 2, inf or 0, whose sums are exact, got {norm_type}")
     mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
     norms = []
     for powers, (_, factor) in zip(communicator.gather_message(mine).unbind(1), parts):
