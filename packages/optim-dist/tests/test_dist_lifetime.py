@@ -444,17 +444,26 @@ def a_rank_with_an_error_closes_alone(rank, world_size):
 
 @scenario(2)
 def gradients_that_were_not_reduced_stay_at_the_end(rank, world_size):
-    net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
-    twin = Net(device_of(rank))
-    for model in (net, twin):
-        # the first to be reduced has no gradient on any rank
-        model(batch(rank, 0), skip=3).backward()
-    optimizer.close()
-    found = [p.grad for p in net.layers[:3].parameters()]
-    if device_of(rank).type == "cuda":  # where ranks launch all that others may have launched
-        assert found == [None] * len(found)
-    else:
-        assert_same(found, [p.grad for p in twin.layers[:3].parameters()])
+    for lie_in_buckets in (False, True):
+        net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
+        twin = Net(device_of(rank))
+        if lie_in_buckets:
+            net(batch(rank, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.wait()
+            with torch.no_grad():
+                for mine, its in zip(twin.parameters(), net.parameters(), strict=True):
+                    mine.copy_(its)
+        for model in (net, twin):
+            # the first to be reduced has no gradient on any rank
+            model(batch(rank, 1), skip=3).backward()
+        optimizer.close()
+        found = [p.grad for p in net.layers[:3].parameters()]
+        if lie_in_buckets and device_of(rank).type == "cuda":  # ranks reduce there what others may be reducing
+            assert found == [None] * len(found)
+        else:
+            assert_same(found, [p.grad for p in twin.layers[:3].parameters()])
 
 
 class Arriving:
