@@ -132,14 +132,21 @@ def test_a_summand_of_another_dtype_has_a_launch_of_its_own(symmetric: bool, mon
     assert first is third is not second
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [72, 520, 2048])
-def test_summands_of_several_dtypes(size: int) -> None:
-    a, b = (torch.randn(size, size, device="cuda").half() / size**0.5 for _ in range(2))
+@pytest.mark.parametrize("size", [72, *(pytest.param(size, marks=pytest.mark.gpu) for size in (520, 2048))])
+@pytest.mark.parametrize("of_products", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_summands_of_several_dtypes(size: int, of_products: torch.dtype) -> None:
+    a, b = (torch.randn(size, size, device=DEVICE).to(of_products) / size**0.5 for _ in range(2))
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float32):
-        c = torch.randn(size, size, device="cuda").to(dtype)
-        expected = a.double() @ b.double() + c.double()
-        torch.testing.assert_close(mk.matmul_add(a, b, c=c, beta=1.0).double(), expected, rtol=1e-2, atol=1e-2)
+        c = torch.randn(size, size, device=DEVICE).to(dtype).requires_grad_()
+        expected = a.double() @ b.double() + c.detach().double()
+        found = mk.matmul_add(a, b, c=c, beta=1.0)
+        assert found.dtype == of_products
+        torch.testing.assert_close(found.detach().double(), expected, rtol=1e-2, atol=1e-2)
+        (to_c,) = torch.autograd.grad(found.sum(), c)
+        assert to_c.dtype == dtype
+        assert bool((to_c == 1).all())
+        symmetric = mk.symmetric_matmul(a, a.mT.contiguous(), c=c.detach() + c.detach().mT, beta=1.0)
+        assert symmetric.dtype == of_products
 
 
 @pytest.mark.gpu
@@ -180,7 +187,7 @@ def test_bad_operands() -> None:
         mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(1, 2))
     with pytest.raises(ValueError, match=r"c must have the shape of the product, \(3, 3\), got \(2, 3, 3\)"):
         mk.symmetric_matmul(torch.eye(3), torch.eye(3), c=torch.randn(2, 3, 3))
-    with pytest.raises(ValueError, match=r"c is torch\.float64"):
+    with pytest.raises(ValueError, match=r"c must be one of torch\.float32, .* got torch\.float64"):
         mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(3, 2).double())
 
 

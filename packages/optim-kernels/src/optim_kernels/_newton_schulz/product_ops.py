@@ -23,6 +23,9 @@ from optim_kernels._newton_schulz.iterations import TorchProducts, without_autoc
 
 Number = float | Tensor
 
+# What may be added to a product, beside its own dtype.
+SUMMANDS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """``alpha a b + beta c``; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
@@ -132,7 +135,8 @@ def symmetric_matmul(
 ) -> Tensor:
     """``alpha a b + beta c`` for symmetric operands that commute, so that the result is symmetric.
 
-    a, b, c [..., M, M] -> [..., M, M]; only one triangle is computed, the other is its mirror image.
+    a, b, c [..., M, M] -> [..., M, M]; only one triangle is computed, the other is its mirror image. c as in
+    `matmul_add`.
     """
     _checked("b", b, a)
     if a.shape != b.shape or a.shape[-1] != a.shape[-2]:
@@ -144,7 +148,10 @@ def symmetric_matmul(
 def matmul_add(
     a: Tensor, b: Tensor, *, c: Tensor | None = None, alpha: Number = 1.0, beta: Number = 0.0, out: Tensor | None = None
 ) -> Tensor:
-    """``alpha a b + beta c``: a [..., M, K], b [..., K, N], c [..., M, N] -> [..., M, N]."""
+    """``alpha a b + beta c``: a [..., M, K], b [..., K, N], c [..., M, N] -> [..., M, N].
+
+    c may be fp32, fp16 or bf16 whatever a and b are; the result has their dtype.
+    """
     _checked("b", b, a)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied")
@@ -161,8 +168,15 @@ def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
-    if c is not None and _checked("c", c, like).shape != torch.Size(shape):
+    if c is None:
+        return
+    if c.shape != torch.Size(shape):
         raise ValueError(f"c must have the shape of the product, {tuple(shape)}, got {tuple(c.shape)}")
+    if c.device != like.device:
+        raise ValueError(f"c is on {c.device}, the matrices on {like.device}")
+    dtypes = dict.fromkeys((like.dtype, *SUMMANDS))
+    if c.dtype not in dtypes:
+        raise ValueError(f"c must be one of {', '.join(map(str, dtypes))}, got {c.dtype}")
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
