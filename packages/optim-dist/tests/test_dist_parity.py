@@ -115,29 +115,33 @@ def test_muon_is_the_same_at_any_number_of_ranks(backend):
         assert_same_state(results[0]["state"], expected["state"])
 
 
-def _planners(rank, world_size, deterministic):
+def _planners(rank, world_size, options):
     """What the planners of Muon's kernels are told: of matrices that are whole here, and of an owner's."""
     value = torch.ones(4, 8)
     cut = distribute_tensor(value, mesh_of(world_size), [Shard(0)])
     parameters = [torch.nn.Parameter(value.clone()), torch.nn.Parameter(cut)]
-    optimizer = TritonDistMuon(parameters, deterministic=deterministic)
+    optimizer = TritonDistMuon(parameters, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     planners = [cache["planner"] for cache in optimizer._caches.values() if cache]
     if optimizer._resident.layouts:
         planners += [batch._owner._planner for batch in optimizer._resident._muon._batches]
-    return [planner._tiles for planner in planners], "deterministic" in optimizer.explain()
+    told = [(planner._tiles, planner._spare) for planner in planners]
+    return told, "deterministic" in optimizer.explain()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_reaches_every_planner(deterministic):
-    wanted = "shape" if deterministic else "auto"
+@pytest.mark.parametrize("overlap", [False, True])
+def test_options_reach_every_planner(deterministic, overlap):
+    options = {"deterministic": deterministic, "overlap": overlap}
+    tiles = "shape" if deterministic else "auto"
     # on two ranks one of them owns the matrix that is in a bucket
-    first, second = run_ranks(_planners, 2, deterministic)
-    assert (*first[0], *second[0]) == (wanted,) * 3
+    first, second = run_ranks(_planners, 2, options)
+    assert (*first[0], *second[0]) == ((tiles, 16 if overlap else 0),) * 3
     assert first[1] == second[1] == deterministic
-    assert run_ranks(_planners, 1, deterministic) == [([wanted], deterministic)]
+    # no collective runs beside one rank's
+    assert run_ranks(_planners, 1, options) == [([(tiles, 0)], deterministic)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

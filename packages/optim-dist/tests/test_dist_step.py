@@ -387,6 +387,39 @@ def wire_bytes_are_two_f_p(rank, world_size):
 
 
 @scenario(2)
+def the_last_gather_alone_runs_beside_nothing(rank, world_size):
+    """What is elementwise is gathered beside the last matrices' iteration, or where it is needed first."""
+    for eager in (False, True):
+        net = Net(device_of(rank))
+        groups = [
+            {"kind": "muon", "params": [layer.weight for layer in net.layers]},
+            {"kind": "adamw", "params": [layer.bias for layer in net.layers]},
+        ]
+        steps = 1 if eager else None
+        optimizer = TritonDistMuonAdamW(groups, model=net, bucket_mb=4e-5, accumulation_steps=steps)
+        routes = {bucket.values.data_ptr(): bucket.plan.route for bucket in optimizer._bucketed.buckets}
+        gathered = []
+
+        def listen(flat, gather=optimizer.communicator.all_gather_, routes=routes, gathered=gathered):
+            if flat.data_ptr() in routes:
+                gathered.append(routes[flat.data_ptr()])
+            return gather(flat)
+
+        optimizer.communicator.all_gather_ = listen
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.wait()
+        assert sorted(gathered) == sorted(routes.values())
+        assert gathered.count("muon") > 1 < gathered.count("adamw")
+        if eager:
+            needed = sorted(optimizer.plan.buckets, key=lambda bucket: min(slot.parameter for slot in bucket.slots))
+            assert gathered == [bucket.route for bucket in needed]
+        else:
+            assert gathered == sorted(gathered, reverse=True)[1:] + ["muon"]
+        optimizer.close()
+
+
+@scenario(2)
 def sum_instead_of_average(rank, world_size):
     average, total = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(7))
     gradient = normal((7,), 5, rank)

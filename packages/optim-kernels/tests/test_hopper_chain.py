@@ -11,6 +11,8 @@ from random_tensors import DEVICE
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
+from optim_kernels.muon_groups import MuonEntry, MuonPlanner
+from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels._kernels.normalize import Start
@@ -166,7 +168,16 @@ def test_divisors(eps_mode: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(12, 768, 768), (40, 640, 1000), (40, 300, 1300), (30, 1000, 300), (16, 1000, 1040), (6, 1600, 1600)],
+    [
+        (12, 768, 768),
+        (40, 640, 1000),
+        (40, 300, 1300),
+        (30, 1000, 300),
+        (16, 1000, 1040),
+        (2, 1600, 1600),
+        (2, 2048, 2048),
+        (2, 2200, 5000),
+    ],
     ids=str,
 )
 def test_one_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -304,6 +315,35 @@ def test_a_long_matrix_is_the_same_alone_and_among_others() -> None:
             optimizer.step()
         results.append(params[0].detach())
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.gpu
+def test_multiprocessors_that_stay_free() -> None:
+    """A launch on fewer of them has the same bits, and ends beside one that has what it left."""
+    needs_hopper()
+    others = torch.cuda.get_device_properties(0).multi_processor_count
+    start, grads = ([torch.randn(512, n, device="cuda").bfloat16() for n in [512] * 24 + [2056] * 6] for _ in range(2))
+    entries, results = [], []
+    for spare in (0, 1, 40, others - 2, others + 1):
+        planner = MuonPlanner(spare=spare)
+        params = [p.clone() for p in start]
+        (group,) = TritonMuon(params).param_groups
+        made = [
+            MuonEntry(p, grad, {"momentum_buffer": torch.zeros_like(p)}, MatrixView.identity(p.shape), number)
+            for number, (p, grad) in enumerate(zip(params, grads, strict=True))
+        ]
+        entries.append((planner, group, made))
+        results.append(params)
+    streams = [torch.cuda.Stream() for _ in entries]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for stream, (planner, group, made) in zip(streams, entries, strict=True):
+            with torch.cuda.stream(stream):
+                planner.step([(group, made)])
+    torch.cuda.synchronize()
+    for params in results[1:]:
+        for p, q in zip(params, results[0], strict=True):
+            assert torch.equal(p, q)
 
 
 @pytest.mark.gpu

@@ -101,10 +101,10 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
             [count for _, count in firsts],
         )
 
-    shapes = [(768, 768), (768, 3072), (768, 2304), (768, 1000), (1280, 1280), (2048, 8192), (64, 200)]
+    shapes = [(768, 768), (768, 3072), (768, 2304), (768, 1000), (1280, 1280), (2048, 8192), (2560, 10240), (64, 200)]
     assert placed(shapes * 40, "auto")[1] > {(768, 768), (768, 3072), (1280, 1280)}
     last_tiles, chained, _ = placed(shapes * 40, "shape")
-    assert chained == {(768, 3072), (768, 2304)}
+    assert chained == {(768, 3072), (768, 2304), (2048, 8192)}
     assert set(last_tiles) == {*shapes} - chained
     for shape in shapes:
         alone = placed([shape], "shape")
@@ -152,6 +152,9 @@ def test_a_matrix_that_cannot_be_aligned_is_nobody_elses_matter(variance: bool) 
 def test_tiles_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tiles must be one of .*'auto', 'shape'.*, got 'matrix'"):
         MuonPlanner("matrix")  # type: ignore[arg-type]
+    for spare in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="spare must be a number of multiprocessors, 0 or more, got"):
+            MuonPlanner(spare=spare)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tiles must be one of"):
         MuonPlan([], rule=None, ns=None, variance=False, tiles=None)  # type: ignore[arg-type]
 

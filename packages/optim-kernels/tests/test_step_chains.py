@@ -108,23 +108,33 @@ def test_which_batches_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             (12, 768, 768),
             (6, 768, 3072),
             (24, 1024, 4096),
-            (5, 1600, 1600),
-            (6, 1600, 1600),
-            (6, 2048, 2048),
+            (1, 1600, 1600),
+            (2, 1600, 1600),
+            (1, 2048, 2048),
+            (2, 2048, 2048),
             (1, 2048, 8192),
-            (4, 2048, 8192),
+            (2, 2048, 8192),
+            (8, 2560, 2560),
             (1, 4096, 4096),
             (1, 4096, 14336),
         ]
         if hopper_chain.takes_chain(count, m, n, NSConfig(), torch.float16, torch.device("cuda", 0))
     ]
-    assert chained == [(12, 768, 768), (24, 1024, 4096), (6, 1600, 1600), (4, 2048, 8192), (1, 4096, 14336)]
+    assert chained == [
+        (12, 768, 768),
+        (24, 1024, 4096),
+        (2, 1600, 1600),
+        (2, 2048, 2048),
+        (2, 2048, 8192),
+        (1, 4096, 14336),
+    ]
 
 
 MODELS = {
     "gpt2_124m": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "d20": [*[(1280, 1280)] * 4, (5120, 1280), (1280, 5120)] * 20,
     "gpt2_1.56b": [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)] * 48,
+    "d32": [*[(2048, 2048)] * 4, (8192, 2048), (2048, 8192)] * 32,
 }
 
 
@@ -164,7 +174,7 @@ def test_which_steps_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few matrices there are, unless they would be as they are without a chain."""
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
-    assert not takes_step_chain_on_a_gpu([(1792, 48), (7168, 96)], 1792, NSConfig(), torch.float16, None)
+    assert not takes_step_chain_on_a_gpu([(2560, 48), (10240, 96)], 2560, NSConfig(), torch.float16, None)
     assert takes_step_chain_on_a_gpu([(3072, 1)], 768, NSConfig(), torch.float16, None)
     assert not takes_step_chain_on_a_gpu([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)
 

@@ -14,7 +14,6 @@ from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, takes
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
     MuonEntry,
-    MuonPlanner,
     check_group,
     check_param,
     given_options,
@@ -45,8 +44,9 @@ class MuonRoute:
                 shard = item.shard
                 entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.listed)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
-        planner: MuonPlanner = cache.setdefault("planner", MuonPlanner(context.tiles))
-        planner.step(
+        if "planner" not in cache:
+            cache["planner"] = context.new_planner()
+        cache["planner"].step(
             list(by_group.values()),
             clip_factor=context.factor,
             grad_scale=context.grad_scale,

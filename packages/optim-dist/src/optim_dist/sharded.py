@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -72,8 +73,9 @@ class ResidentParameters:
             for m in self._members
             if m.spec.route == "muon" and m.layout is not None
         ]
-        options = self._options
-        self._muon = ShardedMuon(matrices, self._communicator, options.bucket_mb, options.tiles) if matrices else None
+        options, world = self._options, self._communicator
+        new_planner = partial(options.muon_planner, world.world_size)
+        self._muon = ShardedMuon(matrices, world, options.bucket_mb, new_planner) if matrices else None
 
     def __len__(self) -> int:
         return len(self._members)

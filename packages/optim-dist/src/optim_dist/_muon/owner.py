@@ -23,7 +23,7 @@ from torch import Tensor
 from optim_dist._muon.halves import scales, takes_part
 from optim_dist._optimizers.shards import Item
 from optim_dist.plan import MATRIX_ALIGNMENT
-from optim_kernels.muon_groups import MuonEntry, MuonPlanner, Tiles
+from optim_kernels.muon_groups import MuonEntry, MuonPlanner
 from optim_utils.param_groups import MatrixView
 
 # the options of a group that make a step of Muon its direction alone
@@ -68,13 +68,13 @@ class Owner:
 
     Args:
         memory: ``room_for(matrices)`` bytes or more; batches may share it, one is done with it before the next begins.
-        tiles: what the kernels choose tiles by.
+        planner: what steps them.
 
     Attributes:
         us, os: U and O of every matrix, in that memory.
     """
 
-    def __init__(self, matrices: Sequence[Whole], memory: Tensor, tiles: Tiles = "auto") -> None:
+    def __init__(self, matrices: Sequence[Whole], memory: Tensor, planner: MuonPlanner) -> None:
         self._matrices = matrices
         self.us: list[Tensor] = []
         self.os: list[Tensor] = []
@@ -84,7 +84,7 @@ class Owner:
             self.us.append(matrix.in_memory(memory[begin:]))
             self.os.append(matrix.in_memory(memory[half + begin :]))
             begin += matrix.nbytes
-        self._planner = MuonPlanner(tiles)
+        self._planner = planner
 
     def compute(self, items: Sequence[Item]) -> None:
         """O of every U, zeros of a matrix that is left alone; second moments move."""

@@ -14,7 +14,7 @@ which gradients exist: a matrix without one travels as zeros and is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from optim_dist._muon.owner import Owner, Whole, room_for
 from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.planning import DEFAULT_BUCKET_MB
-from optim_kernels.muon_groups import Tiles
+from optim_kernels.muon_groups import MuonPlanner
 from optim_redist import Layout, Mesh, RepeatedExchange, plan
 from optim_utils.balance import partition
 from optim_utils.param_groups import MatrixView
@@ -94,7 +94,7 @@ class Exchange:
 
 
 class Batch:
-    """Matrices that travel together; ``memory`` is where this rank works on those that it owns."""
+    """Matrices that travel together; ``memory`` is where this rank works by ``planner`` on those that it owns."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Batch:
         moments: Mapping[int, Tensor],
         world: Communicator,
         memory: Tensor,
-        tiles: Tiles,
+        planner: MuonPlanner,
     ) -> None:
         self.matrices = matrices
         # those of which every rank gets the second moment back
@@ -111,7 +111,7 @@ class Batch:
         everybody = Mesh(world.world_size, ranks=world.ranks)
         at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
         self.mine = owned_by(world.ranks[world.rank], matrices, owners)
-        self._owner = Owner([matrix.whole for matrix in self.mine], memory, tiles)
+        self._owner = Owner([matrix.whole for matrix in self.mine], memory, planner)
         there = [Move(m.shape, m.dtype, m.layout, _whole(at_owner[m.index], m.shape)) for m in matrices]
         back = [Move(m.shape, m.dtype, _whole(at_owner[m.index], m.shape), m.layout) for m in matrices]
         for matrix in self.with_moment:
@@ -148,9 +148,13 @@ class ShardedMuon:
     """The owners of all matrices, and their batches."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None, tiles: Tiles
+        self,
+        matrices: Sequence[Matrix],
+        communicator: Communicator,
+        bucket_mb: float | None,
+        new_planner: Callable[[], MuonPlanner],
     ) -> None:
-        self._communicator, self._tiles = communicator, tiles
+        self._communicator, self._new_planner = communicator, new_planner
         chosen = partition([float(matrix.cost) for matrix in matrices], communicator.world_size).owner
         self.owners = {matrix.index: communicator.ranks[owner] for matrix, owner in zip(matrices, chosen)}
         self._parts = _cut(matrices, self.owners, (bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
@@ -198,7 +202,9 @@ class ShardedMuon:
             # a later step writes there, too, which it could not if this one ran in inference mode
             with torch.inference_mode(False):
                 memory = torch.empty(room, dtype=torch.uint8, device=world.device)
-                self._batches = [Batch(part, self.owners, moments, world, memory, self._tiles) for part in self._parts]
+                self._batches = [
+                    Batch(part, self.owners, moments, world, memory, self._new_planner()) for part in self._parts
+                ]
             self._moments = tuple(moments)
         return self._batches
 

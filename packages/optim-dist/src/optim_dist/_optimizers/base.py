@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -207,7 +207,8 @@ class DistOptimizer(StatefulOptimizer):
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
         factor = _product(self._factor, clip_factor)
-        return StepContext(factor, grad_scale, found_inf, tiles=self._options.tiles)
+        new_planner = partial(self._options.muon_planner, self._communicator.world_size)
+        return StepContext(factor, grad_scale, found_inf, new_planner=new_planner)
 
     # 4, 5: update and gather
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import grad_dtype
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec
-from optim_kernels.muon_groups import Tiles
+from optim_kernels.muon_groups import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
 # what a state may hold beside a 16-bit parameter to complete it
@@ -91,7 +91,7 @@ class StepContext:
         found_inf: non-zero: leave everything untouched.
         counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
         present: for each, whether this rank itself has one.
-        tiles: what Muon's kernels choose tiles by; the same in all steps.
+        new_planner: makes what steps Muon's matrices; planners are alike in all steps.
     """
 
     factor: Tensor | None = None
@@ -99,7 +99,7 @@ class StepContext:
     found_inf: Tensor | None = None
     counts: Tensor | None = None
     present: Sequence[float] = ()
-    tiles: Tiles = "auto"
+    new_planner: Callable[[], MuonPlanner] = MuonPlanner
 
     def count(self, shard: Shard) -> Tensor | None:
         """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""

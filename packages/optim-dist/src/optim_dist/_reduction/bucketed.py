@@ -228,10 +228,14 @@ class BucketedParameters:
             self._gathers.defer()
 
     def _in_order(self) -> list[ParameterBucket]:
-        """As they were reduced; as they are needed again if all were reduced during backward."""
-        if self._gathers is None or self.reduction is None or not self.reduction.eager:
-            return self.buckets
-        return sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
+        """As they are needed again if all were reduced during backward, else as they are reduced.
+
+        But the last matrices behind what is elementwise, whose gathers would run beside nothing.
+        """
+        if self._gathers is not None and self.reduction is not None and self.reduction.eager:
+            return sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
+        last = [bucket for bucket in self.buckets if bucket.plan.route == "muon"][-1:]
+        return [*(bucket for bucket in self.buckets if bucket not in last), *last]
 
     def restart(self) -> None:
         """Forget this step's reductions: the next gradients belong to a new step."""

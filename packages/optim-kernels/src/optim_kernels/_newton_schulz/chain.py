@@ -38,10 +38,10 @@ from optim_kernels._triton import Cluster, has_short_launch
 from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 
 # Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
-# with fewer, smaller tiles are, and for short sides beyond SMALL_SIDE larger ones.
-LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 4.0
+# with fewer, smaller tiles are, or for short sides beyond SMALL_SIDE those of a kernel for one round.
+LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 1.3
 # Matrices with longer short sides fill the chip one by one, unless they are long: only a chain restarts in factors.
-LARGEST_SIDE = 1664
+LARGEST_SIDE = 2304
 
 Xs = tuple[Tensor, Tensor, Tensor]
 
@@ -124,10 +124,11 @@ class ChainLaunch:
 
     Args:
         ending: of the last product; others than STORE need ``addresses`` at every launch.
+        spare: how many multiprocessors stay free beside it; it takes two at least.
         update: the compile-time arguments of an update.
     """
 
-    def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, **update: Any) -> None:
+    def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, spare: int = 0, **update: Any) -> None:
         from optim_kernels._hopper import chain_kernel as kernels
         from optim_kernels._hopper.pairs import PAIR_BYTES
         from optim_kernels._hopper.ring import descriptor
@@ -135,9 +136,10 @@ class ChainLaunch:
         self._chain, self._num_squares, self._has_diagonals = chain, chain.num_squares, chain.has_diagonals
         side, depth = PING_PONG.rows, PING_PONG.depth
         options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
+        free = max(2, num_multiprocessors(chain.entries.device.index) - spare)
         self._launch = BlockLaunch(
             kernels.chain_kernel,
-            min(len(chain.entries), num_multiprocessors(chain.entries.device.index)) // 2,
+            min(len(chain.entries), free) // 2,
             [
                 (side, depth),
                 (depth, side),

@@ -45,11 +45,18 @@ class MuonPlanner:
     Args:
         tiles: with ``"shape"`` the bits of a parameter depend on it alone, and not on which others are stepped with it,
             which costs speed.
+        spare: how many multiprocessors stay free beside launches that hold theirs for a whole iteration, for kernels of
+            others that come meanwhile: NCCL's would else wait for the end of each. No bits depend on it.
+
+    Raises:
+        ValueError: for other tiles, and for a negative number.
     """
 
-    def __init__(self, tiles: Tiles = "auto") -> None:
+    def __init__(self, tiles: Tiles = "auto", *, spare: int = 0) -> None:
         check_tiles(tiles)
-        self._tiles = tiles
+        if isinstance(spare, bool) or not isinstance(spare, int) or spare < 0:
+            raise ValueError(f"spare must be a number of multiprocessors, 0 or more, got {spare!r}")
+        self._tiles, self._spare = tiles, spare
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with these options
@@ -157,6 +164,7 @@ class MuonPlanner:
                 stochastic_rounding=group["stochastic_rounding"],
                 num_groups=len(batch.groups),
                 tiles=self._tiles,
+                spare=self._spare,
             )
         self._plans[key] = plan
         self._groups[key] = batch.groups

@@ -22,6 +22,7 @@ class StepChain:
     Args:
         number: of the chain in the plan, which chooses its counter.
         ending: what follows the last product; an update takes the compile-time arguments ``of_update``.
+        spare: how many multiprocessors stay free beside it.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class StepChain:
         *,
         ending: Ending,
         of_update: dict[str, Any],
+        spare: int,
     ) -> None:
         self._xs = (batches.x, batches.other, batches.x)
         self._tables, self._counter = tables, len(tables.matrices) + number
@@ -44,7 +46,8 @@ class StepChain:
             for count, _, n in (batch.shape,)
         ]
         chain = Chain.of(groups, m, batches.x.device, in_panels=True)
-        self._launch = ChainLaunch(chain, ending=ending, **(of_update if ending is Ending.UPDATE else {}))
+        options = of_update if ending is Ending.UPDATE else {}
+        self._launch = ChainLaunch(chain, ending=ending, spare=spare, **options)
 
     def take(self, inputs: StepInputs) -> None:
         """Read these from now on."""

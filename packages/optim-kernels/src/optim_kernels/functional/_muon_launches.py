@@ -45,11 +45,13 @@ class StepOptions:
     Args:
         state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`).
         tiles: what tiles are chosen by.
+        spare: multiprocessors that launches which last leave to others.
     """
 
     rule: MuonRule
     ns: NSConfig
     tiles: Tiles
+    spare: int
     variance: bool
     stochastic_rounding: bool
     state_is_aligned: bool
@@ -122,7 +124,7 @@ class Launches:
         how: dict[str, Any] = {"leave_last": leave_last, "tiles": options.tiles}
         self._products = [StepProducts(family, ns, tables, **how) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
-        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
+        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update, "spare": options.spare}
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
 
     def take_inputs(self) -> None:

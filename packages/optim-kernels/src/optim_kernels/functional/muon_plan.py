@@ -56,6 +56,7 @@ class MuonPlan:
         num_groups: rows of hyperparameters; a parameter names its own by ``group``.
         tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
             others there are. With ``"shape"`` they depend on its own shape, as long as `alignment_of` all is the same.
+        spare: multiprocessors that stay free beside launches which last; see `MuonPlanner`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class MuonPlan:
         stochastic_rounding: bool = False,
         num_groups: int = 1,
         tiles: Tiles = "auto",
+        spare: int = 0,
     ) -> None:
         check_tiles(tiles)
         # now: a tensor whose ``.data`` is replaced changes its own
@@ -95,6 +97,7 @@ class MuonPlan:
             stochastic_rounding=stochastic_rounding,
             state_is_aligned=_state_is_aligned(tensors, self._matrices),
             tiles=tiles,
+            spare=spare,
         )
         stores_last = not options.updates_in_last_product
         families, chains = families_of(
