@@ -10,6 +10,7 @@ import pytest
 import torch
 from random_tensors import DEVICE, random_parameters
 from torch import Tensor
+from torch.optim import adam
 
 from optim_kernels import TritonAdamW
 from optim_kernels.functional import adamw_
@@ -67,6 +68,31 @@ def test_trajectory_is_torchs(impl: Any, options: dict[str, Any]) -> None:
     train(torch.optim.AdamW(theirs, lr=lr, foreach=False, **options), theirs, 10)
     for p, q in zip(ours, theirs):
         torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": False}, {"foreach": True}], ids=str)
+def test_plain_torch_takes_the_loop_that_torch_would(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is foreach, a few launches, unless the user says otherwise."""
+    # what torch chooses on a GPU, if asked
+    monkeypatch.setattr(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+    taken: list[str] = []
+
+    def listen(name: str) -> None:
+        loop = getattr(adam, name)
+        monkeypatch.setattr(adam, name, lambda *args, **kwargs: (taken.append(name), loop(*args, **kwargs)))
+
+    listen("_single_tensor_adam")
+    listen("_multi_tensor_adam")
+    ours, theirs = make_params(), make_params()
+    for params in (ours, theirs):
+        for p in params:
+            p.data = p.data.to(DEVICE)
+    train(TritonAdamW(ours, lr=1e-2, impl="torch", **options), ours, 3)
+    train(torch.optim.AdamW(theirs, lr=1e-2, **options), theirs, 3)
+    assert taken[:3] == taken[3:]
+    assert ("_multi_tensor_adam" in taken) == options.get("foreach", "fused" not in options)
+    for p, q in zip(ours, theirs):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -304,7 +330,7 @@ def test_extreme_gradients_end_as_in_torch(impl: Any) -> None:
     # torch's loop on a CPU: on CUDA its second moment of 1e20 is infinite already, where (1 - beta2) g^2 still is not
     reference_device = "cpu" if impl == "triton" else DEVICE
     p, q = torch.nn.Parameter(torch.ones(9, device=DEVICE)), torch.nn.Parameter(torch.ones(9, device=reference_device))
-    ours, theirs = TritonAdamW([p], impl=impl), torch.optim.AdamW([q], foreach=False)
+    ours, theirs = TritonAdamW([p], impl=impl), torch.optim.AdamW([q])
     for _ in range(2):
         p.grad, q.grad = values.to(p.device), values.to(q.device)
         ours.step()

@@ -70,7 +70,8 @@ def _torch_step(
             foreach=group["foreach"],
             capturable=group["capturable"],
             differentiable=group["differentiable"],
-            fused=False,
+            # None, as from a user of torch, lets torch choose between its loop and foreach
+            fused=None if group["fused"] is None else False,
             has_complex=any(param.is_complex() for param in params),
             amsgrad=group["amsgrad"],
             beta1=group["betas"][0],
