@@ -244,7 +244,7 @@ def bench(session: nox.Session) -> None:
     session.run(*PYTEST, "-x")
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     for script in sorted((ROOT / "benchmarks").glob("*_benchmark.py")):
-        launch = ranks if script.stem == "dist_benchmark" else ()
+        launch = ranks if script.stem in ("dist_benchmark", "training_benchmark") else ()
         session.run("python", *launch, "-m", f"benchmarks.{script.stem}", *session.posargs)
 
 

@@ -268,13 +268,13 @@ def timed(
     slowest, host = [], []
     for iteration in range(warmup + iterations):
         before()
-        _synchronize(device)
+        synchronize(device)
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         step()
         issued = time.perf_counter()
-        _synchronize(device)
+        synchronize(device)
         passed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(passed, op=dist.ReduceOp.MAX)
         if iteration >= warmup:
@@ -299,7 +299,7 @@ def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, 
     row = ROWS[name](job)
     row.before()
     row.step()
-    _synchronize(job.device)
+    synchronize(job.device)
     sample = sorted({0, 1, 2, len(job.shapes) // 2, len(job.shapes) - 1})
     values = row.parameters()
     after_one = [values[number].to(torch.float32, copy=True).cpu() for number in sample]
@@ -326,7 +326,7 @@ def table(
     floor = max(wire, local)
     reference: list[Tensor] | None = None
     for name in rows_for(job.mode, options.rows):
-        if _agreed(time.monotonic() > options.deadline, job.device):
+        if agreed(time.monotonic() > options.deadline, job.device):
             report.add(mode=job.mode, model=model, dtype=dtype, what=name, note="left out: out of time")
             continue
         steps = measure(job, name, options)
@@ -334,7 +334,7 @@ def table(
         reference = first if reference is None else reference
         error = largest_error(first, reference)
         limit = (2**-6 if job.dtype == torch.bfloat16 else 1e-3) if job.mode == "adamw" else 5e-2
-        if _agreed(error > limit, job.device):
+        if agreed(error > limit, job.device):
             report.add(mode=job.mode, model=model, dtype=dtype, what=name, note=f"wrong by {error:.2g}, not timed")
         else:
             figures = next(steps)
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size < 2:
         raise SystemExit("a distributed step needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.dist_benchmark")
-    device = _start()
+    device = start_ranks()
     limits = ceilings(device)
     report = Report(
         f"One optimizer step on {dist.get_world_size()} ranks; measured ceilings: "
@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     return report
 
 
-def _start() -> torch.device:
+def start_ranks() -> torch.device:
     """The process group of torchrun's ranks: NCCL with a device each where there are GPUs, else gloo."""
     cuda = torch.cuda.is_available()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -404,14 +404,14 @@ def _start() -> torch.device:
     return device
 
 
-def _agreed(flag: bool, device: torch.device) -> bool:
+def agreed(flag: bool, device: torch.device) -> bool:
     """Whether any rank says so."""
     votes = torch.tensor(float(flag), device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 

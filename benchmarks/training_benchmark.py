@@ -1,0 +1,232 @@
+"""What a training step takes beyond its compute on several ranks: forward, backward and step, beside torch's own ways.
+
+    torchrun --nproc-per-node 4 -m benchmarks.training_benchmark --model d20 --batch-size 8 --context 1024
+    torchrun --nproc-per-node 2 -m benchmarks.training_benchmark        # gloo, a tiny model: a smoke test
+
+    exposed = milliseconds of a step - milliseconds of forward and backward alone
+
+What a step reduces, updates and gathers beside products is not exposed, but makes these slower, which is: products and
+collectives share multiprocessors, memory and power. Steps follow each other without a wait, as in a training loop; the
+figure is the mean of a run of steps on the slowest rank, and of such runs the median. Before the time of a way counts
+its first steps are compared with those of DDP: by how far the mean loss of all ranks has fallen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.dist_benchmark import ADAMW, DTYPES, MUON, agreed, start_ranks, synchronize
+from benchmarks.gpt.model import GPT, MODELS, next_byte_loss
+from benchmarks.report import Report
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+
+CHECKED_STEPS = 5
+# of how far the loss falls, relative: the ways round differently, and torch's Muon iterates in bf16
+LARGEST_DIFFERENCE = 0.15
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every row of a table trains."""
+
+    model: str
+    mode: str
+    dtype: torch.dtype
+    device: torch.device
+    batch: tuple[Tensor, Tensor]
+
+    def net(self) -> GPT:
+        """The model, the same on every rank."""
+        torch.manual_seed(0)
+        return GPT(MODELS[self.model]).to(self.device, self.dtype)
+
+    def sides(self, net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What Muon updates, and what AdamW does."""
+        sides: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in net.named_parameters():
+            sides[not (self.mode == "muon" and "blocks." in name and parameter.ndim == 2)].append(parameter)
+        return sides
+
+
+@dataclass
+class Way:
+    """A model and what steps it: None for compute alone."""
+
+    net: nn.Module
+    optimizers: Iterable[torch.optim.Optimizer] = ()
+    close: Callable[[], Any] = lambda: None
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = next_byte_loss(self.net, *batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.net.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def compute_alone(setting: Setting) -> Way:
+    return Way(setting.net())
+
+
+def ours(setting: Setting, **options: Any) -> Way:
+    """Reductions under backward unless the options say otherwise, gathers under the next forward pass."""
+    net = setting.net()
+    optimizer = _our_optimizer(setting, net, model=net, **options)
+    return Way(net, [optimizer], optimizer.close)
+
+
+def ddp(setting: Setting) -> Way:
+    """All-reduces under backward, and every rank updates everything."""
+    net = setting.net()
+    return Way(DistributedDataParallel(net, gradient_as_bucket_view=True), _torch_optimizers(setting, net))
+
+
+def fsdp2(setting: Setting, *, is_ours: bool = False) -> Way:
+    """Reduced under backward and gathered under forward by FSDP2's hooks, block by block."""
+    net = setting.net()
+    mesh = dist.init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return Way(net, [_our_optimizer(setting, net)] if is_ours else _torch_optimizers(setting, net))
+
+
+COMPUTE, REFERENCE = "compute alone", "DDP + torch"
+WAYS: dict[str, Callable[[Setting], Way]] = {
+    COMPUTE: compute_alone,
+    REFERENCE: ddp,
+    "ours": lambda setting: ours(setting, accumulation_steps=1),
+    "ours, reduced at step()": ours,
+    "ours, overlap=False": lambda setting: ours(setting, overlap=False),
+    "ours, streamed": lambda setting: ours(setting, accumulation_steps=1, gradients="streamed"),
+    "ours, exact": lambda setting: ours(setting, accumulation_steps=1, reducer="exact"),
+    "FSDP2 + torch": fsdp2,
+    "FSDP2 + ours": lambda setting: fsdp2(setting, is_ours=True),
+}
+
+
+def ways_for(mode: str) -> list[str]:
+    """torch's Muon takes FSDP2's shards for matrices."""
+    return [name for name in WAYS if (mode, name) != ("muon", "FSDP2 + torch")]
+
+
+def _our_optimizer(setting: Setting, net: nn.Module, **options: Any) -> Any:
+    matrices, others = setting.sides(net)
+    if not matrices:
+        return TritonDistAdamW(others, **ADAMW, **options)
+    groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
+    return TritonDistMuonAdamW(groups, **options)
+
+
+def _torch_optimizers(setting: Setting, net: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = setting.sides(net)
+    fused = setting.device.type == "cuda"
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **ADAMW, fused=fused)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=MUON["lr"], weight_decay=MUON["weight_decay"]))
+    return optimizers
+
+
+def timed(step: Callable[[], Any], device: torch.device, runs: int, steps: int) -> tuple[float, float]:
+    """Median and least milliseconds of a step in runs of them, on the slowest rank."""
+    found = []
+    for run in range(runs + 1):
+        synchronize(device)
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        passed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(passed, op=dist.ReduceOp.MAX)
+        if run > 0:
+            found.append(1e3 * passed.item() / steps)
+    return statistics.median(found), min(found)
+
+
+def measure(setting: Setting, name: str, options: argparse.Namespace, report: Report, known: dict[str, float]) -> None:
+    """Add the row of one way; ``known`` has how far the loss shall fall, and the time of the compute."""
+    if setting.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row: dict[str, Any] = {"mode": setting.mode, "model": setting.model, "what": name}
+    way = WAYS[name](setting)
+    try:
+        losses = torch.stack([way.step(setting.batch) for _ in range(CHECKED_STEPS)])
+        dist.all_reduce(losses)
+        fall = (losses[0] - losses[-1]).item() / dist.get_world_size()
+        if name == REFERENCE:
+            known["fall"] = fall
+        if name != COMPUTE and not abs(fall / known["fall"] - 1) <= LARGEST_DIFFERENCE:
+            report.add(**row, note=f"wrong: the loss falls by {fall:.4g} for {known['fall']:.4g}, not timed")
+            return
+        median, least = timed(lambda: way.step(setting.batch), setting.device, options.runs, options.steps)
+        if name == COMPUTE:
+            known["ms"] = median
+        peak = torch.cuda.max_memory_allocated() / 2**30 if setting.device.type == "cuda" else None
+        figures = {"ms": median, "least": least, "exposed_ms": median - known["ms"], "peak_GiB": peak}
+        report.add(**row, **figures, fall=None if name == COMPUTE else fall)
+    finally:
+        way.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="tiny", choices=list(MODELS))
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES), help="of parameters, activations, gradients")
+    parser.add_argument("--modes", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a rank")
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=5, help="of a run")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
+    parser.add_argument("--json", help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + options.budget
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size < 2:
+        raise SystemExit(
+            "distributed training needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.training_benchmark"
+        )
+    device = start_ranks()
+    report = Report(f"A training step on {dist.get_world_size()} ranks", announce=dist.get_rank() == 0)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(256, (options.batch_size, options.context + 1), generator=generator).to(device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for mode in options.modes:
+        setting = Setting(options.model, mode, DTYPES[options.dtype], device, batch)
+        known: dict[str, float] = {}
+        for name in ways_for(mode):
+            if name not in {COMPUTE, REFERENCE, *options.ways}:
+                continue
+            if agreed(time.monotonic() > deadline, device):
+                report.add(mode=mode, model=options.model, what=name, note="left out: out of time")
+                continue
+            measure(setting, name, options, report, known)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        report.show()
+        if options.json:
+            report.save_json(options.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
