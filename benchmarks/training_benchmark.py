@@ -51,7 +51,8 @@ class Setting:
     def net(self) -> GPT:
         """The model, the same on every rank."""
         torch.manual_seed(0)
-        return GPT(MODELS[self.model]).to(self.device, self.dtype)
+        with self.device:
+            return GPT(MODELS[self.model]).to(self.dtype)
 
     def sides(self, net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What Muon updates, and what AdamW does."""
