@@ -165,6 +165,17 @@ NORMALIZE = {
 }
 
 
+def adding(slices: str, out: str, *, divides: bool) -> Kind:
+    types = {"slices": f"*{SHORT[slices]}", "out": f"*{SHORT[out]}", "stride": "i64", "numel": "i64", "divisor": "fp32"}
+    return kind("_kernels.slices.sum_kernel", {"DIVIDES": divides, "BLOCK": 1024}, types)
+
+
+SLICES = {
+    "sum of slices": adding("bfloat16", "bfloat16", divides=False),
+    "average of slices": adding("float16", "float32", divides=True),
+}
+
+
 def momentum(kernel: str, *, nesterov: bool, **constants: Any) -> Kind:
     """With one or the other of everything else, too."""
     constants |= {"G_DTYPE": "bfloat16" if nesterov else "float32", "B_DTYPE": "bfloat16" if nesterov else "float32"}
@@ -310,7 +321,7 @@ PRODUCTS = {
     "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),
     "last, fp32, squares": last(FULL_PRECISION, full=True, squares=True, param="bfloat16", master=1, dtype="float32"),
 }
-KINDS = ADAMW | CLIP | NORMALIZE | MOMENTUM | UPDATE | PRODUCTS
+KINDS = ADAMW | CLIP | NORMALIZE | SLICES | MOMENTUM | UPDATE | PRODUCTS
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import Contribution, ParameterBucket
 from optim_dist._reduction.tree import sum_in_pairs
+from optim_kernels.functional import sum_slices
 
 NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
 
@@ -98,7 +99,7 @@ class Exact:
         in_pairs: bool = False,
     ) -> None:
         self.communicator = communicator
-        self._add_up = sum_in_pairs if in_pairs else _summed
+        self._in_pairs = in_pairs
         self.reduce_dtype = reduce_dtype
         self.reduced_dtype = reduced_dtype
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -145,15 +146,18 @@ class Exact:
         return bucket.sums
 
     def _sum(self, bucket: Contribution, scratch: Tensor) -> None:
-        total = self._add_up(scratch[: bucket.plan.numel].view(self.communicator.world_size, -1))
-        if bucket.divided:
-            total /= self.communicator.world_size
         dtype = self._dtype_of_sums(bucket)
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
         elif bucket.sums is None:
             bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
-        bucket.sums.copy_(total)
+        contributions = scratch[: bucket.plan.numel].view(self.communicator.world_size, -1)
+        divisor = self.communicator.world_size if bucket.divided else 1
+        if self._in_pairs:
+            total = sum_in_pairs(contributions)
+            bucket.sums.copy_(total if divisor == 1 else total / divisor)
+        else:
+            sum_slices(contributions, bucket.sums, divisor=divisor)
 
     def _dtype_of_sums(self, bucket: Contribution) -> torch.dtype:
         return self.reduced_dtype or bucket.sums_dtype or bucket.gradients.dtype
@@ -187,12 +191,13 @@ class ExactReduceScatter:
         communicator = Communicator(group, input_tensor.device)
         received = torch.empty_like(input_tensor)
         communicator.exchange(received, input_tensor).wait()
-        total = _summed(received.view(communicator.world_size, -1))
-        if factor is None:
-            total /= communicator.world_size
-        elif isinstance(factor, Tensor) or factor != 1:
-            total *= factor
-        output_tensor.copy_(total)
+        contributions = received.view(communicator.world_size, -1)
+        if factor is None or (not isinstance(factor, Tensor) and factor == 1):
+            sum_slices(contributions, output_tensor, divisor=communicator.world_size if factor is None else 1)
+        else:
+            wide = torch.promote_types(torch.float32, contributions.dtype)
+            total = sum_slices(contributions, torch.empty_like(output_tensor, dtype=wide))
+            output_tensor.copy_(total.mul_(factor))
 
 
 def for_fsdp(reducer: Literal["exact"] = "exact") -> Any:
@@ -228,14 +233,6 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | Tensor | Non
         _, factor = cast("tuple[object, float | Tensor]", op.__getstate__())
         return factor
     raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, which FSDP2 asks for, got {op}")
-
-
-def _summed(contributions: Tensor) -> Tensor:
-    """``contributions [W, C]`` added up in their order, in fp32 (fp64 for fp64), not rounded yet."""
-    total = contributions[0].to(torch.promote_types(torch.float32, contributions.dtype), copy=True)
-    for contribution in contributions[1:]:
-        total += contribution
-    return total
 
 
 def _like_wires(buckets: Sequence[ParameterBucket]) -> Iterator[Tensor]:

@@ -3,5 +3,6 @@
 from optim_kernels.functional.adamw import adamw_
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.functional.muon import apply_muon_update_, muon_, muon_update, new_second_moment
+from optim_kernels.functional.slices import sum_slices
 
-__all__ = ["AdamWPlan", "adamw_", "apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
+__all__ = ["AdamWPlan", "adamw_", "apply_muon_update_", "muon_", "muon_update", "new_second_moment", "sum_slices"]

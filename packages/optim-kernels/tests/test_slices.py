@@ -1,0 +1,96 @@
+"""The sum of slices: exact to the one rounding, in order, by the kernel (interpreted on a CPU) as by plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_tensors import DEVICE
+
+from optim_kernels.functional import sum_slices
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def in_order(slices: torch.Tensor, out_dtype: torch.dtype, divisor: float) -> torch.Tensor:
+    """By definition, in fp32 numbers that are added one by one."""
+    total = slices[0].float()
+    for each in slices[1:]:
+        total = total + each.float()
+    # of two fp32 numbers; the division by a Python number may be a product with its inverse on a GPU
+    total = total / torch.full_like(total, divisor)
+    return total.to(out_dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_bits_are_those_of_sums_in_order(data: Any) -> None:
+    count, numel = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([0, 1, 7, 1023, 1024, 2049, 3000]))
+    dtype, out_dtype = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
+    divisor = data.draw(st.sampled_from([1, 1.0, 2, 3, 7]))
+    gap, offset = data.draw(st.sampled_from([0, 1, 8])), data.draw(st.sampled_from([0, 1, 8]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    room = torch.randn(count * (numel + gap) + offset, generator=generator).mul(8).to(DEVICE, dtype)
+    slices = room[offset:].view(count, numel + gap)[:, :numel] if numel + gap else room.view(count, 0)
+    expected = in_order(slices, out_dtype, divisor)
+    for impl in ("auto", "torch", "triton"):
+        out = torch.full((numel,), torch.nan, dtype=out_dtype, device=DEVICE)
+        assert sum_slices(slices, out, divisor=divisor, impl=impl) is out
+        if impl == "torch" and DEVICE == "cuda":
+            torch.testing.assert_close(out, expected)
+        else:
+            assert torch.equal(out, expected), impl
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_slice_may_hold_the_sum(impl: Any) -> None:
+    slices = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = in_order(slices, torch.float32, 4)
+    sum_slices(slices, slices[2], divisor=4, impl=impl)
+    assert torch.equal(slices[2], expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_infinities_and_nan_stay_in_their_places(impl: Any) -> None:
+    slices = torch.ones(3, 8, dtype=torch.float16, device=DEVICE)
+    slices[0, 1], slices[1, 2], slices[2, 2], slices[1, 3] = torch.inf, torch.inf, -torch.inf, torch.nan
+    slices[:, 4] = 65504  # their sum is beyond fp16, the average is not
+    out = torch.empty(8, dtype=torch.float16, device=DEVICE)
+    sum_slices(slices, out, divisor=3, impl=impl)
+    expected = torch.tensor([1, torch.inf, torch.nan, torch.nan, 65504, 1, 1, 1], dtype=torch.float16, device=DEVICE)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fp64_is_added_in_fp64() -> None:
+    slices = torch.tensor([[1.0], [1e-12], [-1.0]], dtype=torch.float64, device=DEVICE)
+    out = torch.empty(1, dtype=torch.float64, device=DEVICE)
+    assert sum_slices(slices, out).item() == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_bad_slices_are_refused() -> None:
+    out = torch.empty(3)
+    with pytest.raises(ValueError, match=r"slices \[S, N\] with S > 0 make an out \[N\], got \[2, 4\] and \[3\]"):
+        sum_slices(torch.empty(2, 4), out)
+    with pytest.raises(ValueError, match=r"got \[0, 3\] and \[3\]"):
+        sum_slices(torch.empty(0, 3), out)
+    with pytest.raises(ValueError, match=r"real floating-point tensors on one device, got torch.int32 on cpu"):
+        sum_slices(torch.ones(2, 3, dtype=torch.int32), out)
+    with pytest.raises(ValueError, match="divisor is 0"):
+        sum_slices(torch.ones(2, 3), out, divisor=0)
+    with pytest.raises(RuntimeError, match="impl='triton' adds rows of consecutive elements"):
+        sum_slices(torch.ones(3, 2).T, out, impl="triton")
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements() -> None:
+    numel = 2**30 + 1000
+    slices = torch.ones(3, numel, dtype=torch.bfloat16, device="cuda")
+    slices[:, -5:] = torch.arange(5.0, device="cuda")
+    out = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    sum_slices(slices, out, divisor=3, impl="triton")
+    assert out[-5:].tolist() == [0, 1, 2, 3, 4]
+    assert bool((out[:-5] == 1).all())
