@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, nor
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_dist._checkpoint import reshard
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -84,7 +86,11 @@ def load_each(rank, world_size, folder, saved_sizes):
     results = []
     for size in saved_sizes:
         model, optimizer = build(device_of(rank))
-        extra = checkpoint.load(f"{folder}/from-{size}", model, optimizer)
+        with mock.patch.object(reshard, "redistribute_many", wraps=reshard.redistribute_many) as exchanges:
+            extra = checkpoint.load(f"{folder}/from-{size}", model, optimizer)
+        # what was saved by as many ranks stays where it is read, and of others what happens to be cut alike
+        if size == world_size or 1 in (size, world_size):
+            assert exchanges.called == (size != world_size)
         assert extra["step"] == 2
         assert torch.equal(extra["rng"], torch.arange(3))
         loaded = everything(model, optimizer)

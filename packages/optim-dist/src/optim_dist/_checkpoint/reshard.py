@@ -5,7 +5,8 @@ read by rank i mod W; what a rank has read and what it is to own are sets of int
 
     source   rows[r] = intervals of the files that r reads        target   rows[r] = intervals that r owns
 
-Every element is read once from disk and sent at most once.
+Every element is read once from disk and sent at most once. What each rank has read piece by piece as it is to own it,
+as after a restart of the same ranks, takes no exchange and no copy.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class Stream:
             offset += size
         return rows
 
+    @property
+    def stays(self) -> bool:
+        """Whether every rank owns the pieces that it has read."""
+
+        def pieces(segments: Sequence[Sequence[Segment]]) -> list[list[tuple[int, int, int]]]:
+            return [[(p.rank, p.start, p.stop) for p in parts if p.start < p.stop] for parts in segments]
+
+        return pieces(self.before) == pieces(self.after)
+
     def own(self, segments: Sequence[Sequence[Segment]], rank: int) -> Iterator[tuple[str, Segment]]:
         """This rank's parts, in order."""
         for name, parts in zip(self.names, segments):
@@ -105,10 +115,19 @@ def exchange(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[str, dict[str, Tensor]]:
-    """``{parameter: {key: flat part}}`` that this rank owns; ``read(file, name, key)`` is a part it has read."""
+    """``{parameter: {key: flat part}}`` that this rank owns; ``read(file, name, key)`` is a part it has read.
+
+    What stays may be what was read itself. Which streams take part in the exchange all ranks know alike.
+    """
     mesh = Mesh(len(ranks), ranks=list(ranks))
+    parts: dict[str, dict[str, Tensor]] = {}
+    moved = [stream for stream in wanted if not stream.stays]
     items = {}
-    for number, stream in enumerate(wanted):
+    for stream in wanted:
+        if stream.stays:
+            for name, part in stream.own(stream.before, rank):
+                parts.setdefault(name, {})[stream.key] = read(part.file, name, stream.key).to(device)
+    for number, stream in enumerate(moved):
         mine = [read(part.file, name, stream.key) for name, part in stream.own(stream.before, rank)]
         source = torch.cat(mine) if mine else torch.empty(0, dtype=stream.dtype)
         before, after = (
@@ -116,9 +135,8 @@ def exchange(
             for segments in (stream.before, stream.after)
         )
         items[f"{number:04d}"] = Item(source.to(device), (sum(stream.sizes),), before, after)
-    arrived = redistribute_many(items, group=group)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for stream, target in zip(wanted, arrived.values()):
+    arrived = redistribute_many(items, group=group) if items else {}
+    for stream, target in zip(moved, arrived.values()):
         own = list(stream.own(stream.after, rank))
         for (name, _), part in zip(own, target.split([part.stop - part.start for _, part in own])):
             parts.setdefault(name, {})[stream.key] = part
