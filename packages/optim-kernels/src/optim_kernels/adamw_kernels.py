@@ -19,10 +19,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optim_kernels._kernels.adamw_chunk import update_chunk
-from optim_kernels._kernels.adamw_tiles import FP32_MASTER, NO_MASTER, SPLIT16, Format
+from optim_kernels._kernels.adamw_tiles import Format
 from optim_kernels._kernels.adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
 from optim_kernels._kernels.chunks import read_chunk
 from optim_kernels._triton import after_previous, before_next, tl, triton, wide
+from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
 
 __all__ = [
     "FP32_MASTER",

@@ -7,11 +7,12 @@ skipped computes too, and writes nothing. Other chunks are masked.
 
 from __future__ import annotations
 
-from optim_kernels._kernels.adamw_tiles import NO_MASTER, read_tile, scales_of_chunk, store_scales, store_tile, widened
+from optim_kernels._kernels.adamw_tiles import read_tile, scales_of_chunk, store_scales, store_tile, widened
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
 from optim_kernels._kernels.moment_scales import BLOCK
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import div_rn, tl, triton
+from optim_kernels.reference.adamw import NO_MASTER
 
 _NO_MASTER = tl.constexpr(NO_MASTER)
 

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # Streams of random bits (counter word 2 of the packed Philox stream): which stored tensor they round.
 STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
+# How a parameter's full precision is kept: by itself, in an fp32 master, in the int16 half that a bf16 one lacks.
+NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
 
 
 class AdamWScalars(NamedTuple):
