@@ -224,6 +224,32 @@ UPDATE = {
 }
 
 
+def elements(kernel: str, **constants: Any) -> Kind:
+    """As ``functional._element_launch`` launches them."""
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 56, "enable_fp_fusion": False} | OVERLAPPING
+    return kind(f"_kernels.muon_elements.{kernel}_kernel", constants | {"TILE": 1024, "OVERLAP": 1}, **options)
+
+
+def moving(grad: str, buffer: str, u: str, *, nesterov: bool) -> Kind:
+    dtypes = {"G_DTYPE": grad, "B_DTYPE": buffer, "U_DTYPE": u}
+    return elements("momenta", **dtypes, NESTEROV=nesterov, MAXIMIZE=not nesterov)
+
+
+def stepping(param: str, update: str, *, master: int, counted: bool) -> Kind:
+    dtypes = {"P_DTYPE": param, "O_DTYPE": update}
+    return elements("updates", **dtypes, MASTER=master, CAUTIOUS=not counted, COUNTED=counted)
+
+
+ELEMENTS = {
+    "momenta": moving("bfloat16", "bfloat16", "bfloat16", nesterov=True),
+    "momenta, mixed": moving("float32", "float16", "bfloat16", nesterov=False),
+    "updates": stepping("bfloat16", "bfloat16", master=0, counted=False),
+    "updates, random bits": stepping("bfloat16", "bfloat16", master=0, counted=True),
+    "updates, fp32 masters": stepping("float16", "float16", master=1, counted=True),
+    "updates, low halves": stepping("bfloat16", "float32", master=2, counted=False),
+}
+
+
 Block = tuple[int, int]
 
 
@@ -321,7 +347,7 @@ PRODUCTS = {
     "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),
     "last, fp32, squares": last(FULL_PRECISION, full=True, squares=True, param="bfloat16", master=1, dtype="float32"),
 }
-KINDS = ADAMW | CLIP | NORMALIZE | SLICES | MOMENTUM | UPDATE | PRODUCTS
+KINDS = ADAMW | CLIP | NORMALIZE | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 
 from optim_kernels import TritonAdamW, TritonMuon, _triton, newton_schulz
+from optim_kernels.functional import MuonMomenta, MuonUpdates
 
 GRID = (5, 2, 1)
 STREAM = 77
@@ -215,5 +216,10 @@ def test_every_launch_says_how_sums_of_products_are_rounded(monkeypatch: pytest.
     for kept in (params, params[:1]):
         TritonAdamW(kept, impl="triton", max_norm=1.0).step()
     newton_schulz(torch.randn(2, 24, 40), coefficients="aol4", steps=4, impl="triton")
-    assert len(launched) > 12
-    assert set(launched.values()) == {True}, launched
+    flat = [torch.randn(5) for _ in range(3)]
+    MuonMomenta().step(*([each] for each in flat), momentum=0.9)
+    MuonUpdates().step(*([each] for each in flat[:2]), lr=0.1)
+    as_plain_torch = {name for name, is_fused in launched.items() if is_fused is False}
+    assert as_plain_torch == {"momenta_kernel", "updates_kernel"}
+    assert len(launched) > 14
+    assert set(launched.values()) == {True, False}, launched

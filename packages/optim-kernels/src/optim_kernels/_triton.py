@@ -27,6 +27,7 @@ __all__ = [
     "NO_OVERLAP",
     "SHORT_LAUNCH",
     "TRITON_DTYPES",
+    "UNFUSED",
     "Cluster",
     "Launch",
     "after_previous",
@@ -51,6 +52,8 @@ INTERPRETED = tl.constexpr(is_interpreted())
 # An option of every launch: ``a * b + c`` is rounded once, whatever Triton's own default is (it changes with 3.10, and
 # by environment variable). All bits and times of this package are of kernels so compiled.
 FUSED: dict[str, Any] = {"enable_fp_fusion": True}
+# But where a formula is to have the bits of plain torch, which rounds every product, and costs nothing beside memory.
+UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

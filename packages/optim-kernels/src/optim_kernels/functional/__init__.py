@@ -3,6 +3,17 @@
 from optim_kernels.functional.adamw import adamw_
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.functional.muon import apply_muon_update_, muon_, muon_update, new_second_moment
+from optim_kernels.functional.muon_elements import MuonMomenta, MuonUpdates
 from optim_kernels.functional.slices import sum_slices
 
-__all__ = ["AdamWPlan", "adamw_", "apply_muon_update_", "muon_", "muon_update", "new_second_moment", "sum_slices"]
+__all__ = [
+    "AdamWPlan",
+    "MuonMomenta",
+    "MuonUpdates",
+    "adamw_",
+    "apply_muon_update_",
+    "muon_",
+    "muon_update",
+    "new_second_moment",
+    "sum_slices",
+]

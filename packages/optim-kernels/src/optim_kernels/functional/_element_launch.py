@@ -1,0 +1,238 @@
+"""One elementwise launch over many tensors that lie flat in memory: checks, chunks, and the table of `muon_elements`.
+
+    a tensor's row    addresses | numel, programs | what else stays from step to step        int64
+    a group's row     for each number its value (fp64) and the address of one that takes its place, or 0
+
+The table is one, so that one upload brings all that has changed, and where nothing has there is none. What tensors are
+is looked at again when they are of another kind than before; where they lie, in every step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from struct import pack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from optim_kernels._dtensors import is_wrapper
+from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
+from optim_kernels.functional._adamw_scalars import readable
+from optim_kernels.functional._adamw_tensor import description
+from optim_kernels.functional._device_scalars import on_device
+from optim_kernels.functional._lists import check_lengths
+from optim_kernels.multi_tensor import (
+    ALIGNMENT,
+    ChunkMap,
+    ChunkSize,
+    DeviceTable,
+    KnownKinds,
+    is_capturing,
+    keep_for_graphs,
+    sharing_memory,
+)
+from optim_kernels.reference.muon import Scalar
+
+if TYPE_CHECKING:
+    from optim_kernels._triton import Launch
+
+# Elements and warps of a program: a thread asks for 16 bytes of each 16-bit tensor. And registers of a thread, so that
+# a multiprocessor has nine programs at a time, with 36 KB of two such tensors on their way. Not measured on a GPU yet.
+TILE, NUM_WARPS, MAX_REGISTERS = 1024, 4, 56
+
+# What lists that are not values of parameters have.
+DTYPES = {"masters": (torch.float32, torch.int16), "steps": (torch.float32,)}
+
+Lists = Mapping[str, Sequence[Tensor] | None]
+
+
+class ElementLaunch:
+    """Lists of tensors, of which the first, the second, ... of all lists belong together, element by element.
+
+    Args:
+        kernel: its name in ``_kernels.muon_elements``.
+        written: the lists that it writes to.
+    """
+
+    def __init__(self, kernel: str, written: Sequence[str]) -> None:
+        self._kernel, self._written = kernel, written
+        self._known = KnownKinds()
+        # what tables were made for: kinds and addresses of all tensors, and the rest that `follow` was told
+        self._kinds: list[Any] | None = None
+        self._addresses: list[int] = []
+        self._told: tuple[Any, ...] = ()
+        # whether a graph that is being captured fills the chunk map: it is there when that has been replayed, for it
+        self._is_promised = False
+        self._scalar_tensors: list[Tensor] = []
+        self._aligned: list[bool]
+        self._width: int
+        self._rows: array[int]
+        self._table: DeviceTable
+        self._chunks: ChunkMap
+        self._launch: Launch
+        self._one: Tensor
+        self.device: torch.device
+        # for each tensor a number that its programs count up to their number, and clear
+        self.counters: Tensor
+
+    def follow(
+        self, lists: Lists, columns: Sequence[Sequence[int]], constants: Sequence[Any], starts: Sequence[int] = ()
+    ) -> None:
+        """Take note of this step's tensors.
+
+        Args:
+            lists: by the names that errors give them, those that are one number a tensor (``steps``) included; the
+                first says how many elements there are.
+            columns: what else is in the tensors' rows.
+            constants: what the kernel is compiled for behind its tile.
+            starts: elements of its parameter in front of each tensor, where random bits are counted by them.
+        """
+        tensors = [*chain.from_iterable(each for each in lists.values() if each is not None)]
+        kinds, addresses = self._known.of(tensors), list(map(Tensor.data_ptr, tensors))
+        # copies, for the caller may write to its lists
+        given = [each is not None for each in lists.values()]
+        told = (tensors[0].device, given, [*map(list, columns)], list(constants))
+        is_new = kinds != self._kinds or told != self._told or self._is_promised
+        if not is_new and addresses == self._addresses:
+            return
+        # nothing is known until all is done: a call that fails may leave tables of either list
+        self._kinds = None
+        if is_new:
+            self._take(lists, columns)
+        if 0 in addresses:
+            _check_memory(lists)
+        if len(set(map(Tensor.get_device, tensors))) > 1:
+            devices = sorted({str(tensor.device) for tensor in tensors})
+            raise ValueError(f"{', '.join(lists)} must be on one device, got {', '.join(devices)}")
+        aligned = self._locate(lists, addresses, starts)
+        if is_new or aligned != self._aligned:
+            self._cut(len(lists), aligned, constants)
+        self._kinds, self._addresses, self._told = kinds, addresses, told
+
+    def _take(self, lists: Lists, columns: Sequence[Sequence[int]]) -> None:
+        """Check the tensors, and make a table with what stays."""
+        _check(lists, self._written)
+        like = next(iter(lists.values())) or ()
+        self.device = like[0].device
+        self.counters = torch.zeros(len(like), dtype=torch.int32, device=self.device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self._table = DeviceTable(self.device)
+        self._width = len(lists) + 2 + len(columns)
+        self._rows = array("q", bytes(8 * self._width * len(like)))
+        self._write(len(lists), list(map(Tensor.numel, like)))
+        for place, values in enumerate(columns):
+            self._write(len(lists) + 2 + place, values)
+
+    def _write(self, column: int, values: Sequence[int]) -> None:
+        self._rows[column :: self._width] = array("q", values)
+
+    def _locate(self, lists: Lists, addresses: Sequence[int], starts: Sequence[int]) -> list[bool]:
+        """Write the addresses; which tensors begin at multiples of 16 bytes, and of eight elements in a parameter."""
+        count = len(self.counters)
+        aligned = [start % 8 == 0 for start in starts] or [True] * count
+        begin = 0
+        for column, (name, tensors) in enumerate(lists.items()):
+            if tensors is None:
+                continue
+            own = addresses[begin : begin + count]
+            begin += count
+            self._write(column, own)
+            if name != "steps":
+                aligned = [flag and address % ALIGNMENT == 0 for flag, address in zip(aligned, own, strict=True)]
+        return aligned
+
+    def _cut(self, num_lists: int, aligned: list[bool], constants: Sequence[Any]) -> None:
+        """Cut the tensors into chunks, a program each, and bind the kernel to their number."""
+        from optim_kernels._kernels import muon_elements
+        from optim_kernels._triton import ALONE, NO_OVERLAP, TRITON_DTYPES, UNFUSED, Launch, can_overlap
+
+        numels = self._rows[num_lists :: self._width].tolist()
+        self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(TILE)], self.device)
+        self._write(num_lists + 1, self._chunks.counts)
+        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
+        options: dict[str, Any] = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, **UNFUSED}
+        if overlap:
+            options["launch_pdl"] = True
+        compiled_for = [TRITON_DTYPES[each] if isinstance(each, torch.dtype) else each for each in constants]
+        kernel = getattr(muon_elements, self._kernel)
+        self._launch = Launch(kernel, self._chunks.num_chunks, (TILE, *compiled_for, overlap), **options)
+        self._aligned, self._is_promised = aligned, is_capturing(self.device)
+
+    def run(self, groups: Sequence[Sequence[Scalar]], *tensors: Tensor) -> None:
+        """Launch on the current stream, with the numbers of each group and the kernel's arguments behind the table."""
+        numbers = [readable(number, self.device) for number in chain.from_iterable(groups)]
+        # kept while the launch may read them
+        self._scalar_tensors = [number for number in numbers if on_device(number)]
+        self._table.update(self._rows.tobytes() + b"".join(map(_words, numbers)))
+        if is_capturing(self.device):
+            self._table.keep_for_graph()
+            keep_for_graphs(self._chunks.words, self.counters, self._one, *self._scalar_tensors)
+        self._launch((self._chunks.words, self._table.words, *tensors), (len(self.counters), self._chunks.num_full))
+
+    def as_scalar(self, value: Tensor | None) -> Tensor:
+        """One fp32 number on the device; 1 for none."""
+        if value is None:
+            return self._one
+        is_ready = value.dtype == torch.float32 and value.device == self.device
+        return value if is_ready else value.to(device=self.device, dtype=torch.float32)
+
+
+def why_not_taken(name: str, tensor: Tensor, like: Tensor) -> str | None:
+    """What keeps a launch from taking a tensor of the list ``name`` beside ``like``; ``None`` where it can."""
+    if is_wrapper(tensor):
+        return f"is a {type(tensor).__name__}, which has no memory of its own"
+    taken = DTYPES.get(name, KERNEL_DTYPES)
+    if tensor.dtype not in taken:
+        return f"is {tensor.dtype}; the kernels take {', '.join(str(t).removeprefix('torch.') for t in taken)}"
+    numel = 1 if name == "steps" else like.numel()
+    if tensor.device != like.device or tensor.numel() != numel:
+        return f"must have {numel} elements on {like.device}, but is {description(tensor)}"
+    if tensor.is_neg():
+        return "is negated lazily; give its resolve_neg()"
+    return None if tensor.is_contiguous() else f"must be contiguous, but is {description(tensor)}"
+
+
+def _check(lists: Lists, written: Sequence[str]) -> None:
+    """Raise unless the kernels can take all the tensors."""
+    (first, like), *_ = lists.items()
+    assert like, "nothing is launched for no tensors"
+    check_lengths(len(like), first, **lists)
+    for name, tensors in lists.items():
+        for place, (tensor, other) in enumerate(zip(tensors or (), like)):
+            reason = why_not_taken(name, tensor, other)
+            if reason is not None:
+                raise ValueError(f"{name}[{place}] {reason}")
+            if tensors and tensor.dtype != tensors[0].dtype:
+                raise ValueError(
+                    f"{name}[{place}] is {tensor.dtype}, {name}[0] {tensors[0].dtype}; give a call for each dtype"
+                )
+    reason = why_not_triton(like[0])
+    if reason is not None:
+        raise RuntimeError(f"the kernels cannot take {first}[0]: {reason}; compute it by optim_kernels.reference.muon")
+    for name in written:
+        shared = sharing_memory(lists[name] or ())
+        if shared is not None:
+            one, other_place = shared
+            raise ValueError(
+                f"{name}[{one}] and {name}[{other_place}] share memory, to which two programs would write at once; "
+                "give each its own"
+            )
+
+
+def _check_memory(lists: Lists) -> None:
+    for name, tensors in lists.items():
+        for place, tensor in enumerate(tensors or ()):
+            if tensor.numel() and tensor.data_ptr() == 0:
+                raise ValueError(f"{name}[{place}], {description(tensor)}, has no memory: its storage was freed")
+
+
+def _words(number: Scalar) -> bytes:
+    """The two words of a hyperparameter."""
+    if not on_device(number):
+        return pack("dq", float(number), 0)
+    if number.numel() != 1:
+        raise ValueError(f"a hyperparameter must be one number, got a tensor of shape {tuple(number.shape)}")
+    return pack("dq", 0.0, number.data_ptr())

@@ -1,0 +1,207 @@
+"""Muon's elementwise parts alone, for many tensors in one launch each: what is before and behind Newton–Schulz.
+
+    momenta    g <- ±g · clip_factor / grad_scale
+               B <- μB + (1 − μ)g,      U = (1 − μ)g + μB  with ``nesterov``, else B
+    updates    p <- p (1 − lr λ) − lr' O                                    plain
+               p <- p − lr' O − lr' λ p [O p ≥ 0]                           ``cautious``;  lr' = lr · scale
+
+O is made of whole matrices, but U and p where they lie: a rank that holds parts of many matrices needs no more than
+these two. Formulas and bits are those of ``reference.muon`` in plain torch: the arithmetic is in fp32, U is of the
+unrounded B, and every stored value is rounded once.
+
+Both keep tables on the device from step to step, and note in them what has changed: where tensors lie, and
+hyperparameters, which are floats or 0-d tensors (those on the device are read there). Nothing is compiled anew for
+that, nothing waits for the device, and the host does little more than ask each tensor for its address.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import why_not_triton
+from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
+from optim_kernels.functional._lists import check_lengths, check_numbers
+from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
+from optim_kernels.reference.muon import Scalar
+
+__all__ = ["MuonMomenta", "MuonUpdates"]
+
+_WORDS = {
+    "grads": "gradient",
+    "buffers": "momentum",
+    "us": "U",
+    "params": "value",
+    "updates": "update",
+    "masters": "master",
+    "steps": "step count",
+}
+_MASTERS = {None: NO_MASTER, torch.float32: FP32_MASTER, torch.int16: SPLIT16}
+
+
+class MuonMomenta:
+    """The momentum of many tensors, moved in one launch that writes their U.
+
+    An object is for lists that come again and again; given others, it begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._launch = ElementLaunch("momenta_kernel", written=("buffers", "us"))
+
+    def step(
+        self,
+        grads: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        us: Sequence[Tensor],
+        *,
+        momentum: Scalar | Sequence[Scalar],
+        groups: Sequence[int] | None = None,
+        nesterov: bool = True,
+        maximize: bool = False,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        """Move the ``buffers`` towards the ``grads``, and write U into ``us``.
+
+        Args:
+            grads, buffers, us: contiguous, of equal numbers of elements; fp32, fp16 or bf16, one dtype a list. Tensors
+                may be empty, and begin at any element of their storage.
+            momentum: μ, for all or one a group.
+            groups: for each tensor which momentum is its own; by default the first.
+            nesterov, maximize: see the formulas.
+            clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the one and divided by the other.
+
+        Raises:
+            ValueError: for tensors that the kernel cannot take, by name, before anything is written.
+            RuntimeError: where there is no Triton, or tensors are where it cannot run.
+        """
+        check_numbers(clip_factor=clip_factor, grad_scale=grad_scale)
+        if not grads:
+            check_lengths(0, "grads", buffers=buffers, us=us)
+            return
+        momenta, launch = _list_of(momentum), self._launch
+        launch.follow(
+            {"grads": grads, "buffers": buffers, "us": us},
+            [_groups_of(groups, len(grads), "grads", len(momenta), "momentum")],
+            [*map(_dtype_of, (grads, buffers, us)), nesterov, maximize],
+        )
+        launch.run([[value] for value in momenta], launch.as_scalar(clip_factor), launch.as_scalar(grad_scale))
+
+    @staticmethod
+    def why_not(grad: Tensor, buffer: Tensor, u: Tensor) -> str | None:
+        """What keeps ``step`` from taking these three, in a few words; ``None`` where it can."""
+        return _why_not({"grads": grad, "buffers": buffer, "us": u})
+
+
+class MuonUpdates:
+    """The update of many parameters, or of parts of them, in one launch.
+
+    An object is for lists that come again and again; given others, it begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._launch = ElementLaunch("updates_kernel", written=("params", "masters", "steps"))
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        *,
+        lr: Scalar | Sequence[Scalar],
+        weight_decay: Scalar | Sequence[Scalar] = 0.0,
+        groups: Sequence[int] | None = None,
+        scales: Sequence[float] | None = None,
+        cautious: bool = False,
+        masters: Sequence[Tensor] | None = None,
+        steps: Sequence[Tensor] | None = None,
+        seed: int | Sequence[int] = 0,
+        indices: Sequence[int] | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Update the ``params`` by the directions O in ``updates``.
+
+        Args:
+            params, updates: contiguous, of equal numbers of elements; fp32, fp16 or bf16, one dtype a list. Tensors may
+                be empty, and begin at any element of their storage.
+            lr, weight_decay: for all or one a group, as many of each.
+            groups: for each tensor which of them are its own; by default the first.
+            scales: for each tensor what its learning rate is multiplied by (``reference.muon.lr_scale``).
+            cautious: see the formulas.
+            masters: fp32 masters, or int16 low halves (split16) of bf16 parameters.
+            steps: for each tensor its own count of the steps so far, fp32 on the device. It is counted up, and bf16
+                parameters without masters are rounded at random by the number of this step; else to nearest.
+            seed: of the random bits, for all tensors or one each.
+            indices, starts: which parameter of the model a tensor is part of, and how many of its elements are in front
+                of the tensor's: an element's bits depend on its place alone. By default its place in the list, and 0.
+
+        Raises:
+            ValueError: for tensors that the kernel cannot take, by name, before anything is written.
+            RuntimeError: where there is no Triton, or tensors are where it cannot run.
+        """
+        if not params:
+            check_lengths(0, "params", updates=updates, scales=scales, masters=masters, steps=steps)
+            return
+        count, launch = len(params), self._launch
+        check_lengths(count, "params", updates=updates, scales=scales, indices=indices, starts=starts)
+        rates, decays = _list_of(lr), _list_of(weight_decay)
+        if len(decays) == 1:
+            decays = [*decays] * len(rates)
+        check_lengths(len(rates), "learning rates", weight_decay=decays)
+        seeds = seed if isinstance(seed, Sequence) else [seed] * count
+        check_lengths(count, "params", seed=seeds)
+        starts = [0] * count if starts is None else starts
+        columns = [
+            _groups_of(groups, count, "params", len(rates), "lr"),
+            array("q", array("d", [1.0] * count if scales is None else scales).tobytes()).tolist(),
+            [each & 0xFFFFFFFF for each in seeds],
+            range(count) if indices is None else indices,
+            starts,
+        ]
+        if masters is not None and _dtype_of(masters) == torch.int16 and params[0].dtype != torch.bfloat16:
+            raise ValueError(f"masters are int16, which complete bfloat16 parameters; params are {params[0].dtype}")
+        draws_bits = steps is not None and masters is None and params[0].dtype == torch.bfloat16
+        kind = NO_MASTER if masters is None else _MASTERS.get(_dtype_of(masters))
+        launch.follow(
+            {"params": params, "updates": updates, "masters": masters, "steps": steps},
+            columns,
+            [*map(_dtype_of, (params, updates)), kind, cautious, steps is not None],
+            starts if draws_bits else (),
+        )
+        launch.run(list(zip(rates, decays, strict=True)), launch.counters)
+
+    @staticmethod
+    def why_not(param: Tensor, update: Tensor, master: Tensor | None, step: Tensor | None) -> str | None:
+        """What keeps ``step`` from taking these, in a few words; ``None`` where it can."""
+        given = {"params": param, "updates": update, "masters": master, "steps": step}
+        return _why_not({name: tensor for name, tensor in given.items() if tensor is not None})
+
+
+def _why_not(tensors: Mapping[str, Tensor]) -> str | None:
+    like = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        reason = why_not_taken(name, tensor, like)
+        if reason is not None:
+            return f"its {_WORDS[name]} {reason}"
+    return why_not_triton(like)
+
+
+def _list_of(value: Scalar | Sequence[Scalar]) -> list[Scalar]:
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """That of the first; what is checked later says that others have the same."""
+    return tensors[0].dtype if tensors else None
+
+
+def _groups_of(groups: Sequence[int] | None, count: int, of: str, num_groups: int, name: str) -> Sequence[int]:
+    """For each of ``count`` tensors its group."""
+    if groups is None:
+        return [0] * count
+    check_lengths(count, of, groups=groups)
+    if min(groups) < 0 or max(groups) >= num_groups:
+        raise ValueError(f"groups must be numbers of the {num_groups} entries of {name}, got {sorted(set(groups))}")
+    return groups
