@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_dist import TritonDistMuon
 from optim_dist._muon.halves import apply_updates, momenta
+from optim_dist._muon.launched import Momenta, Updates
 from optim_dist._muon.owner import Owner, Whole, room_for
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
@@ -102,6 +103,71 @@ def test_together_is_one_by_one(name):
     untouched = make_items(groups, dtype)[1]
     assert torch.equal(together[1].shard.value, untouched.shard.value)
     assert not torch.equal(together[0].shard.value, make_items(groups, dtype)[0].shard.value)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_launches_have_the_bits_of_plain_torch(name):
+    options, dtype = OPTIONS[name]
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
+    found = []
+    for impl in ("torch", "triton"):
+        common = {**muon_options("nanochat-2025"), "weight_decay": 0.1, "seed": 3, "impl": impl, **options}
+        groups = [{**common, "lr": 0.1}, {**common, "lr": 0.3, "momentum": 0.8}]
+        items = make_items(groups, dtype, device=device)
+        views = [MatrixView.identity(item.shard.value.shape) for item in items]
+        by_momenta, by_updates = Momenta(), Updates()
+        us = []
+        for step in range(4):
+            # one is left alone, then another; gradients lie elsewhere in every step
+            for number, item in enumerate(items):
+                item.shard.gradient = normal(item.shard.value.shape, 2, number, step).to(item.shard.value)
+            items[step % 3].shard.gradient = None
+            groups[0]["lr"] *= 0.9
+            us.append([torch.full_like(item.shard.value, float("nan")) for item in items])
+            context = StepContext(factor=torch.tensor(0.5, device=device), grad_scale=torch.tensor(4.0, device=device))
+            by_momenta.run(items, context, us[-1])
+            by_updates.run(items, views, us[-1])
+            if impl == "triton":
+                assert [len(each.sorted.launches) for each in (by_momenta, by_updates)] == [1, 1]
+                assert by_momenta.sorted.rest == by_updates.sorted.rest == [step % 3]
+            else:
+                assert not by_momenta.sorted.launches
+        found.append((items, us))
+    (items, us), (launched, launched_us) = found
+    assert all(torch.equal(*pair) for each in zip(us, launched_us, strict=True) for pair in zip(*each, strict=True))
+    for left, right in zip(items, launched, strict=True):
+        assert torch.equal(left.shard.value, right.shard.value), left.shard.name
+        for key, value in left.state.items():
+            assert torch.equal(right.state[key], value), (left.shard.name, key)
+    untouched = make_items([muon_options("nanochat-2025")] * 2, dtype, device=device)
+    assert not any(torch.equal(a.shard.value, b.shard.value) for a, b in zip(items, untouched, strict=True))
+
+
+def test_what_launches_cannot_take_is_left_to_plain_torch_with_the_reason():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    group = {**muon_options("nanochat-2025"), "impl": "triton"}
+    plain = {**group, "impl": "torch"}
+    items = make_items([group, plain], torch.float32, device=device)
+    expected = make_items([plain, plain], torch.float32, device=device)
+    for each in (items, expected):
+        each[2].shard.value = each[2].shard.value.t().contiguous().t()
+        each[4].state["momentum_buffer"] = each[4].state["momentum_buffer"].double()
+    views = [MatrixView.identity(item.shard.value.shape) for item in items]
+    by_momenta, by_updates = Momenta(), Updates()
+    for _ in range(2):
+        us, wanted = ([torch.empty_like(item.shard.value) for item in each] for each in (items, expected))
+        us[2] = us[2].contiguous()
+        by_momenta.run(items, StepContext(), us)
+        by_updates.run(items, views, us)
+        momenta(expected, StepContext(), wanted)
+        apply_updates(expected, views, wanted)
+    for left, right in zip(items, expected, strict=True):
+        assert torch.equal(left.shard.value, right.shard.value), left.shard.name
+    assert by_momenta.sorted.rest == [1, 3, 4, 5, 7]
+    assert by_momenta.sorted.reasons[4] == "its momentum is torch.float64; the kernels take float32, float16, bfloat16"
+    assert by_momenta.sorted.reasons[1] == "impl='torch'"
+    assert by_updates.sorted.rest == [1, 2, 3, 5, 7]
+    assert by_updates.sorted.reasons[2].startswith("its value must be contiguous, but is torch.float32 of shape (8, 2)")
 
 
 class Calls(TorchDispatchMode):

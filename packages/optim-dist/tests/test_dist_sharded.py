@@ -7,6 +7,7 @@ gradients: what differs is only where elements lie. All scenarios of a number of
 """
 
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
+from optim_dist._optimizers.construction import local
 from optim_utils.param_groups import MatrixView
 
 scenario = Scenarios()
 SHAPES = ((7, 5), (8, 8), (1, 6), (12, 5), (16, 3))
+# options that groups have, not constructors
+OF_GROUP = {"master_weights", "stochastic_rounding", "momentum_dtype"}
 
 
 @cache
@@ -100,6 +104,47 @@ def muon_in_every_layout(rank, world_size):
         for mesh, found in layouts(rank, world_size):
             # neighbours lie differently
             train(rank, mesh, [found[number % len(found)] for number in range(len(SHAPES))], build)
+
+
+@scenario(2, 3)
+def launches_for_all_shards_have_the_same_bits(rank, world_size):
+    """Of the same steps once the elementwise parts are the kernels', interpreted on a CPU, and once plain torch's."""
+    mesh = mesh_of(world_size)
+    cases = [
+        (torch.float32, {"variant": "nanochat-2026-07", "weight_decay": 0.1, "bucket_mb": 2e-4}, (0, 1)),
+        (torch.bfloat16, {"variant": "keller", "weight_decay": 0.5}, (1, 0)),
+        (torch.bfloat16, {"master_weights": "split16", "weight_decay": 0.1, "maximize": True}, (0, 1)),
+        (torch.bfloat16, {"stochastic_rounding": True, "weight_decay": 0.1, "momentum_dtype": torch.float32}, (0, 0)),
+    ]
+    for dtype, options, dims in cases:
+        of_group = {key: options.pop(key) for key in OF_GROUP & options.keys()}
+        placements = [(Shard(dims[number % 2]),) for number in range(len(SHAPES))]
+        cut, twins = placed(SHAPES, mesh, placements, dtype)
+        other, _ = placed(SHAPES, mesh, placements, dtype)
+        launching, plain = (
+            TritonDistMuon([{"params": each, "impl": "torch", **of_group}], **options) for each in (cut, other)
+        )
+        for step in range(3):
+            for each in (cut, other):
+                give_gradients(each, twins, step, absent=(step,))
+            for optimizer in (launching, plain):
+                optimizer.param_groups[0]["lr"] *= 0.9
+                optimizer.clip_with(
+                    torch.full((), 0.5, device=mesh.device_type), torch.ones((), device=mesh.device_type)
+                )
+            with mock.patch("optim_dist._muon.launched._why_plain", return_value=None):
+                launching.step()
+            plain.step()
+            for number, (left, right) in enumerate(zip(cut, other, strict=True)):
+                what = f"{dtype}, {of_group}, step {step}, parameter {number}"
+                assert torch.equal(left.to_local(), right.to_local()), what
+                for key, value in plain.state[right].items():
+                    found = launching.state[left][key]
+                    assert torch.equal(*(local(tensor) for tensor in (found, value))), f"{what}, {key}"
+        assert "plain torch" not in launching.explain()
+        for optimizer, count in ((launching, 1), (plain, 0)):
+            for batch in optimizer._resident._muon._batches:
+                assert len(batch._momenta.sorted.launches) == len(batch._updates.sorted.launches) == count
 
 
 @scenario(2)
@@ -304,6 +349,7 @@ def fully_sharded(rank, world_size):
     sharded = optimizer.explain().data["sharded"]
     assert [entry["name"] for entry in sharded if entry["owner"] is not None] == ["up.weight", "down.weight"]
     assert "orthogonalized by" in optimizer.explain()
+    assert "momentum and update in plain torch, impl='torch': up.weight, down.weight" in optimizer.explain()
     # states lie as parameters do
     for parameter in net.parameters():
         for key in ("exp_avg", "momentum_buffer"):

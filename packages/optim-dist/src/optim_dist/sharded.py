@@ -147,6 +147,11 @@ class ResidentParameters:
         """Which rank orthogonalizes each matrix, by plan index."""
         return {} if self._muon is None else self._muon.owners
 
+    @property
+    def plain(self) -> dict[int, str]:
+        """By plan index, why the momentum or update of a matrix that is cut went by plain torch in the last step."""
+        return {} if self._muon is None else self._muon.plain
+
     def _shard(self, member: Resident) -> Shard:
         # the same tensor object every step where possible, so that what was planned for it still holds
         value, start = local(member.entry.parameter), member.start or 0

@@ -1,6 +1,7 @@
 """The elementwise parts of a Muon step, for matrices that nobody holds whole: before and after their owner's work.
 
-The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once.
+The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once: in plain
+torch, on any device. Where optim-kernels has a launch for all of them, ``launched`` goes by that.
 """
 
 from __future__ import annotations

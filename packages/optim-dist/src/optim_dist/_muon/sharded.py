@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_dist._muon.halves import apply_updates, momenta
+from optim_dist._muon.launched import Momenta, Updates
 from optim_dist._muon.owner import Owner, Whole, room_for
 from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
@@ -111,6 +111,7 @@ class Batch:
         everybody = Mesh(world.world_size, ranks=world.ranks)
         at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
         self.mine = owned_by(world.ranks[world.rank], matrices, owners)
+        self._momenta, self._updates = Momenta(), Updates()
         self._owner = Owner([matrix.whole for matrix in self.mine], memory, planner)
         there = [Move(m.shape, m.dtype, m.layout, _whole(at_owner[m.index], m.shape)) for m in matrices]
         back = [Move(m.shape, m.dtype, _whole(at_owner[m.index], m.shape), m.layout) for m in matrices]
@@ -126,7 +127,7 @@ class Batch:
 
     def collect(self, items: Mapping[int, Item], context: StepContext) -> Waitable:
         """Move the momentum of every local shard, and send it to the owners."""
-        momenta([items[m.index] for m in self.matrices], context, _all_there(self._collect.lend()))
+        self._momenta.run([items[m.index] for m in self.matrices], context, _all_there(self._collect.lend()))
         return self._collect.start()
 
     def spread(self, items: Mapping[int, Item]) -> Waitable:
@@ -139,9 +140,14 @@ class Batch:
         """Update the local shards."""
         here = _all_there(arrived)
         updates, moments = here[: len(self.matrices)], here[len(self.matrices) :]
-        apply_updates([items[m.index] for m in self.matrices], [m.view for m in self.matrices], updates)
+        self._updates.run([items[m.index] for m in self.matrices], [m.view for m in self.matrices], updates)
         _copy([items[m.index].state["second_momentum_buffer"] for m in self.with_moment], moments)
         self._spread.release()
+
+    @property
+    def plain(self) -> dict[int, str]:
+        """The local shards whose momentum or update went by plain torch in the last step, and why."""
+        return self._updates.sorted.reasons | self._momenta.sorted.reasons
 
 
 class ShardedMuon:
@@ -186,6 +192,11 @@ class ShardedMuon:
                 arriving = following
         assert leaving is not None, "there is at least one batch"
         batches[-1].finish(by_index, leaving.wait())
+
+    @property
+    def plain(self) -> dict[int, str]:
+        """As of each batch."""
+        return {index: reason for batch in self._batches for index, reason in batch.plain.items()}
 
     def _planned(self, items: Mapping[int, Item]) -> list[Batch]:
         """The batches, planned anew if a group has begun or ceased to keep second moments."""

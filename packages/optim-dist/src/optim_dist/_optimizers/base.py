@@ -277,10 +277,20 @@ class DistOptimizer(StatefulOptimizer):
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
         multipliers = given_multipliers(self._entries)
-        buckets, owners = self._bucketed.buckets, self._resident.owners
+        buckets, resident = self._bucketed.buckets, self._resident
         held = sum(nbytes(value) for state in self.state.values() for value in state.values())
         gradient_bytes = self._bucketed.gradient_bytes
-        return explain(self.plan, self._options, self._communicator, buckets, owners, held, gradient_bytes, multipliers)
+        return explain(
+            self.plan,
+            self._options,
+            self._communicator,
+            buckets,
+            resident.owners,
+            resident.plain,
+            held,
+            gradient_bytes,
+            multipliers,
+        )
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:

@@ -29,6 +29,7 @@ def explain(
     communicator: Communicator,
     buckets: Sequence[ParameterBucket],
     owners: Mapping[int, int],
+    plain: Mapping[int, str],
     state_bytes: int,
     gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
@@ -37,6 +38,7 @@ def explain(
 
     Args:
         owners: the ranks that orthogonalize matrices which are cut over ranks.
+        plain: why parts of such here were not in the launches for all of them, in the last step.
         state_bytes: what this rank's states take.
         gradient_bytes: what gradients of its buckets take.
         multipliers: by name what parameters multiply lr and weight_decay of their groups with, where that is not 1.
@@ -57,6 +59,7 @@ def explain(
             "group": spec.group,
             "sharding": spec.sharding,
             "owner": owners.get(index),
+            "plain_torch": plain.get(index),
         }
         for index, spec in enumerate(plan.parameters)
         if spec.sharding
@@ -76,7 +79,7 @@ def explain(
         )
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
-        lines += [*_sharded_table(data["sharded"]), ""]
+        lines += [*_sharded_table(data["sharded"]), "", *_plain_lines(data["sharded"])]
     if multipliers:
         rows = [(name, *map(str, pair)) for name, pair in multipliers.items()]
         lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
@@ -108,6 +111,16 @@ def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
         for entry in sharded
     ]
     return _table(header, rows)
+
+
+def _plain_lines(sharded: Sequence[dict[str, Any]]) -> list[str]:
+    """What of Muon's elementwise work is not in the launches for all matrices, by reason."""
+    names: dict[str, list[str]] = {}
+    for entry in sharded:
+        if entry["plain_torch"] is not None:
+            names.setdefault(entry["plain_torch"], []).append(entry["name"])
+    lines = [f"momentum and update in plain torch, {reason}: {', '.join(each)}" for reason, each in names.items()]
+    return [*lines, ""] if lines else []
 
 
 def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str, str]:
