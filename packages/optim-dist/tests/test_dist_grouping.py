@@ -24,7 +24,7 @@ from optim_dist._reduction.joined import Joined, alike
 from optim_dist.muon import muon_options
 from optim_kernels.functional import new_second_moment
 from optim_kernels.functional.muon_plan import MuonPlan
-from optim_kernels.muon_groups import init_state
+from optim_kernels.muon_groups import MuonPlanner, init_state
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
 
@@ -211,7 +211,8 @@ def test_an_owner_computes_directions_by_the_kernels():
         for item, view in zip(items, views, strict=True):
             item.state["second_momentum_buffer"] = new_second_moment(item.shard.value, view)
         matrices = [Whole(view, torch.float32) for view in views]
-        owner = Owner(matrices, torch.full((room_for(matrices),), 255, dtype=torch.uint8, device=device))
+        memory = torch.full((room_for(matrices),), 255, dtype=torch.uint8, device=device)
+        owner = Owner(matrices, memory, MuonPlanner())
         for u, shape in zip(owner.us, shapes, strict=True):
             u.copy_(normal(shape, 4))
         owner.compute(items)
