@@ -20,7 +20,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_every_kernel_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--json"]) == 0
     checks = printed(capsys)["checks"]
-    assert len(checks) == 14
+    assert len(checks) == 17
     assert all(result.startswith("ok, error ") for result in checks.values())
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from optim_kernels import functional, newton_schulz, reference
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import has_triton, is_interpreted
+from optim_kernels.reference.muon import MuonRule, momentum_, updated
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -81,6 +82,7 @@ def run_checks() -> dict[str, str]:
             f"AdamW {name}, amsgrad": partial(check_adamw, dtype, device, amsgrad=True),
             f"AdamW {name}, 8-bit moments": partial(check_adamw, dtype, device, codes=True),
             f"norm of gradients {name}": partial(check_norm, dtype, device),
+            f"Muon's elementwise parts {name}": partial(check_muon_elements, dtype, device),
         }
         if dtype == torch.bfloat16:
             checks[f"AdamW {name}, stochastic rounding"] = partial(check_adamw, dtype, device, stochastic_rounding=True)
@@ -134,6 +136,27 @@ def check_norm(dtype: torch.dtype, device: str) -> tuple[float, float]:
     norm, _ = GradientNorms("triton").norm_and_factor(tensors, 2.0, 1.0)
     exact = reference.sum_of_squares(tensors).sqrt()
     return float(((norm.double() - exact) / exact).abs()), 1e-6
+
+
+def check_muon_elements(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """The momentum of a few tensors, and their update by U: the largest difference from plain torch, which is none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((300, 17), (5,), (2048,))
+    grads, buffers, params = (
+        [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes] for _ in range(3)
+    )
+    us, expected = [torch.empty_like(p) for p in params], []
+    for p, grad, buffer in zip(params, grads, buffers, strict=True):
+        moved = buffer.clone()
+        u = momentum_(grad, moved, momentum=0.95, rule=MuonRule()).to(dtype)
+        new = updated(p, u.float(), lr=0.02, scale=1.5, weight_decay=0.1, cautious=True).to(dtype)
+        expected += [moved, u, new]
+    functional.MuonMomenta().step(grads, buffers, us, momentum=0.95)
+    scales = [1.5] * len(shapes)
+    functional.MuonUpdates().step(params, us, lr=0.02, weight_decay=0.1, scales=scales, cautious=True)
+    found = [tensor for three in zip(buffers, us, params, strict=True) for tensor in three]
+    error = max(float((x.double() - y.double()).abs().max()) for x, y in zip(found, expected, strict=True))
+    return error, 0.0
 
 
 def check_newton_schulz(device: str) -> tuple[float, float]:
