@@ -226,8 +226,8 @@ UPDATE = {
 
 def elements(kernel: str, **constants: Any) -> Kind:
     """As ``functional._element_launch`` launches them."""
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 56, "enable_fp_fusion": False} | OVERLAPPING
-    return kind(f"_kernels.muon_elements.{kernel}_kernel", constants | {"TILE": 1024, "OVERLAP": 1}, **options)
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 80, "enable_fp_fusion": False} | OVERLAPPING
+    return kind(f"_kernels.muon_elements.{kernel}_kernel", constants | {"TILE": 2048, "OVERLAP": 1}, **options)
 
 
 def moving(grad: str, buffer: str, u: str, *, nesterov: bool) -> Kind:
