@@ -119,6 +119,18 @@ def every_operation_of_fsdp_is_one_sum(rank, world_size):
         reduce(out, given, group, dist.ReduceOp.SUM, async_op=True)
 
 
+@scenarios(2, 3)
+def complex_gradients_are_summed_part_by_part(rank, world_size):
+    reduce, device = reducers.for_fsdp(), device_of(rank)
+    contributions = [normal((world_size * 5, 2), 9, each).to(device) for each in range(world_size)]
+    total = sum_in_rank_order(contributions)
+    ops = {dist.ReduceOp.SUM: total, dist.ReduceOp.AVG: total / world_size, premultiplied(0.3): total * 0.3}
+    for op, expected in ops.items():
+        out = torch.empty(5, dtype=torch.complex64, device=device)
+        reduce(out, torch.view_as_complex(contributions[rank]), mesh_of(world_size).get_group(), op)
+        assert torch.equal(torch.view_as_real(out), expected.view(world_size, 5, 2)[rank]), op
+
+
 @scenarios.parametrize()
 def test_sums_of_fsdp(backend, world_size, name):
     scenarios.check(backend, world_size, name)

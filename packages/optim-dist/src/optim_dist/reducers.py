@@ -187,6 +187,9 @@ class ExactReduceScatter:
         """
         if async_op:
             raise ValueError("async_op=True: what follows the exchange runs in the current stream; leave it out")
+        if input_tensor.is_complex():
+            # sums, and multiples by real factors, of the real and the imaginary parts
+            output_tensor, input_tensor = (torch.view_as_real(x).view(-1) for x in (output_tensor, input_tensor))
         factor = _factor(op)
         communicator = Communicator(group, input_tensor.device)
         received = torch.empty_like(input_tensor)
