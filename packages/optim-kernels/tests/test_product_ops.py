@@ -149,6 +149,19 @@ def test_summands_of_several_dtypes(size: int, of_products: torch.dtype) -> None
         assert symmetric.dtype == of_products
 
 
+@pytest.mark.parametrize("as_tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("products", [mk.matmul_add, mk.symmetric_matmul], ids=["matmul_add", "symmetric_matmul"])
+def test_the_gradient_of_a_wide_summand_has_its_range(products: Any, as_tensors: bool) -> None:
+    """Multiplied by beta in c's own dtype: fp16, that of the product, ends at 65504 and at 6e-8."""
+    a = torch.zeros(8, 8, dtype=torch.float16, device=DEVICE)
+    for c_dtype in (torch.float32, torch.bfloat16):
+        for beta, grad in ((1e6, 1.0), (1e-6, 2.0**-10)):
+            c = torch.zeros(8, 8, dtype=c_dtype, device=DEVICE, requires_grad=True)
+            found = products(a, a, c=c, beta=torch.tensor(beta, device=DEVICE) if as_tensors else beta)
+            (to_c,) = torch.autograd.grad(found, c, torch.full_like(found, grad))
+            torch.testing.assert_close(to_c, torch.full_like(c, beta * grad))
+
+
 @pytest.mark.gpu
 def test_a_whole_number_before_others() -> None:
     a, b, c = (torch.randn(shape, device="cuda").half() for shape in ((72, 88), (88, 104), (72, 104)))

@@ -73,7 +73,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, c, alpha_tensor, beta_tensor, ctx.alpha, ctx.beta, ctx.symmetric = inputs
-    ctx.has_c = c is not None
+    ctx.c_dtype = None if c is None else c.dtype
     # c enters the derivative of beta alone
     ctx.save_for_backward(a, b, None if beta_tensor is None else c, alpha_tensor, beta_tensor)
 
@@ -81,9 +81,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b, c, alpha_tensor, beta_tensor = ctx.saved_tensors
     alpha = ctx.alpha if alpha_tensor is None else alpha_tensor.to(grad.dtype)
-    beta = ctx.beta if beta_tensor is None else beta_tensor.to(grad.dtype)
-    factor = b.mT if ctx.symmetric else b
-    to_c = beta * grad if ctx.has_c else None
+    factor, to_c = b.mT if ctx.symmetric else b, None
+    if ctx.c_dtype is not None:
+        # of a c with more range than the product also what that could not hold
+        beta = ctx.beta if beta_tensor is None else beta_tensor
+        to_c = (beta * grad.to(torch.promote_types(grad.dtype, ctx.c_dtype))).to(ctx.c_dtype)
     to_beta = None if beta_tensor is None or c is None else (grad * c).sum().to(beta_tensor.dtype)
     with without_autocast(a):
         to_b = alpha * (a.mT @ grad)
