@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -145,6 +146,27 @@ def launches_for_all_shards_have_the_same_bits(rank, world_size):
         for optimizer, count in ((launching, 1), (plain, 0)):
             for batch in optimizer._resident._muon._batches:
                 assert len(batch._momenta.sorted.launches) == len(batch._updates.sorted.launches) == count
+
+
+@scenario(2)
+def gradients_may_be_on_their_way_from_other_ranks(rank, world_size):
+    """In some steps alone; what stands for them has no memory of its own."""
+    mesh = mesh_of(world_size)
+    (launching,), (plain,) = (placed(SHAPES[:1], mesh, [(Shard(0),)])[0] for _ in range(2))
+    optimizers = [muon([parameter]) for parameter in (launching, plain)]
+    for step in range(4):
+        gradient = normal(SHAPES[0], 5, step).to(mesh.device_type)
+        plain.grad = distribute_tensor(gradient, mesh, plain.placements)
+        launching.grad = distribute_tensor(gradient, mesh, plain.placements)
+        if step % 2:
+            pending = DTensor.from_local(gradient / world_size, mesh, [Partial()])
+            launching.grad = pending.redistribute(placements=plain.placements, async_op=True)
+            assert isinstance(launching.grad._local_tensor, AsyncCollectiveTensor)
+        with mock.patch("optim_dist._muon.launched._why_plain", return_value=None):
+            optimizers[0].step()
+        optimizers[1].step()
+        assert torch.equal(launching.to_local(), plain.to_local()), step
+        assert "plain torch" not in optimizers[0].explain()
 
 
 @scenario(2)

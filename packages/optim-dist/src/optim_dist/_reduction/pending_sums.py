@@ -8,7 +8,7 @@ Tensor parallelism leaves gradients of what it does not cut (norms, biases) as p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ class LocalGradients:
         self._summed: dict[int, tuple[DTensor, tuple[int, int], Tensor]] = {}
 
     def of(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """None where there is no gradient. Collective: every rank asks for the same entries, which were checked."""
+        """None where there is no gradient. Collective: every rank asks for the same entries, which were checked.
+
+        The current stream waits for what is on its way from other ranks.
+        """
         pending = [entry for entry in entries if _is_pending(entry) and not self._is_known(entry)]
         alone = [entry for entry in pending if _kind_of_sum(entry) is None]
         together = [entry for entry in pending if _kind_of_sum(entry) is not None]
@@ -65,7 +68,13 @@ class LocalGradients:
         gradient = entry.parameter.grad
         if gradient is None:
             return None
-        return self._summed[id(entry.parameter)][2] if _is_pending(entry) else local(gradient)
+        return _arrived(self._summed[id(entry.parameter)][2] if _is_pending(entry) else local(gradient))
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """``tensor``, or what a functional collective's result stands for while it is on its way: kernels read memory."""
+    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
 
 
 def check_gradient(entry: Entry) -> None:
