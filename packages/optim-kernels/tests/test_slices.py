@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -69,6 +71,39 @@ def test_fp64_is_added_in_fp64() -> None:
     slices = torch.tensor([[1.0], [1e-12], [-1.0]], dtype=torch.float64, device=DEVICE)
     out = torch.empty(1, dtype=torch.float64, device=DEVICE)
     assert sum_slices(slices, out).item() == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_the_launch_goes_to_the_device_of_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's go to the current one, where they would wait for nothing that is under way on another."""
+    from optim_kernels._kernels import slices as kernels
+
+    entered: list[torch.Tensor] = []
+    launched_in: list[list[torch.Tensor]] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: launched_in.append([*entered])
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(kernels, "sum_kernel", Kernel())
+    slices = torch.ones(2, 3, device=DEVICE)
+    kernels.launch_sum(slices, torch.empty(3, device=DEVICE), 1.0)
+    assert [[each is slices for each in tensors] for tensors in launched_in] == [[True]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_slices_on_another_device_than_the_current_one() -> None:
+    slices = torch.randn(3, 3000, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    out = torch.empty(3000, device="cuda:1")
+    assert torch.equal(sum_slices(slices, out, impl="triton"), in_order(slices, torch.float32, 1))
 
 
 def test_bad_slices_are_refused() -> None:

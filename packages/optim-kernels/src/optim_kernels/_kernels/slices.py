@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optim_kernels._triton import FUSED, div_rn, narrow, tl, triton
@@ -32,4 +33,6 @@ def launch_sum(slices: Tensor, out: Tensor, divisor: float) -> None:
     count, numel = slices.shape
     options: dict[str, Any] = {"num_warps": NUM_WARPS, **FUSED}
     arguments = (slices.stride(0), numel, count, float(divisor), divisor != 1, BLOCK)
-    sum_kernel[(triton.cdiv(numel, BLOCK),)](slices, out, *arguments, **options)
+    # Triton launches on the current device, whichever that of its arguments is
+    with torch.cuda.device_of(slices):
+        sum_kernel[(triton.cdiv(numel, BLOCK),)](slices, out, *arguments, **options)
