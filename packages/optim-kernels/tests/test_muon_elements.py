@@ -336,6 +336,7 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [
         {"lr": [0.1, 0.2], "weight_decay": [0.1] * 3},
         r"weight_decay must have one entry for each of the 2 l",
     ),
+    (updates_of, {"lr": []}, r"groups must be numbers of the 0 entries of lr, got \[0\]"),
     (updates_of, {"scales": [1.0]}, r"scales must have one entry for each of the 2 params, got 1"),
     (updates_of, {"seed": [1]}, r"seed must have one entry for each of the 2 params, got 1"),
     (updates_of, {"masters": good(dtype=FP16)}, r"masters\[0\] is torch.float16; the kernels take float32, int16"),
@@ -375,6 +376,8 @@ def test_why_not_says_what_a_step_would_refuse() -> None:
     assert MuonUpdates.why_not(one, one, None, torch.ones((), device=DEVICE)) is None
     found = MuonMomenta.why_not(one, wide, one)
     assert found == "its momentum is torch.float64; the kernels take float32, float16, bfloat16"
+    found = MuonUpdates.why_not(one, one, torch.zeros(3, 2, dtype=torch.int16, device=DEVICE), None)
+    assert found == "its master is int16, which completes bfloat16; its value is torch.float32"
     found = MuonUpdates.why_not(one, one.t().contiguous().t(), None, None)
     assert found is not None
     assert found.startswith("its update must be contiguous, but is torch.float32 of shape (3, 2) and strides (1, 3)")

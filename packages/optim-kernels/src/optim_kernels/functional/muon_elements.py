@@ -175,6 +175,8 @@ class MuonUpdates:
     @staticmethod
     def why_not(param: Tensor, update: Tensor, master: Tensor | None, step: Tensor | None) -> str | None:
         """What keeps ``step`` from taking these, in a few words; ``None`` where it can."""
+        if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
+            return f"its master is int16, which completes bfloat16; its value is {param.dtype}"
         given = {"params": param, "updates": update, "masters": master, "steps": step}
         return _why_not({name: tensor for name, tensor in given.items() if tensor is not None})
 
@@ -199,8 +201,7 @@ def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 def _groups_of(groups: Sequence[int] | None, count: int, of: str, num_groups: int, name: str) -> Sequence[int]:
     """For each of ``count`` tensors its group."""
-    if groups is None:
-        return [0] * count
+    groups = [0] * count if groups is None else groups
     check_lengths(count, of, groups=groups)
     if min(groups) < 0 or max(groups) >= num_groups:
         raise ValueError(f"groups must be numbers of the {num_groups} entries of {name}, got {sorted(set(groups))}")
