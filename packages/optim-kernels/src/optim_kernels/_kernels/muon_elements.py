@@ -163,13 +163,12 @@ def updates_kernel(
     row = table + tensor * _UPDATE_ROW
     group = table + num_tensors * _UPDATE_ROW + tl.load(row + _GROUP) * (2 * _SCALAR_SIZE)
     if tl.program_id(0) < num_full:
-        _update(row, group, first, True, TILE, P_DTYPE, O_DTYPE, MASTER, CAUTIOUS, COUNTED, False)
+        t = _update(row, group, first, True, TILE, P_DTYPE, O_DTYPE, MASTER, CAUTIOUS, COUNTED, False)
     else:
         mask = first + tl.arange(0, TILE) < tl.load(row + _NUMEL)
-        _update(row, group, first, mask, TILE, P_DTYPE, O_DTYPE, MASTER, CAUTIOUS, COUNTED, True)
+        t = _update(row, group, first, mask, TILE, P_DTYPE, O_DTYPE, MASTER, CAUTIOUS, COUNTED, True)
     if COUNTED:
         step = tl.load(row + _STEP).to(tl.pointer_type(tl.float32))
-        t = tl.load(step) + 1.0
         last = tl.load(row + _NUM_CHUNKS).to(tl.int32) - 1
         # no step is skipped, and all counts are above zero
         advance(step, t, counters + tensor, arrive(counters + tensor, 1, t), last, t > 0.0)
@@ -189,6 +188,7 @@ def _update(
     COUNTED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """Update a tile; the number of this step if steps are counted, which a program reads once (``arrive``), else 0."""
     p_address, master_address, o_address = tl.load(row + _PARAM), tl.load(row + _MASTER), tl.load(row + _UPDATE)
     # elements are on their way before the scalars are waited for
     o = load_tile(pointer_to(o_address, O_DTYPE, not MASKED) + first, mask, TILE, MASKED, False, True)
@@ -196,7 +196,7 @@ def _update(
     lr, weight_decay = _number(group), _number(group + _SCALAR_SIZE)
     step_size = lr * tl.load(row + _SCALE).to(tl.float64, bitcast=True)
     keep, decay = (1.0 - lr * weight_decay).to(tl.float32), (step_size * weight_decay).to(tl.float32)
-    random = (0, 0, 0, 0)
+    t, random = tl.zeros([], tl.float32), (0, 0, 0, 0)
     if COUNTED:
         t = tl.load(tl.load(row + _STEP).to(tl.pointer_type(tl.float32))) + 1.0
         random = (tl.load(row + _SEED), tl.load(row + _PLACE), tl.load(row + _START), t.to(tl.int64))
@@ -204,3 +204,4 @@ def _update(
     p = moved(p, o, step_size.to(tl.float32), keep, decay, CAUTIOUS)
     here = mask if MASKED else tl.arange(0, TILE) >= 0
     store_parameter(p_address, master_address, first, here, p, random, P_DTYPE, MASTER, COUNTED, MASKED)
+    return t
