@@ -370,6 +370,17 @@ def test_a_call_that_was_refused_leaves_nothing_behind() -> None:
     assert all((param == -1).all() for param in params)
 
 
+def test_lists_of_other_lengths_are_seen() -> None:
+    """Though there are as many tensors as before, of the same kinds, one behind the other."""
+    launch = MuonMomenta()
+    for _ in range(3):
+        launch.step(good(), good(), good(), momentum=0.9)
+    buffers = good(count=3)
+    with pytest.raises(ValueError, match="buffers must have one entry for each of the 2 grads, got 3"):
+        launch.step(good(), buffers, good(count=1), momentum=0.9)
+    assert all((buffer == 1).all() for buffer in buffers)
+
+
 def test_why_not_says_what_a_step_would_refuse() -> None:
     one, wide = torch.ones(3, 2, device=DEVICE), torch.ones(3, 2, dtype=torch.float64, device=DEVICE)
     assert MuonMomenta.why_not(one, one, one) is None

@@ -92,9 +92,9 @@ class ElementLaunch:
         """
         tensors = [*chain.from_iterable(each for each in lists.values() if each is not None)]
         kinds, addresses = self._known.of(tensors), list(map(Tensor.data_ptr, tensors))
+        lengths = [None if each is None else len(each) for each in lists.values()]
         # copies, for the caller may write to its lists
-        given = [each is not None for each in lists.values()]
-        told = (tensors[0].device, given, [*map(list, columns)], list(constants))
+        told = (tensors[0].device, lengths, [*map(list, columns)], list(constants))
         is_new = kinds != self._kinds or told != self._told or self._is_promised
         if not is_new and addresses == self._addresses:
             return
