@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tensors import DEVICE
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels.functional import sum_slices
 
@@ -53,6 +54,20 @@ def test_a_slice_may_hold_the_sum(impl: Any) -> None:
     expected = in_order(slices, torch.float32, 4)
     sum_slices(slices, slices[2], divisor=4, impl=impl)
     assert torch.equal(slices[2], expected)
+
+
+def test_the_kernel_is_not_for_what_memory_does_not_hold() -> None:
+    """Numbers stored with the other sign, as imaginary parts of conjugates are, and what stands for other tensors."""
+    ones, out = torch.ones(3, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
+    others = [
+        (torch._neg_view(ones), out, -3, "slices, negated lazily"),
+        (ones, torch._neg_view(out), 3, "out, negated lazily"),
+        (AsyncCollectiveTensor(ones), out, 3, "slices, an AsyncCollectiveTensor"),
+    ]
+    for slices, into, expected, what in others:
+        assert bool((sum_slices(slices, into, impl="auto") == expected).all()), what
+        with pytest.raises(RuntimeError, match=f"impl='triton' adds .*got {what}"):
+            sum_slices(slices, into, impl="triton")
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter

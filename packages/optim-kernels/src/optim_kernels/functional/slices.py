@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, Impl, check_impl, use_triton
 
 
@@ -38,13 +39,13 @@ def sum_slices(slices: Tensor, out: Tensor, *, divisor: float = 1.0, impl: Impl 
         )
     if divisor == 0:
         raise ValueError("divisor is 0; give what the sum is to be divided by, 1 for the sum itself")
-    is_flat = slices.stride(1) == 1 and out.is_contiguous() and out.dtype in KERNEL_DTYPES
-    if impl == "triton" and not is_flat:
+    reason = _why_not(slices, out)
+    if impl == "triton" and reason is not None:
         raise RuntimeError(
-            f"impl='triton' adds rows of consecutive elements into a contiguous fp32, fp16 or bf16 out, got strides "
-            f"{list(slices.stride())} and {list(out.stride())} ({out.dtype}); use impl='auto' or 'torch'"
+            "impl='triton' adds rows of consecutive elements into a contiguous fp32, fp16 or bf16 out, got "
+            f"{reason}; use impl='auto' or 'torch'"
         )
-    if is_flat and out.numel() and use_triton(impl, slices, "slices"):
+    if reason is None and out.numel() and use_triton(impl, slices, "slices"):
         from optim_kernels._kernels.slices import launch_sum
 
         launch_sum(slices, out, divisor)
@@ -55,3 +56,15 @@ def sum_slices(slices: Tensor, out: Tensor, *, divisor: float = 1.0, impl: Impl 
     if divisor != 1:
         total /= divisor
     return out.copy_(total)
+
+
+def _why_not(slices: Tensor, out: Tensor) -> str | None:
+    """What keeps the kernel from reading and writing them, if anything."""
+    for name, tensor in {"slices": slices, "out": out}.items():
+        if is_wrapper(tensor):
+            return f"{name}, an {type(tensor).__name__}"
+        if tensor.is_neg():
+            return f"{name}, negated lazily"
+    if slices.stride(1) == 1 and out.is_contiguous() and out.dtype in KERNEL_DTYPES:
+        return None
+    return f"strides {list(slices.stride())} and {list(out.stride())} ({out.dtype})"
