@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -73,9 +72,7 @@ class ResidentParameters:
             for m in self._members
             if m.spec.route == "muon" and m.layout is not None
         ]
-        options, world = self._options, self._communicator
-        new_planner = partial(options.muon_planner, world.world_size)
-        self._muon = ShardedMuon(matrices, world, options.bucket_mb, new_planner) if matrices else None
+        self._muon = ShardedMuon(matrices, self._communicator, self._options.bucket_mb) if matrices else None
 
     def __len__(self) -> int:
         return len(self._members)

@@ -153,14 +153,8 @@ class Batch:
 class ShardedMuon:
     """The owners of all matrices, and their batches."""
 
-    def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        communicator: Communicator,
-        bucket_mb: float | None,
-        new_planner: Callable[[], MuonPlanner],
-    ) -> None:
-        self._communicator, self._new_planner = communicator, new_planner
+    def __init__(self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None) -> None:
+        self._communicator = communicator
         chosen = partition([float(matrix.cost) for matrix in matrices], communicator.world_size).owner
         self.owners = {matrix.index: communicator.ranks[owner] for matrix, owner in zip(matrices, chosen)}
         self._parts = _cut(matrices, self.owners, (bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
@@ -178,7 +172,7 @@ class ShardedMuon:
             if item.group["stochastic_rounding"]:
                 check_rounding(item.shard)
         by_index = {item.shard.index: item for item in items}
-        batches = self._planned(by_index)
+        batches = self._planned(by_index, context.new_planner)
         arriving = batches[0].collect(by_index, context)
         leaving: Waitable | None = None
         for number, batch in enumerate(batches):
@@ -198,7 +192,7 @@ class ShardedMuon:
         """As of each batch."""
         return {index: reason for batch in self._batches for index, reason in batch.plain.items()}
 
-    def _planned(self, items: Mapping[int, Item]) -> list[Batch]:
+    def _planned(self, items: Mapping[int, Item], new_planner: Callable[[], MuonPlanner]) -> list[Batch]:
         """The batches, planned anew if a group has begun or ceased to keep second moments."""
         moments = {
             index: item.state["second_momentum_buffer"]
@@ -214,7 +208,7 @@ class ShardedMuon:
             with torch.inference_mode(False):
                 memory = torch.empty(room, dtype=torch.uint8, device=world.device)
                 self._batches = [
-                    Batch(part, self.owners, moments, world, memory, self._new_planner()) for part in self._parts
+                    Batch(part, self.owners, moments, world, memory, new_planner()) for part in self._parts
                 ]
             self._moments = tuple(moments)
         return self._batches
