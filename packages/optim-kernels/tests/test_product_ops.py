@@ -76,6 +76,23 @@ def test_plain_torch_rounds_once(shapes: Any, dtype: torch.dtype, as_tensors: bo
         torch.testing.assert_close(found.double(), exact, rtol=1.01 * half_unit, atol=2e-5)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU for which plain torch does what it does on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("c_dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+def test_plain_torch_adds_other_dtypes_on_a_gpu_too(c_dtype: torch.dtype) -> None:
+    """cuBLAS adds the dtype of its products alone."""
+    a = torch.full((4, 4), 0.25, dtype=torch.float16, device=DEVICE).as_subclass(OnGpu)
+    c = torch.full((4, 4), 3.0, device=DEVICE, dtype=c_dtype)
+    for product in (TorchProducts().matmul_add, TorchProducts().symmetric_matmul):
+        found = product(a, a, c=c, beta=2.0)
+        assert found.dtype == torch.float16
+        assert bool((found == 6.25).all())
+
+
 def test_factors_by_their_address() -> None:
     """In the kernels, for every schedule that may take them: the same bits as with numbers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -133,7 +133,8 @@ def _multiplied(
     dtype = wide = a.dtype
     if dtype.itemsize == 2:
         # cuBLAS does as tensor cores do; C added to a product that has been rounded has twice the error
-        if a.is_cuda and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+        is_alike = c is None or c.dtype == dtype
+        if a.is_cuda and is_alike and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
             return _by_cublas(a, b, c, alpha, beta)
         wide = torch.float32
     elif exact and multiplies_fp64_fast(a.device):
