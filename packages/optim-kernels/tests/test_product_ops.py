@@ -166,6 +166,16 @@ def test_summands_of_several_dtypes(size: int, of_products: torch.dtype) -> None
         assert symmetric.dtype == of_products
 
 
+@pytest.mark.parametrize("products", [mk.matmul_add, mk.symmetric_matmul], ids=["matmul_add", "symmetric_matmul"])
+def test_the_gradients_of_factors_are_summed_in_fp32(products: Any) -> None:
+    """In fp16 a sum over 256² elements would end at 65504."""
+    a = torch.full((256, 256), 1 / 16, dtype=torch.float16, device=DEVICE)
+    factors = [torch.ones((), device=DEVICE, requires_grad=True) for _ in range(2)]
+    found = products(a, a, c=torch.ones_like(a), alpha=factors[0], beta=factors[1])
+    of_alpha, of_beta = torch.autograd.grad(found, factors, torch.full_like(found, 2.0))
+    assert of_alpha.item() == of_beta.item() == 2 * 256**2
+
+
 @pytest.mark.parametrize("as_tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("products", [mk.matmul_add, mk.symmetric_matmul], ids=["matmul_add", "symmetric_matmul"])
 def test_the_gradient_of_a_wide_summand_has_its_range(products: Any, as_tensors: bool) -> None:

@@ -86,12 +86,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # of a c with more range than the product also what that could not hold
         beta = ctx.beta if beta_tensor is None else beta_tensor
         to_c = (beta * grad.to(torch.promote_types(grad.dtype, ctx.c_dtype))).to(ctx.c_dtype)
-    to_beta = None if beta_tensor is None or c is None else (grad * c).sum().to(beta_tensor.dtype)
+    to_beta = None if beta_tensor is None or c is None else _inner(grad, c, beta_tensor.dtype)
     with without_autocast(a):
-        to_b = alpha * (a.mT @ grad)
-        to_alpha = None if alpha_tensor is None else (grad * (a @ factor)).sum().to(alpha_tensor.dtype)
-        to_a = alpha * (grad @ factor.mT)
+        a_grad = a.mT @ grad
+        to_a, to_b = alpha * (grad @ factor.mT), alpha * a_grad
+    # ⟨g, a b⟩ by a product that there is
+    to_alpha = None if alpha_tensor is None else _inner(a_grad, factor, alpha_tensor.dtype)
     return to_a, to_b.mT if ctx.symmetric else to_b, to_c, to_alpha, to_beta, None, None, None
+
+
+def _inner(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """⟨x, y⟩, multiplied and summed in ``dtype``: 16 bits may not hold it."""
+    return (x.to(dtype) * y.to(dtype)).sum()
 
 
 _product.register_autograd(_backward, setup_context=_save)
