@@ -226,7 +226,9 @@ def _check_memory(lists: Lists) -> None:
     for name, tensors in lists.items():
         for place, tensor in enumerate(tensors or ()):
             if tensor.numel() and tensor.data_ptr() == 0:
-                raise ValueError(f"{name}[{place}], {description(tensor)}, has no memory: its storage was freed")
+                # of the same kind as the tensor before it, so that nobody has asked yet
+                reason = why_not_taken(name, tensor, tensor) or "has no memory: its storage was freed"
+                raise ValueError(f"{name}[{place}] {reason}")
 
 
 def _words(number: Scalar) -> bytes:
