@@ -1,5 +1,7 @@
 """Products with gradients: values, derivatives, ``torch.compile`` registration, other projects' names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
+from optim_kernels._newton_schulz import product_launches
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.iterations import TorchProducts
 from optim_kernels._newton_schulz.product_launches import multiply
@@ -195,6 +198,39 @@ def test_a_whole_number_before_others() -> None:
     for beta in (1, 0.5):
         expected = a.double() @ b.double() + beta * c.double()
         torch.testing.assert_close(mk.matmul_add(a, b, c=c, beta=beta).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("size", [72, 1280, 4096])
+def test_products_on_another_device_than_the_current_one(size: int) -> None:
+    a, b = (torch.randn(size, size, device="cuda:1").half() / size**0.5 for _ in range(2))
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(mk.matmul_add(a, b).double(), a.double() @ b.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(mk.gram(a).double(), a.double() @ a.double().mT, rtol=1e-2, atol=1e-2)
+
+
+def test_products_are_launched_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.Tensor] = []
+    launched_in: list[int] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    product = product_launches.general_product
+
+    def listen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        launched_in.append(len(entered))
+        return product(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(product_launches, "general_product", listen)
+    x = torch.randn(8, 8, device=DEVICE).half()
+    multiply(x, x, None, 1.0, 0.0, symmetric=False)
+    assert launched_in == [1]
 
 
 def test_registration() -> None:

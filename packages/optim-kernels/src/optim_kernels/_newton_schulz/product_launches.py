@@ -330,7 +330,9 @@ def multiply(
     tile = None
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or (c is not None and c.dtype != a.dtype):
         tile = portable_tile(left, right, symmetric=symmetric)
-    result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
+    # persistent kernels are launched by Triton, on the current device
+    with torch.cuda.device_of(left):
+        result = product(left, right, c=added, alpha=alpha, beta=beta, tile=tile).contiguous()
     if a.ndim == 2:
         return result[0]
     return result if a.ndim == 3 else result.reshape(*a.shape[:-1], columns)
