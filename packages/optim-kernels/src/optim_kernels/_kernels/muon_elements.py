@@ -25,7 +25,6 @@ from optim_kernels._kernels.flat_tiles import (
     pointer_to,
     store_parameter,
 )
-from optim_kernels._kernels.muon_parameter import moved
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import after_previous, div_rn, narrow, tl, triton
 
@@ -175,6 +174,15 @@ def updates_kernel(
 
 
 @triton.jit
+def _moved(p, o, step_size, keep, decay, CAUTIOUS: tl.constexpr):
+    """The formula: ``step_size`` is lr', ``keep`` 1 − lr λ, and ``decay`` lr' λ."""
+    # not shared with `muon_parameter`, whose kernels would spill registers for numbers that come ready
+    if CAUTIOUS:
+        return p - step_size * o - tl.where(o * p >= 0.0, decay * p, 0.0)
+    return p * keep - step_size * o
+
+
+@triton.jit
 def _update(
     row,
     group,
@@ -201,7 +209,7 @@ def _update(
         t = tl.load(tl.load(row + _STEP).to(tl.pointer_type(tl.float32))) + 1.0
         random = (tl.load(row + _SEED), tl.load(row + _PLACE), tl.load(row + _START), t.to(tl.int64))
     p, o = full_parameter(p, low, P_DTYPE, MASTER), o.to(tl.float32)
-    p = moved(p, o, step_size.to(tl.float32), keep, decay, CAUTIOUS)
+    p = _moved(p, o, step_size.to(tl.float32), keep, decay, CAUTIOUS)
     here = mask if MASKED else tl.arange(0, TILE) >= 0
     store_parameter(p_address, master_address, first, here, p, random, P_DTYPE, MASTER, COUNTED, MASKED)
     return t

@@ -67,16 +67,11 @@ def updated(record, hyper, scale, p, o, CAUTIOUS: tl.constexpr):
     row = hyper + tl.load(record + GROUP) * NUM_HYPER
     lr, weight_decay = tl.load(row + LR), tl.load(row + WEIGHT_DECAY)
     step_size = lr * scale
-    return moved(p, o, step_size, 1.0 - lr * weight_decay, step_size * weight_decay, CAUTIOUS)
-
-
-@triton.jit
-def moved(p, o, step_size, keep, decay, CAUTIOUS: tl.constexpr):
-    """The formula: ``step_size`` is lr', ``keep`` 1 − lr λ, and ``decay`` lr' λ."""
     if CAUTIOUS:
-        p = p - step_size * o - tl.where(o * p >= 0.0, decay * p, 0.0)
+        decay = tl.where(o * p >= 0.0, step_size * weight_decay * p, 0.0)
+        p = p - step_size * o - decay
     else:
-        p = p * keep - step_size * o
+        p = p * (1.0 - lr * weight_decay) - step_size * o
     return p
 
 
