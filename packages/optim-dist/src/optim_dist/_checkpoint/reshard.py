@@ -121,20 +121,21 @@ def exchange(
     """
     mesh = Mesh(len(ranks), ranks=list(ranks))
     parts: dict[str, dict[str, Tensor]] = {}
-    moved = [stream for stream in wanted if not stream.stays]
+    moved: list[Stream] = []
     items = {}
     for stream in wanted:
         if stream.stays:
             for name, part in stream.own(stream.before, rank):
                 parts.setdefault(name, {})[stream.key] = read(part.file, name, stream.key).to(device)
-    for number, stream in enumerate(moved):
+            continue
         mine = [read(part.file, name, stream.key) for name, part in stream.own(stream.before, rank)]
         source = torch.cat(mine) if mine else torch.empty(0, dtype=stream.dtype)
         before, after = (
             Layout(mesh, [((0,), Intervals(stream.rows(segments, len(ranks))))])
             for segments in (stream.before, stream.after)
         )
-        items[f"{number:04d}"] = Item(source.to(device), (sum(stream.sizes),), before, after)
+        items[f"{len(moved):04d}"] = Item(source.to(device), (sum(stream.sizes),), before, after)
+        moved.append(stream)
     arrived = redistribute_many(items, group=group) if items else {}
     for stream, target in zip(moved, arrived.values()):
         own = list(stream.own(stream.after, rank))
