@@ -123,6 +123,8 @@ def test_slices_on_another_device_than_the_current_one() -> None:
 
 def test_bad_slices_are_refused() -> None:
     out = torch.empty(3)
+    with pytest.raises(TypeError, match=r"slices must be one tensor \[S, N\], got a list; give their torch.stack"):
+        sum_slices([out, out], out)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"slices \[S, N\] with S > 0 make an out \[N\], got \[2, 4\] and \[3\]"):
         sum_slices(torch.empty(2, 4), out)
     with pytest.raises(ValueError, match=r"got \[0, 3\] and \[3\]"):

@@ -26,10 +26,13 @@ def sum_slices(slices: Tensor, out: Tensor, *, divisor: float = 1.0, impl: Impl 
         ``out``.
 
     Raises:
+        TypeError: for slices that are no tensor.
         ValueError: for slices and an ``out`` of other shapes, dtypes or devices than these.
         RuntimeError: ``impl="triton"`` where the kernel cannot run.
     """
     check_impl(impl)
+    if not isinstance(slices, Tensor):
+        raise TypeError(f"slices must be one tensor [S, N], got a {type(slices).__name__}; give their torch.stack()")
     if slices.ndim != 2 or len(slices) == 0 or out.shape != slices.shape[1:]:
         raise ValueError(f"slices [S, N] with S > 0 make an out [N], got {list(slices.shape)} and {list(out.shape)}")
     if not (slices.is_floating_point() and out.is_floating_point()) or slices.device != out.device:
