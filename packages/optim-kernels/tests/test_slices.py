@@ -42,18 +42,33 @@ def test_bits_are_those_of_sums_in_order(data: Any) -> None:
     for impl in ("auto", "torch", "triton"):
         out = torch.full((numel,), torch.nan, dtype=out_dtype, device=DEVICE)
         assert sum_slices(slices, out, divisor=divisor, impl=impl) is out
-        if impl == "torch" and DEVICE == "cuda":
-            torch.testing.assert_close(out, expected)
-        else:
-            assert torch.equal(out, expected), impl
+        apart = torch.full((numel,), torch.nan, dtype=out_dtype, device=DEVICE)
+        assert sum_slices(tuple(slices), apart, divisor=divisor, impl=impl) is apart
+        for found in (out, apart):
+            if impl == "torch" and DEVICE == "cuda":
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected), impl
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_slice_may_hold_the_sum(impl: Any) -> None:
     slices = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = in_order(slices, torch.float32, 4)
+    apart = [each.clone() for each in slices]
     sum_slices(slices, slices[2], divisor=4, impl=impl)
     assert torch.equal(slices[2], expected)
+    sum_slices(apart, apart[1], divisor=4, impl=impl)
+    assert torch.equal(apart[1], expected)
+
+
+def test_more_tensors_than_the_kernel_has_arguments_for() -> None:
+    slices = torch.randn(65, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    out = torch.empty(40, device=DEVICE)
+    assert torch.equal(sum_slices(list(slices), out), in_order(slices, torch.float32, 1))
+    with pytest.raises(RuntimeError, match=r"a contiguous fp32, fp16 or bf16 out, got 65 slices"):
+        sum_slices(list(slices), out, impl="triton")
+    assert torch.equal(sum_slices(slices, out, impl="triton"), in_order(slices, torch.float32, 1))
 
 
 def test_the_kernel_is_not_for_what_memory_does_not_hold() -> None:
@@ -106,10 +121,13 @@ def test_the_launch_goes_to_the_device_of_the_slices(monkeypatch: pytest.MonkeyP
             return lambda *_, **__: launched_in.append([*entered])
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(kernels, "sum_kernel", Kernel())
+    for name in ("sum_kernel", "sum_apart_kernel"):
+        monkeypatch.setattr(kernels, name, Kernel())
     slices = torch.ones(2, 3, device=DEVICE)
-    kernels.launch_sum(slices, torch.empty(3, device=DEVICE), 1.0)
-    assert [[each is slices for each in tensors] for tensors in launched_in] == [[True]]
+    out = torch.empty(3, device=DEVICE)
+    kernels.launch_sum(slices, out, 1.0)
+    kernels.launch_sum([*slices], out, 1.0)
+    assert [[each is out for each in tensors] for tensors in launched_in] == [[True], [True]]
 
 
 @pytest.mark.gpu
@@ -123,13 +141,20 @@ def test_slices_on_another_device_than_the_current_one() -> None:
 
 def test_bad_slices_are_refused() -> None:
     out = torch.empty(3)
-    with pytest.raises(TypeError, match=r"slices must be one tensor \[S, N\], got a list; give their torch.stack"):
-        sum_slices([out, out], out)  # type: ignore[arg-type]
+    for bad, kind in (([], "a list of nothing"), ([1.0], "a list of float"), (3, "a int")):
+        with pytest.raises(TypeError, match=rf"slices must be one tensor \[S, N\], or tensors \[N\], got {kind}"):
+            sum_slices(bad, out)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"make an out \[N\], got \[3\], \[2\] and \[3\]"):
+        sum_slices([out, out[:2]], out)
+    with pytest.raises(ValueError, match=r"make an out \[N\], got \[1, 3\] and \[3\]"):
+        sum_slices([out[None]], out)
+    with pytest.raises(ValueError, match=r"slices of one dtype, got torch\.float"):
+        sum_slices([out, out.half()], out)
     with pytest.raises(ValueError, match=r"slices \[S, N\] with S > 0 make an out \[N\], got \[2, 4\] and \[3\]"):
         sum_slices(torch.empty(2, 4), out)
     with pytest.raises(ValueError, match=r"got \[0, 3\] and \[3\]"):
         sum_slices(torch.empty(0, 3), out)
-    with pytest.raises(ValueError, match=r"real floating-point tensors on one device, got torch.int32 on cpu"):
+    with pytest.raises(ValueError, match=r"slices of one dtype, got torch.int32 on cpu and torch.float32 on cpu"):
         sum_slices(torch.ones(2, 3, dtype=torch.int32), out)
     with pytest.raises(ValueError, match="divisor is 0"):
         sum_slices(torch.ones(2, 3), out, divisor=0)

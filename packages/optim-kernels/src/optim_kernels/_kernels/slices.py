@@ -1,7 +1,8 @@
-"""One Triton kernel: the sum of slices in their order, element by element, rounded once."""
+"""Triton kernels: the sum of slices in their order, element by element, rounded once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,11 +29,28 @@ def sum_kernel(slices, out, stride, numel, count, divisor, DIVIDES: tl.constexpr
     tl.store(out + places, narrow(total, out.dtype.element_ty), mask=mask)
 
 
-def launch_sum(slices: Tensor, out: Tensor, divisor: float) -> None:
-    """Launch it for ``slices [S, N]`` whose rows are contiguous."""
-    count, numel = slices.shape
+@triton.jit(do_not_specialize=["divisor"])
+def sum_apart_kernel(slices, out, numel, divisor, DIVIDES: tl.constexpr, BLOCK: tl.constexpr):
+    """As ``sum_kernel``, of ``slices`` that lie apart: a tuple of their addresses."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < numel
+    total = tl.load(slices[0] + places, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    for number in tl.static_range(1, len(slices)):
+        total += tl.load(slices[number] + places, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if DIVIDES:
+        total = div_rn(total, divisor)
+    tl.store(out + places, narrow(total, out.dtype.element_ty), mask=mask)
+
+
+def launch_sum(slices: Tensor | Sequence[Tensor], out: Tensor, divisor: float) -> None:
+    """Launch it for ``slices [S, N]`` whose rows are contiguous, or S such rows."""
+    numel = out.numel()
     options: dict[str, Any] = {"num_warps": NUM_WARPS, **FUSED}
-    arguments = (slices.stride(0), numel, count, float(divisor), divisor != 1, BLOCK)
+    arguments = (float(divisor), divisor != 1, BLOCK)
+    grid = (triton.cdiv(numel, BLOCK),)
     # Triton launches on the current device, whichever that of its arguments is
-    with torch.cuda.device_of(slices):
-        sum_kernel[(triton.cdiv(numel, BLOCK),)](slices, out, *arguments, **options)
+    with torch.cuda.device_of(out):
+        if isinstance(slices, Tensor):
+            sum_kernel[grid](slices, out, slices.stride(0), numel, len(slices), *arguments, **options)
+        else:
+            sum_apart_kernel[grid](tuple(slices), out, numel, *arguments, **options)
