@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,12 +109,14 @@ class Row:
     before: Callable[[], Any] = lambda: None
     close: Callable[[], Any] = lambda: None
     bytes_sent: Callable[[], int] | None = None
+    bytes_shared: Callable[[], int] = lambda: 0  # that torch's allocator does not count
 
 
-def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool, deterministic: bool = False) -> Row:
+def ours(job: Job, *, in_place: bool, **options: Any) -> Row:
     bag = job.bag()
     parameters = list(bag.parameters())
-    optimizer = _our_optimizer(job, parameters, model=bag, reducer=reducer, deterministic=deterministic)
+    optimizer = _our_optimizer(job, parameters, model=bag, **options)
+    communicator = optimizer.communicator
 
     @torch.no_grad()
     def before() -> None:
@@ -132,7 +134,8 @@ def ours(job: Job, *, reducer: Literal["rs", "exact"], in_place: bool, determini
     def values() -> list[Tensor]:
         return [parameter.detach() for parameter in parameters]
 
-    return Row(values, step, before, optimizer.close, lambda: optimizer.communicator.bytes_sent)
+    shared = communicator.bytes_shared
+    return Row(values, step, before, optimizer.close, lambda: communicator.bytes_sent, lambda: shared)
 
 
 def streamed(job: Job) -> Row:
@@ -217,6 +220,7 @@ ROWS: dict[str, Callable[[Job], Row]] = {
     REFERENCE: lambda job: ours(job, reducer="exact", in_place=True),
     "ours rs, in place": lambda job: ours(job, reducer="rs", in_place=True),
     "ours rs, in place, deterministic": lambda job: ours(job, reducer="rs", in_place=True, deterministic=True),
+    "ours symm, in place": lambda job: ours(job, transport="symm", in_place=True),
     "ours rs, copied in": lambda job: ours(job, reducer="rs", in_place=False),
     "ours rs, streamed": streamed,
     "DDP + torch": ddp,
@@ -229,6 +233,8 @@ ROWS: dict[str, Callable[[Job], Row]] = {
 def rows_for(mode: str, wanted: str) -> list[str]:
     """The first row is what the others are checked against."""
     names = [name for name in ROWS if wanted == "all" or ("ours" in name) == (wanted == "ours")]
+    if not torch.cuda.is_available():
+        names = [name for name in names if "symm" not in name]
     if mode == "muon":
         # ZeRO's shards are no matrices, and torch's Muon takes FSDP2's for such
         names = [name for name in names if "Zero" not in name and name != "FSDP2 + torch"]
@@ -310,7 +316,9 @@ def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, 
     wire_bytes = None
     if row.bytes_sent:
         wire_bytes = (row.bytes_sent() - sent) / (options.iterations + options.warmup)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if job.device.type == "cuda" else None
+    peak = None
+    if job.device.type == "cuda":
+        peak = (torch.cuda.max_memory_allocated() + row.bytes_shared()) / 2**30
     row.close()
     yield {"ms": median, "least": least, "host_ms": host, "wire_GB": wire_bytes and wire_bytes / 1e9, "peak_GiB": peak}
 

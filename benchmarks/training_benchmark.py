@@ -69,6 +69,7 @@ class Way:
     net: nn.Module
     optimizers: Iterable[torch.optim.Optimizer] = ()
     close: Callable[[], Any] = lambda: None
+    bytes_shared: int = 0  # that torch's allocator does not count
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = next_byte_loss(self.net, *batch)
@@ -84,10 +85,10 @@ def compute_alone(setting: Setting) -> Way:
 
 
 def ours(setting: Setting, **options: Any) -> Way:
-    """Reductions under backward unless the options say otherwise, gathers under the next forward pass."""
+    """Reduced in the step unless the options say otherwise, gathered under the next forward pass."""
     net = setting.net()
     optimizer = _our_optimizer(setting, net, model=net, **options)
-    return Way(net, [optimizer], optimizer.close)
+    return Way(net, [optimizer], optimizer.close, optimizer.communicator.bytes_shared)
 
 
 def ddp(setting: Setting) -> Way:
@@ -110,8 +111,10 @@ COMPUTE, REFERENCE = "compute alone", "DDP + torch"
 WAYS: dict[str, Callable[[Setting], Way]] = {
     COMPUTE: compute_alone,
     REFERENCE: ddp,
-    "ours": lambda setting: ours(setting, accumulation_steps=1),
-    "ours, reduced at step()": ours,
+    "ours": ours,
+    "ours, under backward": lambda setting: ours(setting, accumulation_steps=1),
+    "ours, symm": lambda setting: ours(setting, transport="symm"),
+    "ours, symm, under backward": lambda setting: ours(setting, transport="symm", accumulation_steps=1),
     "ours, overlap=False": lambda setting: ours(setting, overlap=False),
     "ours, streamed": lambda setting: ours(setting, accumulation_steps=1, gradients="streamed"),
     "ours, exact": lambda setting: ours(setting, accumulation_steps=1, reducer="exact"),
@@ -121,8 +124,9 @@ WAYS: dict[str, Callable[[Setting], Way]] = {
 
 
 def ways_for(mode: str) -> list[str]:
-    """torch's Muon takes FSDP2's shards for matrices."""
-    return [name for name in WAYS if (mode, name) != ("muon", "FSDP2 + torch")]
+    """torch's Muon takes FSDP2's shards for matrices; only GPUs have memory that others reach."""
+    names = [name for name in WAYS if (mode, name) != ("muon", "FSDP2 + torch")]
+    return names if torch.cuda.is_available() else [name for name in names if "symm" not in name]
 
 
 def _our_optimizer(setting: Setting, net: nn.Module, **options: Any) -> Any:
@@ -178,7 +182,9 @@ def measure(setting: Setting, name: str, options: argparse.Namespace, report: Re
         median, least = timed(lambda: way.step(setting.batch), setting.device, options.runs, options.steps)
         if name == COMPUTE:
             known["ms"] = median
-        peak = torch.cuda.max_memory_allocated() / 2**30 if setting.device.type == "cuda" else None
+        peak = None
+        if setting.device.type == "cuda":
+            peak = (torch.cuda.max_memory_allocated() + way.bytes_shared) / 2**30
         figures = {"ms": median, "least": least, "exposed_ms": median - known["ms"], "peak_GiB": peak}
         report.add(**row, **figures, fall=None if name == COMPUTE else fall)
     finally:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import (
     Contribution,
     Member,
@@ -126,13 +127,26 @@ class Bucket(Contribution, ParameterBucket):
             raise RuntimeError(f"a gradient of {member.name} arrived after its bucket was reduced: {_REMEDY}")
 
 
-def build_bucket(plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int) -> Bucket:
+def build_bucket(
+    plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], communicator: Communicator
+) -> Bucket:
     """Move parameters into a new bucket with gradients beside them."""
-    values, moved = move_parameters(plan, specs, parameters)
-    gradients = torch.zeros_like(values, dtype=plan.grad_dtype)
+    values, moved = move_parameters(plan, specs, parameters, communicator)
+    gradients = communicator.zeros(plan.numel, plan.grad_dtype, values.device)
+    wire = None
+    if plan.wire_dtype != plan.grad_dtype:
+        wire = communicator.zeros(plan.numel, plan.wire_dtype, values.device)
     members = []
     for slot, member in zip(plan.slots, moved):
         # .data gives each view a version counter of its own; views of one base would share it
         gradient = flat_view(gradients.data, slot.offset, specs[slot.parameter]).data
         members.append(ResidentMember(**vars(member), gradient=gradient))
-    return Bucket(plan=plan, rank=rank, values=values, gradients=gradients, members=members, missing=len(members))
+    return Bucket(
+        plan=plan,
+        rank=communicator.rank,
+        values=values,
+        gradients=gradients,
+        wire=wire,
+        members=members,
+        missing=len(members),
+    )

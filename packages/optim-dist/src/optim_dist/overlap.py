@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist._reduction.written_streams import WrittenStreams
 from optim_dist.buckets import Bucket, ResidentMember, build_bucket
@@ -50,10 +51,14 @@ class BackwardReduction:
         self._handles: list[Any] = []
 
     def build(
-        self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
+        self,
+        plan: BucketPlan,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[Tensor],
+        communicator: Communicator,
     ) -> Bucket:
         """Move parameters into a new bucket."""
-        return build_bucket(plan, specs, parameters, rank)
+        return build_bucket(plan, specs, parameters, communicator)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Take more buckets, that it has built, behind those that there are."""

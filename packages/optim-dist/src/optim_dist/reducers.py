@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.storage import Contribution, ParameterBucket
 from optim_dist._reduction.tree import sum_in_pairs
 from optim_kernels.functional import sum_slices
-
-NUM_SCRATCH = 2  # buckets of contributions that the exact reducer holds at most
 
 
 class Reducer(Protocol):
@@ -90,6 +89,8 @@ class Exact:
     ``in_pairs``: neighbours first, see ``_reduction.tree``.
     """
 
+    _num_scratch = 2  # buckets of contributions that there are at most
+
     def __init__(
         self,
         communicator: Communicator,
@@ -102,15 +103,18 @@ class Exact:
         self._in_pairs = in_pairs
         self.reduce_dtype = reduce_dtype
         self.reduced_dtype = reduced_dtype
+        self._make_scratch(buckets)
+        self._in_flight: deque[Contribution] = deque()
+
+    def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
         for bucket in buckets:
             key = (bucket.values.device, bucket.plan.wire_dtype)
             sizes[key] = max(sizes.get(key, 0), bucket.plan.numel)
         self._free = {
-            (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(NUM_SCRATCH)]
+            (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(self._num_scratch)]
             for (device, dtype), numel in sizes.items()
         }
-        self._in_flight: deque[Contribution] = deque()
 
     def connect(self, buckets: Sequence[ParameterBucket]) -> None:
         for flat in _like_wires(buckets):
@@ -138,29 +142,66 @@ class Exact:
     def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:
             _wait(bucket)
-            self._sum(bucket, bucket.received)
+            received = bucket.received[: bucket.plan.numel]
+            self._add(bucket, received.view(self.communicator.world_size, -1), self._sums(bucket))
             self._free[bucket.received.device, bucket.received.dtype].append(bucket.received)
             bucket.received = None
             self._in_flight.remove(bucket)
         assert bucket.sums is not None, "finish follows launch"
         return bucket.sums
 
-    def _sum(self, bucket: Contribution, scratch: Tensor) -> None:
+    def _sums(self, bucket: Contribution) -> Tensor:
+        """Where the sum of the own chunk goes: in place of the gradients, if it has their dtype."""
         dtype = self._dtype_of_sums(bucket)
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
         elif bucket.sums is None:
-            bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=scratch.device)
-        contributions = scratch[: bucket.plan.numel].view(self.communicator.world_size, -1)
+            bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=bucket.gradients.device)
+        return bucket.sums
+
+    def _add(self, bucket: Contribution, contributions: Tensor | Sequence[Tensor], sums: Tensor) -> None:
         divisor = self.communicator.world_size if bucket.divided else 1
         if self._in_pairs:
             total = sum_in_pairs(contributions)
-            bucket.sums.copy_(total if divisor == 1 else total / divisor)
+            sums.copy_(total if divisor == 1 else total / divisor)
         else:
-            sum_slices(contributions, bucket.sums, divisor=divisor)
+            sum_slices(contributions, sums, divisor=divisor)
 
     def _dtype_of_sums(self, bucket: Contribution) -> torch.dtype:
         return self.reduced_dtype or bucket.sums_dtype or bucket.gradients.dtype
+
+
+class ExactOfPeers(Exact):
+    """``exact`` between ranks that see each other's memory: contributions are added up as they come, in their stream.
+
+    So what is launched later needs no memory of its own, and waits for nothing here. Set apart, for reductions under
+    backward, it is ``Exact``.
+    """
+
+    _num_scratch = 1
+
+    def connect(self, buckets: Sequence[ParameterBucket]) -> None:
+        self._num_scratch = Exact._num_scratch
+        self._make_scratch(buckets)
+        super().connect(buckets)
+
+    def launch(self, bucket: Contribution) -> None:
+        if not isinstance(self.communicator, PeerCommunicator):
+            super().launch(bucket)
+            return
+        wire = _on_the_wire(bucket, self.reduce_dtype)
+        bucket.divided = self._dtype_of_sums(bucket) == torch.float16
+        (scratch,) = self._free[wire.device, wire.dtype]
+        others = self.communicator.world_size - 1
+        room = scratch[: others * bucket.plan.chunk].view(others, -1)
+        bucket.work = self.communicator.collect(wire, room, partial(self._add, bucket, sums=self._sums(bucket)))
+
+    def finish(self, bucket: Contribution) -> Tensor:
+        if bucket.received is not None:
+            return super().finish(bucket)
+        _wait(bucket)
+        assert bucket.sums is not None, "finish follows launch"
+        return bucket.sums
 
 
 class ExactReduceScatter:
@@ -246,11 +287,10 @@ def _like_wires(buckets: Sequence[ParameterBucket]) -> Iterator[Tensor]:
 
 
 def _on_the_wire(bucket: Contribution, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
-    """The bucket's gradients times ``factor`` in the dtype that travels; a persistent copy if that is not their own."""
+    """The bucket's gradients times ``factor`` in the dtype that travels; copied if that is not their own."""
     if dtype is None or dtype == bucket.gradients.dtype:
         return bucket.gradients if factor == 1.0 else bucket.gradients.mul_(factor)
-    if bucket.wire is None:
-        bucket.wire = torch.empty_like(bucket.gradients, dtype=dtype)
+    assert bucket.wire is not None, "who makes a contribution makes what is sent of it"
     if factor == 1.0:
         return bucket.wire.copy_(bucket.gradients)
     return torch.mul(bucket.gradients, factor, out=bucket.wire)  # multiplied before it is rounded

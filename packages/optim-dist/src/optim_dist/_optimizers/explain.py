@@ -71,6 +71,7 @@ def explain(
     data["deterministic"] = options.deterministic
     data["order"] = options.order
     data["reducer"] = options.reducer if plan.world_size > 1 else None
+    data["transport"] = options.transport if plan.world_size > 1 else None
     data["phases"] = phases(plan, options, communicator)
     unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
     if unseen:
@@ -88,6 +89,8 @@ def explain(
         lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
     if options.is_tree:
         lines.append("order: a binary tree over all micro-batches, that of pass j on rank r being number j W + r")
+    if data["transport"] == "symm":
+        lines.append("transport: buckets travel by copies between the memories of ranks, which add up in rank order")
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from optim_dist._optimizers.gradient_dtype import check_grad_dtype
-from optim_dist._reduction.collectives import Communicator, Traffic
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.grid import GridCommunicator
+from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.tree import is_power_of_two
 from optim_dist.plan import BucketPlan
 from optim_kernels.muon_groups import MuonPlanner
@@ -21,6 +22,7 @@ REDUCERS = ("rs", "exact")
 ORDERS = ("rank", "tree")
 SYNC = ("broadcast", "check")
 GRADIENTS = ("resident", "streamed")
+TRANSPORTS = ("backend", "symm")
 STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
 # That NCCL finds beside Newton-Schulz: as good as 24 for it on two H100s, and .4 to 2 % of Newton-Schulz itself.
 SPARE_MULTIPROCESSORS = 16
@@ -46,6 +48,7 @@ class CommonOptions(TypedDict, total=False):
     skip_nonfinite: bool
     sync_params: Literal["broadcast", "check"]
     deterministic: bool
+    transport: Literal["backend", "symm"]
     timeout: float | None
     debug: bool
 
@@ -87,6 +90,10 @@ class Options:
         deterministic: Muon's kernels choose tiles by the shape of each matrix alone, not by how many of them an owner
             has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
             with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
+        transport: how buckets travel: ``"backend"`` by the process group's collectives, ``"symm"`` by copies between
+            GPUs of one host that see each other's memory (torch's symmetric memory), without multiprocessors; but what
+            is reduced under backward goes by the process group. Sums are those of ``reducer="exact"`` then, whatever it
+            is. For one device a rank, on CUDA; without effect on DTensors, and on one rank.
         timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
             parameters after it.
@@ -109,6 +116,7 @@ class Options:
     skip_nonfinite: bool = False
     sync_params: str = "broadcast"
     deterministic: bool = False
+    transport: str = "backend"
     timeout: float | None = None
     debug: bool = False
 
@@ -118,6 +126,9 @@ class Options:
         _choice("reducer", self.reducer, REDUCERS)
         _choice("order", self.order, ORDERS)
         _choice("sync_params", self.sync_params, SYNC)
+        _choice("transport", self.transport, TRANSPORTS)
+        if self.transport == "symm":
+            object.__setattr__(self, "reducer", "exact")
         if self.mesh is not None and self.process_group is not None:
             raise ValueError("give mesh or process_group, not both")
         if self.mesh is not None and self.mesh.ndim > 2:
@@ -208,16 +219,21 @@ class Options:
             return self.grad_dtype or torch.promote_types(plan.dtype, torch.float32)
         return (self.reduced_dtype or plan.grad_dtype) if self.reducer == "exact" else plan.wire_dtype
 
-    def communicator(
-        self, device: torch.device, traffic: Traffic | None = None, is_apart: bool = False
-    ) -> Communicator:
+    def communicator(self, device: torch.device, beside: Communicator | None = None) -> Communicator:
         """The ranks that share the work; see ``Communicator`` for the arguments."""
+        # what runs under backward is set apart, and may wait for ranks that are late by all of that
+        kind = PeerCommunicator if self.transport == "symm" and beside is None else Communicator
         if self.mesh is None:
-            return Communicator(self.process_group, device, self.timeout, traffic, is_apart)
+            return kind(self.process_group, device, self.timeout, beside)
         wide = [dim for dim, size in enumerate(self.mesh.shape) if size > 1]
-        if len(wide) == 2:
-            return GridCommunicator(self.mesh, device, self.timeout, traffic, is_apart)
-        return Communicator(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout, traffic, is_apart)
+        if len(wide) < 2:
+            return kind(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout, beside)
+        if self.transport == "symm":
+            raise ValueError(
+                "transport='symm' is for the ranks of one host, which a mesh of one dimension has, got "
+                f"{self.mesh.ndim} dimensions; leave it out, or pass mesh['shard'] or the like"
+            )
+        return GridCommunicator(self.mesh, device, self.timeout, beside)
 
     def described(self) -> dict[str, str]:
         """What has to be the same on every rank, as text; of ``model`` that one was given."""

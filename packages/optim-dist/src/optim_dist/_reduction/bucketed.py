@@ -22,11 +22,12 @@ from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.forward_gathers import ForwardGathers
+from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.storage import ParameterBucket, found_nothing
 from optim_dist._reduction.streamed import StreamedReduction
 from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan
-from optim_dist.reducers import Exact, Reducer, ReduceScatter
+from optim_dist.reducers import Exact, ExactOfPeers, Reducer, ReduceScatter
 
 Update = Callable[[ParameterBucket, Sequence[Shard]], None]
 
@@ -71,7 +72,7 @@ class BucketedParameters:
             weakref.finalize(self, self.reduction.remove_hooks)
         parameters = [entry.parameter for entry in entries]
         new = [
-            self.reduction.build(bucket, plan.parameters, parameters, self._communicator.rank)
+            self.reduction.build(bucket, plan.parameters, parameters, self._communicator)
             for bucket in plan.buckets[len(self.buckets) :]
         ]
         synchronise(new, self._communicator, self._options.sync_params)
@@ -83,7 +84,10 @@ class BucketedParameters:
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
             dtypes = options.reduce_dtype, options.reduced_dtype
-            self._reducer = Exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
+            if isinstance(self._communicator, PeerCommunicator) and self._communicator.world_size > 1:
+                self._reducer = ExactOfPeers(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
+            else:
+                self._reducer = Exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
         self.reduction.extend(new, self._reducer)
@@ -293,8 +297,10 @@ class BucketedParameters:
             return
         if self._apart is None:
             world = self._communicator
-            self._apart = self._options.communicator(world.device, world.traffic, is_apart=True)
+            self._apart = self._options.communicator(world.device, beside=world)
             assert self.reduction is not None, "it comes before its reducer"
+            if isinstance(self.reduction, BackwardReduction):
+                self.reduction.finish_launched()  # streamed ones are set apart from the start
             # also at exit, where nobody has closed the optimizer
             weakref.finalize(self, _abandon_started, self.reduction, self._apart)
         reducer.communicator = self._apart
@@ -341,6 +347,8 @@ class BucketedParameters:
             # may have launched; but one that handles an error may be alone with it.
             is_agreed = is_everywhere and self.reduction.eager and sys.exc_info()[0] is None
             if is_agreed or self.is_due:
+                if not is_agreed:
+                    self._communicator.leave_memory()
                 self.drop(is_agreed)
                 for bucket in self.buckets:
                     bucket.drop_gradients()
@@ -362,6 +370,8 @@ class BucketedParameters:
         try:
             is_finished = self.detach(is_failed, is_everywhere=True)
         finally:
+            if not is_finished:
+                self._communicator.leave_memory()
             for bucket in self.buckets:
                 bucket.release()
             self._shards.clear()

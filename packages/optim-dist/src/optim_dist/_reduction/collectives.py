@@ -55,12 +55,13 @@ class Communicator:
 
     Args:
         timeout: seconds that a collective may take; None: as many as the group allows.
-        is_apart: whether to make a group of the same ranks in which nobody else's collectives run. Collective.
+        beside: another of the same ranks, to whose traffic this one adds, in a group of its own, in which nobody else's
+            collectives run. Collective.
 
     Attributes:
         rank: which chunk this process owns.
         ranks: the global rank of every chunk's owner.
-        traffic: what this rank has sent; another communicator may add to it.
+        traffic: what this rank has sent.
         is_lost: whether a collective was given up, so that another would only be given up later.
         waits_on_host: whether to start a reduce-scatter or an all-gather waits until other ranks do.
     """
@@ -72,8 +73,7 @@ class Communicator:
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout: float | None = None,
-        traffic: Traffic | None = None,
-        is_apart: bool = False,
+        beside: Communicator | None = None,
     ) -> None:
         self._world, self._process = _world(), os.getpid()
         if self._world is None:
@@ -85,12 +85,12 @@ class Communicator:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ValueError("this rank is not a member of the optimizer's process group")
-            if (timeout is not None or is_apart) and self.world_size > 1:
+            if (timeout is not None or beside is not None) and self.world_size > 1:
                 group = _like(group, device, timeout)
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
-        self.traffic = traffic or Traffic()
+        self.traffic: Traffic = Traffic() if beside is None else beside.traffic
         self.is_lost = False
 
     @property
@@ -143,6 +143,18 @@ class Communicator:
     def num_calls(self) -> int:
         """Collectives since construction."""
         return self.traffic.num_calls
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of this rank's memory that other ranks see, which torch's allocator does not count."""
+        return 0
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what collectives send again and again. Collective, with the same arguments, in some transports."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def leave_memory(self) -> None:
+        """Never free memory of ``zeros`` that waits, when it is freed, for what other ranks may not do any more."""
 
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
@@ -243,6 +255,17 @@ class _Done:
     """What was over when it began."""
 
     def wait(self) -> None: ...
+
+
+class Recorded:
+    """Something under way in a stream of ``device`` that has an event behind it; ``held`` is what it reads."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, held: object = None) -> None:
+        self._event, self._device, self._held = event, device, held
+
+    def wait(self) -> None:
+        # of the collectives' device, which need not be the current one
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Named:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._reduction.collectives import Communicator, Traffic, Waitable, new_group
+from optim_dist._reduction.collectives import Communicator, Recorded, Waitable, new_group
 
 
 class GridCommunicator(Communicator):
@@ -28,14 +28,14 @@ class GridCommunicator(Communicator):
         mesh: DeviceMesh,
         device: torch.device,
         timeout: float | None = None,
-        traffic: Traffic | None = None,
-        is_apart: bool = False,
+        beside: Communicator | None = None,
     ) -> None:
-        traffic = traffic or Traffic()
-        self._line = Communicator(_group_of(mesh, device), device, timeout, traffic, is_apart)
-        super().__init__(self._line.group, device, traffic=traffic)
-        self._replicate = Communicator(mesh.get_group(0), device, timeout, traffic, is_apart)
-        self._shard = Communicator(mesh.get_group(1), device, timeout, traffic, is_apart)
+        self._line = Communicator(_group_of(mesh, device), device, timeout, beside)
+        super().__init__(self._line.group, device)
+        self._replicate = Communicator(mesh.get_group(0), device, timeout, beside)
+        self._shard = Communicator(mesh.get_group(1), device, timeout, beside)
+        for each in (self, self._replicate, self._shard):
+            each.traffic = self._line.traffic
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
         # the chunk of every rank of the line, whose order is that of global ranks
         self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]
@@ -87,7 +87,7 @@ class GridCommunicator(Communicator):
             works[0].wait()
             works.append(second())
             works[1].wait()
-            return _Recorded(self._stream.record_event(), works, self.device)
+            return Recorded(self._stream.record_event(), self.device, works)
 
 
 class _Held:
@@ -98,17 +98,6 @@ class _Held:
 
     def wait(self) -> None:
         self._work.wait()
-
-
-class _Recorded:
-    """Collectives whose stream has an event behind them."""
-
-    def __init__(self, event: torch.cuda.Event, works: list[Waitable], device: torch.device) -> None:
-        self._event, self._works, self._device = event, works, device
-
-    def wait(self) -> None:
-        # of the collectives' device, which need not be the current one
-        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:

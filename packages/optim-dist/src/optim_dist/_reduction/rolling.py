@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import (
     Contribution,
     ParameterBucket,
@@ -104,7 +106,7 @@ def build_streamed_bucket(
     plan: BucketPlan,
     specs: Sequence[ParameterSpec],
     parameters: Sequence[Tensor],
-    rank: int,
+    communicator: Communicator,
     sums_dtype: torch.dtype,
     num_paired: int | None = None,
 ) -> StreamedBucket:
@@ -112,11 +114,11 @@ def build_streamed_bucket(
 
     ``num_paired``: how many passes are added up in pairs; None: they are added as they come.
     """
-    values, members = move_parameters(plan, specs, parameters)
+    values, members = move_parameters(plan, specs, parameters, communicator)
     sums = values.new_zeros(plan.chunk, dtype=sums_dtype)
     bucket = StreamedBucket(
         plan=plan,
-        rank=rank,
+        rank=communicator.rank,
         values=values,
         members=members,
         sums=sums,
@@ -145,7 +147,7 @@ class Places:
 class Buffer:
     """Memory that is lent to one reduction after another, whatever its bucket."""
 
-    def __init__(self, buckets: Sequence[StreamedBucket]) -> None:
+    def __init__(self, buckets: Sequence[StreamedBucket], communicator: Communicator) -> None:
         storage: dict[torch.device, int] = {}
         wires: dict[torch.device, int] = {}
         for bucket in buckets:
@@ -153,8 +155,9 @@ class Buffer:
             storage[device] = max(storage.get(device, 0), plan.gradient_nbytes)
             if plan.wire_dtype != plan.grad_dtype:
                 wires[device] = max(wires.get(device, 0), plan.numel * plan.wire_dtype.itemsize)
-        self._storage = {device: _bytes(number, device) for device, number in storage.items()}
-        self._wires = {device: _bytes(number, device) for device, number in wires.items()}
+        zeros = partial(communicator.zeros, dtype=torch.uint8)
+        self._storage = {device: zeros(number, device=device) for device, number in storage.items()}
+        self._wires = {device: zeros(number, device=device) for device, number in wires.items()}
         self._places: dict[StreamedBucket, Places] = {}
 
     @property
@@ -182,10 +185,6 @@ def _gaps(plan: BucketPlan) -> list[tuple[int, int]]:
             gaps.append((end, start))
         end = start + size
     return [*gaps, (end, plan.numel)] if end < plan.numel else gaps
-
-
-def _bytes(number: int, device: torch.device) -> Tensor:
-    return torch.empty(number, dtype=torch.uint8, device=device)
 
 
 def _seen_as(storage: Tensor, dtype: torch.dtype, numel: int) -> Tensor:

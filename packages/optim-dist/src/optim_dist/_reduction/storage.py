@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from optim_dist._reduction.collectives import Waitable
+from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import BucketPlan, ParameterSpec
 
 
@@ -111,10 +111,10 @@ class Contribution:
 
 
 def move_parameters(
-    plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor]
+    plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], communicator: Communicator
 ) -> tuple[Tensor, list[Member]]:
     """New flat storage, and the parameters as views of it; they and what refers to them keep their identity."""
-    values = torch.zeros(plan.numel, dtype=plan.dtype, device=parameters[plan.slots[0].parameter].device)
+    values = communicator.zeros(plan.numel, plan.dtype, parameters[plan.slots[0].parameter].device)
     members = []
     for slot in plan.slots:
         spec, parameter = specs[slot.parameter], parameters[slot.parameter]

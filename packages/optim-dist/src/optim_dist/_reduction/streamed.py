@@ -69,10 +69,14 @@ class StreamedReduction:
         self._others: set[int] = set()  # numbers of those that backward must not wait beside
 
     def build(
-        self, plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], rank: int
+        self,
+        plan: BucketPlan,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[Tensor],
+        communicator: Communicator,
     ) -> StreamedBucket:
         """Move parameters into a new bucket."""
-        return build_streamed_bucket(plan, specs, parameters, rank, self._sums_dtype(plan), self._num_paired)
+        return build_streamed_bucket(plan, specs, parameters, communicator, self._sums_dtype(plan), self._num_paired)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Take more buckets, that it has built, behind those that there are."""
@@ -82,7 +86,7 @@ class StreamedReduction:
         assert not self._in_flight, "parameters are added between steps"
         self._free.clear()  # before there are larger ones
         if self.buckets:
-            self._free += [Buffer(self.buckets) for _ in range(NUM_BUFFERS)]
+            self._free += [Buffer(self.buckets, reducer.communicator) for _ in range(NUM_BUFFERS)]
         self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, place, member))
             for bucket in new

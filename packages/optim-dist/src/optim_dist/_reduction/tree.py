@@ -12,6 +12,8 @@ they come (``PassTree``), all in fp32 (fp64 for fp64). What has no gradient cont
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,15 +22,15 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def sum_in_pairs(contributions: Tensor) -> Tensor:
+def sum_in_pairs(contributions: Tensor | Sequence[Tensor]) -> Tensor:
     """``contributions [W, C]`` added up, neighbours first: ``[C]``, in fp32 (fp64 for fp64), not rounded yet."""
-    wide = torch.promote_types(torch.float32, contributions.dtype)
+    wide = torch.promote_types(torch.float32, contributions[0].dtype)
     if len(contributions) == 1:
         return contributions[0].to(wide, copy=True)
-    total = contributions[::2].to(wide) + contributions[1::2]
-    while len(total) > 1:
-        total = total[::2] + total[1::2]
-    return total[0]
+    totals = [left.to(wide) + right for left, right in zip(contributions[::2], contributions[1::2])]
+    while len(totals) > 1:
+        totals = [left.add_(right) for left, right in zip(totals[::2], totals[1::2])]
+    return totals[0]
 
 
 class PassTree:

@@ -1,0 +1,235 @@
+"""Ranks of one host that reach into each other's memory, for ``transport="symm"``.
+
+Letters as in ``collectives``. GPUs copy, on streams of their own, by engines that need no multiprocessor:
+
+    collect       all ranks have come | room[s] <- flat[r] of rank s, for s != r | all have copied | add up
+    all_gather_   all ranks have come | flat[r] of rank s <- flat[r], for s != r | all have copied
+
+So compute that runs meanwhile loses nothing but memory bandwidth, where kernels of NCCL take multiprocessors from it.
+Ranks meet on the device, by flags in each other's memory; no host waits. What other ranks cannot see (messages, say)
+goes by the process group.
+
+A copy that waits for a rank holds up others of the same engine, and whoever waits for those: ranks must come in the
+same order, with nothing of the user's between. In a step they do. Under backward, where a rank may be late by all of
+it, reductions go by the process group.
+
+Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Never by NVLink's multicast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_dist._reduction.collectives import Communicator, Recorded, Waitable
+
+try:
+    import torch.distributed._symmetric_memory as symmetric_memory
+except ImportError:  # of a torch that is built without it
+    symmetric_memory = None  # type: ignore[assignment, unused-ignore]
+
+Copies = Iterable[tuple[Tensor, Tensor]]  # (to, from)
+
+
+class Channel(IntEnum):
+    """Each has a stream, and flags by which ranks meet in it."""
+
+    COLLECT = 0
+    GATHER = 1
+
+
+@dataclass(eq=False)
+class Chunk:
+    """This rank's chunk of what all have.
+
+    Attributes:
+        everywhere: as it lies at the next rank, at the one behind that, ..., and at last here.
+        meet: for each channel, lets the current stream go on once all ranks have come.
+    """
+
+    everywhere: list[Tensor]
+    meet: list[Callable[[], None]]
+
+
+class PeerMemory:
+    """Memory of this rank that others reach, and theirs that it does. Made by all ranks of a communicator together.
+
+    Raises:
+        RuntimeError: on every rank, where ranks are not on one host, or torch has no such memory.
+        ValueError: for a device other than CUDA.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        device = communicator.device
+        if device.type != "cuda":
+            raise ValueError(
+                f"transport='symm' is for ranks on GPUs of one host, but parameters are on {device}; leave it out"
+            )
+        _check_host(communicator)
+        group = communicator.group or torch.distributed.group.WORLD
+        assert group is not None, "torch.distributed is initialized"
+        self._device, self._group = device, group
+        self._rank, self._world_size = communicator.rank, communicator.world_size
+        self._timeout_ms = max(1, round(1000 * group._get_backend(device).options._timeout.total_seconds()))
+        # ahead of what computes: ranks that meet take a multiprocessor for a moment
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in Channel]
+        self._ready = torch.cuda.Event()
+        # by the storage, as long as that is there
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._handles: dict[int, Any] = {}
+        self._chunks: dict[int, dict[tuple[int, int, torch.dtype], Chunk]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What there is of it now."""
+        return sum(handle.buffer_size for handle in self._handles.values())
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that other ranks reach, too. Collective, with the same arguments."""
+        flat, handle = self._allocate(max(numel, 1), dtype)
+        storage = flat.untyped_storage()
+        self._storages[id(storage)] = weakref.ref(storage)
+        self._handles[id(storage)], self._chunks[id(storage)] = handle, {}
+        weakref.finalize(storage, self._forget, id(storage)).atexit = False
+        for channel in Channel:
+            # now, since to load a kernel may wait for the device
+            handle.barrier(channel, self._timeout_ms)
+        return flat.zero_()[:numel]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """Memory, and what knows that of the other ranks."""
+        flat = symmetric_memory.empty(numel, dtype=dtype, device=self._device)
+        return flat, symmetric_memory.rendezvous(flat, self._group)
+
+    def chunk_of(self, flat: Tensor) -> Chunk | None:
+        """This rank's chunk of ``flat``; None if other ranks do not see that."""
+        storage = id(flat.untyped_storage())
+        if storage not in self._handles:
+            return None
+        key, known = (int(flat.storage_offset()), flat.numel(), flat.dtype), self._chunks[storage]
+        if key not in known:
+            known[key] = self._new_chunk(self._handles[storage], *key)
+        return known[key]
+
+    def _new_chunk(self, handle: Any, offset: int, numel: int, dtype: torch.dtype) -> Chunk:
+        size = numel // self._world_size
+        place = (size,), dtype, offset + self._rank * size
+        # each begins with another, so that no GPU is read by all at once; this rank's own, too, as others see it, since
+        # a view of ``flat`` would keep its storage
+        order = [(self._rank + distance) % self._world_size for distance in range(1, self._world_size + 1)]
+        return Chunk(
+            [handle.get_buffer(rank, *place) for rank in order],
+            [partial(handle.barrier, int(channel), self._timeout_ms) for channel in Channel],
+        )
+
+    def run(self, channel: Channel, chunk: Chunk, copies: Copies, then: Callable[[], object] | None = None) -> Waitable:
+        """Copy behind what the current stream does, once all ranks have come, and go on ``then``, once all have."""
+        current, stream = torch.cuda.current_stream(self._device), self._streams[channel]
+        meet = chunk.meet[channel]
+        self._ready.record(current)
+        stream.wait_event(self._ready)
+        # as the context of torch.cuda.stream, which takes twice as long
+        torch.cuda.set_stream(stream)
+        try:
+            meet()
+            for target, source in copies:
+                target.copy_(source)
+            meet()
+            if then is not None:
+                then()
+        finally:
+            torch.cuda.set_stream(current)
+        return Recorded(stream.record_event(), self._device)
+
+    def _forget(self, storage: int) -> None:
+        del self._storages[storage], self._handles[storage], self._chunks[storage]
+
+    def leave(self) -> None:
+        """Never free what there is: torch would wait for the device, on which copies may wait for ranks for ever."""
+        for storage in self._storages.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage()))
+
+
+class PeerCommunicator(Communicator):
+    """Ranks of one host, whose buckets travel without a process group; arguments as of ``Communicator``."""
+
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        device: torch.device,
+        timeout: float | None = None,
+        beside: Communicator | None = None,
+    ) -> None:
+        super().__init__(group, device, timeout, beside)
+        self._memory: PeerMemory | None = None  # while ranks ask each other whether there can be such
+        if self.world_size > 1:
+            self._memory = PeerMemory(self)
+
+    def leave_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.leave()
+
+    @property
+    def bytes_shared(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._memory is None:
+            return super().zeros(numel, dtype, device)
+        if device != self.device:
+            raise ValueError(f"transport='symm' is for parameters on one device, got {self.device} and {device}")
+        return self._memory.zeros(numel, dtype)
+
+    def collect(self, flat: Tensor, room: Tensor, add: Callable[[Sequence[Tensor]], object]) -> Waitable:
+        """Let ``add`` have every rank's contribution to this rank's chunk of ``flat [W * C]``, in the order of ranks.
+
+        In the stream in which they come, so that ``room [W - 1, C]``, where they lie, may be that of the next ``flat``.
+
+        Args:
+            flat: memory that ``zeros`` has made.
+        """
+        chunk = None if self._memory is None else self._memory.chunk_of(flat)
+        if self._memory is None or chunk is None:
+            raise AssertionError("gradients lie in memory that other ranks see")
+        self._count(flat)
+        others = room.unbind()
+        # the next rank's comes first
+        copies = zip(others[self.rank :] + others[: self.rank], chunk.everywhere)
+        contributions = (*others[: self.rank], self._own(flat), *others[self.rank :])
+        return self._memory.run(Channel.COLLECT, chunk, copies, partial(add, contributions))
+
+    def all_gather_(self, flat: Tensor) -> Waitable:
+        chunk = None if self._memory is None else self._memory.chunk_of(flat)
+        if self._memory is None or chunk is None:
+            return super().all_gather_(flat)
+        self._count(flat)
+        *others, own = chunk.everywhere
+        return self._memory.run(Channel.GATHER, chunk, ((other, own) for other in others))
+
+    def rehearse(self, collective: Callable[[], Waitable]) -> None:
+        """Nothing: ranks have met in the memory that they share when it was made."""
+        if self._memory is None:
+            super().rehearse(collective)
+
+
+def _check_host(communicator: Communicator) -> None:
+    """Refuse, on all ranks, those that cannot reach each other."""
+    problems = []
+    hosts = communicator.gather_json(socket.gethostname())
+    if len(set(hosts)) > 1:
+        problems.append(
+            f"transport='symm' is for ranks of one host, got {', '.join(sorted(set(hosts)))}; leave it out, or give "
+            "the ranks of one host as process_group="
+        )
+    if not hasattr(symmetric_memory, "rendezvous"):
+        problems.append(f"torch {torch.__version__} on rank {communicator.rank} has no symmetric memory")
+    communicator.raise_together(problems, "ranks cannot reach each other's memory")

@@ -1,0 +1,263 @@
+"""transport="symm": ranks copy from each other's memory. Without GPUs that is files which all of them map."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import BACKENDS, Scenarios, assert_equal, device_of, mesh_of, normal, world_sizes
+from dist_loops import Net, assert_same, batch, build, values
+from dist_peers import share_host_memory
+
+from optim_dist import Options, TritonDistAdamW, TritonDistMuonAdamW, checkpoint
+from optim_dist._reduction import peers
+from optim_utils.testing import run_ranks
+
+JOBS = {
+    "adamw": {},
+    "muon and adamw": {"kind": "muon_adamw"},
+    "clipped": {"kind": "muon_adamw", "max_norm": 0.5},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "fp32 sums of bf16": {"dtype": torch.bfloat16, "reduced_dtype": torch.float32},
+    "sent in bf16": {"reduce_dtype": torch.bfloat16},
+    "fp32 gradients": {"dtype": torch.bfloat16, "grad_dtype": torch.float32},
+    "under backward": {"kind": "muon_adamw", "accumulation_steps": 2},
+    "streamed": {"kind": "muon_adamw", "accumulation_steps": 2, "gradients": "streamed"},
+    "in a tree": {"accumulation_steps": 2, "gradients": "streamed", "order": "tree"},
+    "without overlap": {"overlap": False},
+    "8 bits": {"state_dtype": "int8"},
+    "fp64": {"dtype": torch.float64},
+}
+
+
+def optimizer_of(net, kind="adamw", **options):
+    if kind == "adamw":
+        return TritonDistAdamW(net.named_parameters(), lr=0.05, **options)
+    matrices = [item for item in net.named_parameters() if item[1].ndim == 2]
+    others = [item for item in net.named_parameters() if item[1].ndim != 2]
+    return TritonDistMuonAdamW([{"kind": "muon", "params": matrices}, {"kind": "adamw", "params": others}], **options)
+
+
+def train(rank, kind="adamw", dtype=torch.float32, steps=3, **options):
+    """Parameters after every step; ranks lack other layers in other micro-batches."""
+    net = Net(device_of(rank)).to(dtype)
+    optimizer = optimizer_of(net, kind, model=net, reducer="exact", bucket_mb=1e-4, **options)
+    assert len(optimizer.plan.buckets) > 1
+    found, at_first = [], optimizer.communicator.bytes_sent
+    for step in range(steps):
+        for micro in range(2):
+            skip = (rank + step + micro) % 3 if step else None
+            net(batch(rank, step, micro).to(dtype), skip).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [value.cpu() for value in values(net)]
+    sent = optimizer.communicator.bytes_sent - at_first
+    optimizer.close()
+    return found, sent
+
+
+def train_all(rank, world_size, transport):
+    share_host_memory()
+    return {name: train(rank, transport=transport, **job) for name, job in JOBS.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_and_bytes_are_those_of_exact_sums_by_the_backend(backend):
+    for world_size in world_sizes(backend, (2, 4)):
+        found, expected = (
+            run_ranks(train_all, world_size, transport, backend=backend, timeout=240)
+            for transport in ("symm", "backend")
+        )
+        for name in JOBS:
+            for rank in range(world_size):
+                assert_equal(found[rank][name][0], expected[0][name][0], f"{name} on rank {rank} of {world_size}")
+                assert found[rank][name][1] == expected[rank][name][1] > 0, name
+        first, *_, last = found[0]["adamw"][0]
+        assert first.isfinite().all()
+        assert last.isfinite().all()
+
+
+scenario = Scenarios()
+
+
+@scenario(3)
+def an_odd_number_of_ranks_of_which_one_has_no_gradient(rank, world_size):
+    share_host_memory()
+    found = []
+    for transport in ("symm", "backend"):
+        net = Net(device_of(rank))
+        optimizer = optimizer_of(net, reducer="exact", transport=transport, model=net, accumulation_steps=1)
+        for step in range(3):
+            if rank != step:
+                net(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+        optimizer.close()
+    assert_same(*found)
+
+
+@scenario(2)
+def rs_is_exact_there(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm", reducer="rs")
+    assert optimizer.explain().data["reducer"] == "exact"
+    assert optimizer.explain().data["transport"] == "symm"
+    assert "transport: buckets travel by copies between the memories of ranks" in optimizer.explain()
+
+
+def come_and_go(rank, folder, transport):
+    """Parameters after steps between which a group comes, one is frozen, and all are saved and loaded."""
+    net, more = Net(device_of(rank)), torch.nn.Parameter(normal((40,), 5).to(device_of(rank)))
+    optimizer = optimizer_of(net, reducer="exact", transport=transport, bucket_mb=1e-4)
+
+    def step(number):
+        (net(batch(rank, number)) + (more * (rank + 1)).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        more.grad = None
+
+    step(0)
+    optimizer.add_param_group({"params": [("more", more)]})
+    step(1)
+    next(net.parameters()).requires_grad_(False)
+    optimizer.rebuild_plan()
+    step(2)
+    checkpoint.save(folder, net, optimizer)
+    saved = values(net)
+    step(3)
+    assert not all(map(torch.equal, values(net), saved))
+    checkpoint.load(folder, net, optimizer)
+    assert_same(values(net), saved)
+    step(4)
+    optimizer.close()
+    return [*values(net), more.detach()]
+
+
+@scenario(2)
+def groups_plans_and_checkpoints_come_and_go(rank, world_size):
+    share_host_memory()
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    found = [come_and_go(rank, f"{folders[0]}/{transport}", transport) for transport in ("symm", "backend")]
+    assert_same(*found)
+
+
+@scenario(2)
+def memory_goes_with_its_buckets(rank, world_size):
+    share_host_memory()
+    net, optimizer = build(rank, transport="symm")
+    memory = optimizer.communicator._memory
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    held = len(memory._handles)
+    assert held == 2 * len(optimizer.plan.buckets)
+    assert optimizer.communicator.bytes_shared == optimizer.plan.nbytes + optimizer.plan.gradient_nbytes
+    storages = [weakref.ref(bucket.values.untyped_storage()) for bucket in optimizer._bucketed.buckets]
+    optimizer.zero_grad()
+    optimizer.close()
+    gc.collect()
+    assert not memory._handles
+    assert not memory._chunks
+    assert optimizer.communicator.bytes_shared == 0
+    assert not any(storage() is not None for storage in storages)
+
+
+@scenario(2)
+def what_others_do_not_see_goes_by_the_backend(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm")
+    ours = optimizer.communicator
+    flat = torch.zeros(4, device=device_of(rank))
+    flat[2 * rank :][:2] = rank + 1
+    ours.all_gather_(flat).wait()
+    assert flat.tolist() == [1, 1, 2, 2]
+    assert [found["rank"] for found in ours.gather_json({"rank": rank})] == [0, 1]
+    assert ours.gather_message(torch.tensor([rank], device=device_of(rank))).flatten().tolist() == [0, 1]
+
+
+@scenario(2)
+def a_gather_writes_to_all_and_a_sum_reads_from_all(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm")
+    ours, device = optimizer.communicator, device_of(rank)
+    for numel in (2, 6, 2 * 4096):
+        flat = ours.zeros(numel, torch.float32, device)
+        flat.copy_(torch.arange(numel) * (rank + 1))
+        size = numel // 2
+        own, room = flat[rank * size : (rank + 1) * size], torch.empty(1, size, device=device)
+        order = []
+
+        def add(contributions, order=order, own=own):
+            order += [float(each[-1]) for each in contributions]
+            own.copy_(sum(contributions))
+
+        ours.collect(flat, room, add).wait()
+        assert torch.equal(own.cpu(), torch.arange(numel)[rank * size :][:size] * 3.0)
+        last = (rank + 1) * size - 1
+        assert order == [last, 2 * last]
+        ours.all_gather_(flat).wait()
+        assert torch.equal(flat.cpu(), torch.arange(numel) * 3.0)
+
+
+@scenario.parametrize()
+def test_peers(backend, world_size, name):
+    scenario.check(backend, world_size, name)
+
+
+def on_a_cpu(rank, world_size):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(
+        ValueError, match="transport='symm' is for ranks on GPUs of one host, but parameters are on cpu"
+    ):
+        TritonDistAdamW([parameter], transport="symm")
+    assert parameter.data_ptr()
+    assert not parameter.grad
+
+
+def test_a_cpu_is_refused():
+    run_ranks(on_a_cpu, 2)
+
+
+def on_two_hosts(rank, world_size):
+    peers.socket.gethostname = lambda: f"host{rank}"
+    communicator = peers.Communicator(None, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="is for ranks of one host, got host0, host1; leave it out"):
+        peers._check_host(communicator)
+    peers.socket.gethostname = lambda: "host"
+    if rank == 1:
+        peers.symmetric_memory = None
+    with pytest.raises(RuntimeError, match="on rank 1 has no symmetric memory"):
+        peers._check_host(communicator)
+
+
+def test_other_hosts_and_other_torches_are_refused():
+    run_ranks(on_two_hosts, 2)
+
+
+def in_a_grid(rank, world_size):
+    with pytest.raises(ValueError, match="a mesh of one dimension has, got 2 dimensions"):
+        TritonDistAdamW([torch.nn.Parameter(torch.zeros(4))], transport="symm", mesh=mesh_of(2, 2))
+
+
+def test_a_grid_is_refused():
+    run_ranks(in_a_grid, 4)
+
+
+def test_one_rank_takes_no_transport():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = TritonDistAdamW([parameter], transport="symm")
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.explain().data["transport"] is None
+    assert not dist.is_initialized()
+
+
+def test_unknown_transports_are_refused():
+    with pytest.raises(ValueError, match="transport must be one of 'backend', 'symm', got 'nccl'"):
+        Options(transport="nccl")
