@@ -112,17 +112,26 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
         assert alone[1] == chained & {shape}
 
 
-def stepped(
-    shapes: Sequence[tuple[int, ...]], tiles: Any, dtype: torch.dtype, steps: int = 2, **options: Any
-) -> list[list[Tensor]]:
-    """Of each shape the parameter and its state after some steps together; numbers depend on the shape alone."""
+def entries_of(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, **options: Any
+) -> tuple[dict[str, Any], list[MuonEntry]]:
+    """A group and what a planner is told of it; numbers depend on the shape alone."""
     (group,) = TritonMuon([torch.nn.Parameter(torch.zeros(8, 8))], lr=0.1, **options).param_groups
-    planner, entries = MuonPlanner(tiles), []
+    entries = []
     for place, shape in enumerate(shapes):
         p, view = random(shape, 1, dtype), MatrixView.identity(shape)
         state: dict[str, Any] = {}
         init_state(p, view, group, state)
         entries.append(MuonEntry(p, random(shape, 2, dtype), state, view, place))
+    return group, entries
+
+
+def stepped(
+    shapes: Sequence[tuple[int, ...]], tiles: Any, dtype: torch.dtype, steps: int = 2, **options: Any
+) -> list[list[Tensor]]:
+    """Of each shape the parameter and its state after some steps together."""
+    planner = MuonPlanner(tiles)
+    group, entries = entries_of(shapes, dtype, **options)
     for _ in range(steps):
         planner.step([(group, entries)])
     return [[entry.param, *entry.state.values()] for entry in entries]
@@ -183,3 +192,30 @@ def test_alone_in_a_batch_of_3_and_of_40(shape: tuple[int, ...], options: dict[s
         for place, (mate, tensors) in enumerate(zip(mates, found, strict=True)):
             if mate == shape:
                 assert_same(tensors, wanted, (place, len(mates)))
+
+
+def test_a_step_is_made_again_with_the_hyperparameters_of_then() -> None:
+    shapes, options = [(8, 12), (8, 8), (12, 8)], {"impl": "triton", "ns_dtype": torch.float32}
+    (group, entries), (twin_group, twins) = (entries_of(shapes, torch.float32, **options) for _ in range(2))
+    planner, twin = MuonPlanner(), MuonPlanner()
+    assert not planner.again(), "nothing was done yet"
+    planner.step([(group, entries)])
+    twin.step([(twin_group, twins)])
+    factor = torch.full((), 0.5, device=entries[0].param.device)
+    for lr in (0.1, 0.2):
+        group["lr"] = twin_group["lr"] = lr
+        for entry, other in zip(entries, twins, strict=True):
+            for each in (entry, other):
+                each.grad.mul_(1.5)
+        assert planner.again(clip_factor=factor)
+        twin.step([(twin_group, twins)], clip_factor=factor)
+        for entry, other in zip(entries, twins, strict=True):
+            assert_same([entry.param, *entry.state.values()], [other.param, *other.state.values()], lr)
+    group["nesterov"] = not group["nesterov"]
+    assert not planner.again(), "another option"
+    planner.step([(group, entries)])
+    assert planner.again()
+    planner.forget()
+    assert not planner.again()
+    planner.step([({**group, "impl": "torch"}, entries[:1]), (group, entries[1:])])
+    assert not planner.again(), "plans did not do all of it"

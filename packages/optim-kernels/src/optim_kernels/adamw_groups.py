@@ -1,8 +1,23 @@
-"""AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats."""
+"""AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats, and steps.
+
+An `AdamWStep` is a step that comes again: of the same tensors, by kernels, with what hyperparameters the groups have by
+then. Whether states are still those that it was made for, `KnownStates` tell.
+"""
 
 from optim_kernels._optimizers.adamw_codes import has_codes
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, init_state
+from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 
-__all__ = ["CODE_BLOCK", "MOMENT_DTYPES", "FollowedWrites", "can_be_followed", "has_codes", "init_state"]
+__all__ = [
+    "CODE_BLOCK",
+    "MOMENT_DTYPES",
+    "AdamWStep",
+    "FollowedWrites",
+    "KnownStates",
+    "can_be_followed",
+    "has_codes",
+    "init_state",
+]

@@ -13,6 +13,7 @@ from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
+from optim_kernels.functional._lists import check_numbers
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
@@ -30,6 +31,7 @@ class AdamWStep:
         groups: all groups of the optimizer.
         params, states, grads: what is updated; ``members`` says for each the number of its group, and ``places`` its
             number among all parameters of the optimizer, which with the group's seed is the key of its random bits.
+        starts: where in its parameter each begins, for those that are parts: the number of its first random bits.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class AdamWStep:
         *,
         members: Sequence[int],
         places: Sequence[int],
+        starts: Sequence[int] | None = None,
     ) -> None:
         self.plan = AdamWPlan()
         self._params = params
@@ -66,6 +69,7 @@ class AdamWStep:
             stochastic_rounding=[bool(group.get("stochastic_rounding")) for group in own_groups],
             seed=[group.get("seed", 0) for group in own_groups],
             indices=places,
+            starts=starts,
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
@@ -93,6 +97,7 @@ class AdamWStep:
         clip_factor: Tensor | None = None,
     ) -> None:
         """One step, with the hyperparameters that the groups have now."""
+        check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         scalars = [
             AdamWScalars(
                 group["lr"],
@@ -100,7 +105,7 @@ class AdamWStep:
                 group["betas"][1],
                 group["eps"],
                 group["weight_decay"],
-                group["maximize"],
+                bool(group.get("maximize")),
             )
             for group in groups
         ]

@@ -19,7 +19,7 @@ from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
-from optim_kernels._optimizers.muon_steady import Groups, State, SteadyStep
+from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, SteadyStep
 from optim_kernels.reference.adamw import gradient_scale
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class MuonPlanner:
         # plans that graphs read, of other tensors than those of the latest step with these options
         self._captured: dict[_Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
+        # what `again` does, if plans did all of the latest step
+        self._done: list[tuple[MuonPlan, Groups]] | None = None
+        self._options = KnownOptions([])
         self._steady: SteadyStep | None = None
 
     def step(
@@ -90,7 +93,7 @@ class MuonPlanner:
             if rest:
                 others.append((group, rest))
         self._drop_outdated()
-        self._steady = None
+        self._steady = self._done = None
         # what they refuse they refuse before anything has moved
         self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
         for group, rest in others:
@@ -98,6 +101,9 @@ class MuonPlanner:
         factor = gradient_scale(clip_factor, grad_scale)
         for plan, batch in zip(self._latest, batches.values()):
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
+        if not others:
+            self._done = [(plan, batch.groups) for plan, batch in zip(self._latest, batches.values())]
+            self._options = KnownOptions([group for group, _ in entries])
         as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)
         if state is not None and as_given and not others:
             done = [(self._plans[key], batch.groups, batch.entries) for key, batch in batches.items()]
@@ -125,11 +131,30 @@ class MuonPlanner:
             plan.run([_hyper_of(group) for group in its_groups], factor=factor, found_inf=found_inf)
         return True
 
+    def again(
+        self,
+        *,
+        clip_factor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> bool:
+        """The latest `step` once more, with the hyperparameters that its groups have now; ``False``: it is another.
+
+        For callers who know that groups, entries and all their tensors, gradients too, are those that they gave and lie
+        where they did. Options are compared here.
+        """
+        if self._done is None or not self._options.are_unchanged():
+            return False
+        factor = gradient_scale(clip_factor, grad_scale)
+        for plan, groups in self._done:
+            plan.run([_hyper_of(group) for group in groups], factor=factor, found_inf=found_inf)
+        return True
+
     def forget(self) -> None:
         """Make plans anew at the next step; those that graphs read are kept."""
         for key in self._plans:
             self._put_aside(key)
-        self._plans, self._groups, self._latest, self._steady = {}, {}, [], None
+        self._plans, self._groups, self._latest, self._steady, self._done = {}, {}, [], None, None
 
     @property
     def plans(self) -> list[MuonPlan]:

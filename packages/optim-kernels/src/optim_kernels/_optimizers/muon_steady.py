@@ -30,6 +30,18 @@ Groups = Sequence[Mapping[str, Any]]
 State = Mapping[Tensor, dict[str, Any]]
 
 
+class KnownOptions:
+    """What groups say beside their hyperparameters; the groups are the same objects."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = list(groups)
+        self._options = [tuple(map(_kept, _options_of(group))) for group in groups]
+
+    def are_unchanged(self) -> bool:
+        """Whether they still say so."""
+        return list(map(_options_of, self._groups)) == self._options
+
+
 class SteadyStep:
     """What the latest step did, for as long as the next ones are the same.
 
@@ -47,7 +59,7 @@ class SteadyStep:
         batches: Sequence[tuple[MuonPlan, Groups, Sequence[MuonEntry]]],
     ) -> None:
         self._groups = list(groups)
-        self._options = [tuple(map(_kept, _options_of(group))) for group in groups]
+        self._options = KnownOptions(groups)
         self._states = list(state.values())
         self._held = KnownStates(state[entry.param] for _, _, entries in batches for entry in entries)
         self.plans = [(plan, its_groups) for plan, its_groups, _ in batches]
@@ -66,7 +78,7 @@ class SteadyStep:
         """
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return None
-        if any(_options_of(group) != options for group, options in zip(groups, self._options)):
+        if not self._options.are_unchanged():
             return None
         for group, params in zip(groups, self._params):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
