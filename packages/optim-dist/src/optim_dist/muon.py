@@ -14,6 +14,7 @@ from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, takes
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
     MuonEntry,
+    MuonPlanner,
     check_group,
     check_param,
     given_options,
@@ -37,6 +38,17 @@ class MuonRoute:
         raise AssertionError("momentum has no codes")
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
+        if "planner" not in cache:
+            cache["planner"] = context.new_planner()
+        planner: MuonPlanner = cache["planner"]
+        scalars: dict[str, Any] = {
+            "clip_factor": context.factor,
+            "grad_scale": context.grad_scale,
+            "found_inf": context.found_inf,
+        }
+        is_complete = context.counts is None
+        if is_complete and cache.get("latest") is items and planner.again(**scalars):
+            return
         # by the hyperparameters that a parameter takes, which its multipliers make others than its group's
         by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}
         for item in items:
@@ -44,14 +56,8 @@ class MuonRoute:
                 shard = item.shard
                 entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.listed)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
-        if "planner" not in cache:
-            cache["planner"] = context.new_planner()
-        cache["planner"].step(
-            list(by_group.values()),
-            clip_factor=context.factor,
-            grad_scale=context.grad_scale,
-            found_inf=context.found_inf,
-        )
+        planner.step(list(by_group.values()), **scalars)
+        cache["latest"] = items if is_complete else None
 
 
 # The constructor's arguments that are options of a group, with their defaults.

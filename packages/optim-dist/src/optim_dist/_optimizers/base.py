@@ -31,6 +31,7 @@ from optim_dist._optimizers import step_checks
 from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
 from optim_dist._optimizers.shards import Item, Shard, StepContext
@@ -57,10 +58,12 @@ class DistOptimizer(StatefulOptimizer):
     grad_norm: Tensor | None
     _factor: Tensor | None  # of clipping, for the next step
     _scaled_groups: ScaledGroups
+    _kept: KeptItems | None  # of buckets
     _caches: dict[object, dict[Any, Any]]  # of routes, by what they update together
 
     def _connect(self) -> None:
         self._caches = {}
+        self._kept = None
         self._scaled_groups = ScaledGroups()
         self._factor = None
         self.grad_norm = None
@@ -69,6 +72,7 @@ class DistOptimizer(StatefulOptimizer):
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
         for bucket in self._bucketed.buckets:
             self._caches.pop(bucket, None)
+        self._kept = None
         super()._replace(plan, found, meshes)
         self._scaled_groups = ScaledGroups()
         self._restart()
@@ -78,6 +82,7 @@ class DistOptimizer(StatefulOptimizer):
             super().close()
         finally:
             self._caches.clear()
+            self._kept = None
 
     @_not_compiled
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
@@ -216,17 +221,16 @@ class DistOptimizer(StatefulOptimizer):
         """Phases 4 and 5."""
         self._masters.follow(self)
         self._scaled_groups.refresh(self.param_groups)
-        counts = self._bucketed.counts
+        counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
             divided: replace(
                 context, factor=_product(factor, context.factor), counts=counts, present=self._bucketed.present
             )
             for divided, factor in self._bucketed.factors.items()
         }
+        kept = self._kept_items()
         self._bucketed.update(
-            lambda bucket, shards: self._apply(
-                bucket.plan.route, [*map(self._item, shards)], averaging[bucket.divided], bucket
-            )
+            lambda bucket: self._apply(bucket.plan.route, kept.of(bucket), averaging[bucket.divided], bucket)
         )
         self._resident.update(
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
@@ -242,6 +246,13 @@ class DistOptimizer(StatefulOptimizer):
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
             self._routes[route].update(items, context, self._caches.setdefault(key, {}))
+
+    def _kept_items(self) -> KeptItems:
+        """The items of buckets, those of the step before if nothing has changed that they are made of."""
+        groups, multipliers, kept = self.param_groups, self._scaled_groups.multipliers, self._kept
+        if kept is None or not kept.are_for(groups, multipliers, self.state, self._with_all_keys):
+            kept = self._kept = KeptItems(self._bucketed.shards_of, groups, multipliers, self.state, self._item)
+        return kept
 
     def _item(self, shard: Shard) -> Item:
         state = self._state_of(shard)

@@ -73,6 +73,11 @@ class ScaledGroups:
         self._groups = {key: self._groups.get(key, {}) for key in sorted(wanted)}
         self._products = {key: value for key, value in self._products.items() if key[:2] in wanted}
 
+    @property
+    def multipliers(self) -> object:
+        """Another object once ``follow`` has found other multipliers."""
+        return self._pairs
+
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over what the groups are now; once a step."""
         for key, scaled in self._groups.items():

@@ -119,7 +119,10 @@ class Route(Protocol):
         """Bring the moments of a loaded ``state`` into 8-bit codes, where ``block`` says that they have scales."""
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
-        """``cache`` is the route's own, kept from step to step for the same items."""
+        """One step of ``items``; what their list being the same object says is in ``kept_items``.
+
+        ``cache`` is the route's own, kept from step to step.
+        """
 
 
 def check_rounding(shard: Shard) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
@@ -29,7 +29,7 @@ from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan
 from optim_dist.reducers import Exact, ExactOfPeers, Reducer, ReduceScatter
 
-Update = Callable[[ParameterBucket, Sequence[Shard]], None]
+Update = Callable[[ParameterBucket], None]
 
 
 class BucketedParameters:
@@ -56,6 +56,7 @@ class BucketedParameters:
         self._num_reduced = 0
         self._is_retried = False  # the step's reductions, of which the last ones found nothing on any rank
         self.present: list[float] = []  # which parameters of the plan have a gradient on this rank, since ``reduce``
+        self.lacks_none = False  # whether all in buckets have one
         self.buckets: list[ParameterBucket] = []
         self.reduction: BackwardReduction | StreamedReduction | None = None
         self._reducer: Reducer | None = None
@@ -119,6 +120,11 @@ class BucketedParameters:
         return [shard for shards in self._shards.values() for shard in shards]
 
     @property
+    def shards_of(self) -> Mapping[ParameterBucket, Sequence[Shard]]:
+        """What this rank owns of each bucket."""
+        return self._shards
+
+    @property
     def started(self) -> bool:
         """Whether a reduction of this step has been launched."""
         return self.reduction is not None and self.reduction.started
@@ -180,6 +186,7 @@ class BucketedParameters:
         for bucket in self.buckets:
             for member, has_gradient in zip(bucket.members, bucket.presence()):
                 present[member.index] = float(has_gradient)
+        self.lacks_none = present.count(1.0) == sum(len(bucket.members) for bucket in self.buckets)
         self._num_reduced += 1
         if self._is_watched:
             present = [*present, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
@@ -221,7 +228,7 @@ class BucketedParameters:
         """Bucket by bucket, the gather of one under the update of the next; ``finish_step`` ends the last."""
         for bucket in self._in_order():
             attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
-            update(bucket, self._shards[bucket])
+            update(bucket)
             bucket.gathering = self._communicator.all_gather_(bucket.values)
 
     def finish_step(self) -> None:

@@ -1,0 +1,53 @@
+"""AdamW's update of items that come again: nothing is read of them any more, and hyperparameters once a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optim_dist._optimizers.shards import Item, StepContext
+from optim_kernels.adamw_groups import AdamWStep
+
+
+class RepeatedAdamW:
+    """The update of these items by kernels, as long as their list is the same object (``kept_items``).
+
+    All have gradients, and none of them is one that kernels refuse.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        groups = {id(item.group): item.group for item in items}
+        numbers = {key: number for number, key in enumerate(groups)}
+        self._items, self._groups = items, list(groups.values())
+        self._options = list(map(update_options, self._groups))
+        gradients = [item.shard.grad for item in items]
+        self._step = AdamWStep(
+            self._groups,
+            [item.shard.value for item in items],
+            [item.state for item in items],
+            gradients,
+            members=[numbers[id(item.group)] for item in items],
+            places=[item.shard.listed for item in items],
+            starts=[item.shard.start for item in items],
+        )
+        self._gradients = self._step.look_at(gradients)
+
+    def is_for(self, items: Sequence[Item]) -> bool:
+        """Whether these are the items, and their groups want of the update what they wanted."""
+        return items is self._items and list(map(update_options, self._groups)) == self._options
+
+    def run(self, context: StepContext) -> None:
+        """One step, with the hyperparameters that the groups have now."""
+        self._step.run(
+            self._groups,
+            self._gradients,
+            grad_scale=context.grad_scale,
+            found_inf=context.found_inf,
+            clip_factor=context.factor,
+        )
+
+
+def update_options(group: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """What a plan is made for: AMSGrad, rounding at random, and its seed."""
+    at_random = bool(group.get("stochastic_rounding"))
+    return bool(group.get("amsgrad")), at_random, int(group.get("seed", 0)) if at_random else 0
