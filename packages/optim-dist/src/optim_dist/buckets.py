@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, eq, is_
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from optim_dist._reduction.storage import (
 )
 from optim_dist.plan import BucketPlan, ParameterSpec
 
+_grad = attrgetter("grad")
+
 _REMEDY = (
     "call zero_grad() after every step(); to add up several backward passes before one, "
     "pass accumulation_steps= or put all but the last under no_sync()"
@@ -41,11 +44,8 @@ class ResidentMember(Member):
     """``gradient`` is the view that ``.grad`` is while a gradient is in the bucket."""
 
     gradient: Tensor
-    reduced_version: int = -1
+    place: int = -1  # in the bucket
     arrivals: int = 0  # backward passes since the last step that may reduce
-
-    def reduced_and_untouched(self) -> bool:
-        return self.parameter.grad is self.gradient and self.gradient._version == self.reduced_version
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,15 +56,26 @@ class Bucket(Contribution, ParameterBucket):
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._gradients = [member.gradient for member in self.members]
+        # the gradients' versions when they were reduced last
+        self._reduced_versions = [-1] * len(self.members)
+        for place, member in enumerate(self.members):
+            member.place = place
+
     def check_gradients(self) -> None:
         if self.launched:
             self._check_unchanged()
+            return
+        versions = [gradient._version for gradient in self._gradients]
+        if self._all_in_place() and not any(map(eq, versions, self._reduced_versions)):
             return
         for member in self.members:
             gradient = member.parameter.grad
             if gradient is not None and gradient is not member.gradient:
                 check_gradient(member, gradient, self.plan)
-            elif member.reduced_and_untouched():
+            elif self._is_reduced_and_untouched(member):
                 raise RuntimeError(
                     f"the gradient of {member.name} was reduced in an earlier step and has not changed since: {_REMEDY}"
                 )
@@ -72,6 +83,9 @@ class Bucket(Contribution, ParameterBucket):
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Bring every gradient into the bucket: strays are copied in, missing ones are zeros."""
+        if self._all_in_place():
+            self.present = [True] * len(self.members)
+            return
         targets, strays, absent = [], [], []
         for member in self.members:
             gradient = member.parameter.grad
@@ -89,11 +103,19 @@ class Bucket(Contribution, ParameterBucket):
         self.present = [member.parameter.grad is not None for member in self.members]
 
     def presence(self) -> list[bool]:
-        return self.present if self.launched else [member.parameter.grad is not None for member in self.members]
+        return self.present if self.launched else [parameter.grad is not None for parameter in self._parameters]
+
+    def _all_in_place(self) -> bool:
+        """Whether every member has a gradient, and it is the view of the bucket."""
+        return all(map(is_, map(_grad, self._parameters), self._gradients))
+
+    def _is_reduced_and_untouched(self, member: ResidentMember) -> bool:
+        is_in_place = member.parameter.grad is member.gradient
+        return is_in_place and member.gradient._version == self._reduced_versions[member.place]
 
     def _check_unchanged(self) -> None:
         for member, was_present in zip(self.members, self.present):
-            unchanged = member.reduced_and_untouched() if was_present else member.parameter.grad is None
+            unchanged = self._is_reduced_and_untouched(member) if was_present else member.parameter.grad is None
             if not unchanged:
                 raise RuntimeError(
                     f"the gradient of {member.name} was assigned or changed after its bucket was reduced; change "
@@ -117,13 +139,13 @@ class Bucket(Contribution, ParameterBucket):
 
     def note_reduced(self) -> None:
         """Remember the gradients' versions: from here on they hold reduced values."""
-        for member in self.members:
-            member.reduced_version = member.gradient._version
+        self._reduced_versions = [gradient._version for gradient in self._gradients]
 
     def check_arrival(self, member: ResidentMember) -> None:
         """Refuse a gradient that autograd added to one already reduced."""
         added_in_place = member.parameter.grad is member.gradient
-        if self.launched or (added_in_place and member.gradient._version == member.reduced_version + 1):
+        version_of_sum = self._reduced_versions[member.place] + 1
+        if self.launched or (added_in_place and member.gradient._version == version_of_sum):
             raise RuntimeError(f"a gradient of {member.name} arrived after its bucket was reduced: {_REMEDY}")
 
 

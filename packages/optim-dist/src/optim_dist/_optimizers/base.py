@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -238,8 +239,10 @@ class DistOptimizer(StatefulOptimizer):
         self._bucketed.finish_step()
         # for autograd, which then refuses to differentiate through values that are gone: what was written to are views
         # with versions of their own
+        reduced = self._bucketed.present if self._bucketed.counts is not None else repeat(0.0)
+        parameters = [entry.parameter for entry in self._entries]
         torch.autograd.graph.increment_version(
-            [entry.parameter for index, entry in enumerate(self._entries) if self._has_gradient(index)]
+            [p for p, was_present in zip(parameters, reduced) if was_present or p.grad is not None]
         )
         self._masters.note(self)
 

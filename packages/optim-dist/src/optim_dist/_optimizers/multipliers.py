@@ -62,7 +62,8 @@ class ScaledGroups:
         Raises:
             ValueError: naming those that are no numbers by now, before anything has moved.
         """
-        pairs = [multipliers_of(entry.parameter) for entry in entries]
+        # `multipliers_of` without its calls
+        pairs = [(getattr(p, "lr_mul", 1.0), getattr(p, "wd_mul", 1.0)) for p in [e.parameter for e in entries]]
         if pairs == self._pairs:
             return
         if faults := [fault for e in entries for fault in multiplier_faults(e.name, e.parameter)]:

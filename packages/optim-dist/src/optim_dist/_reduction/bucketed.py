@@ -183,10 +183,12 @@ class BucketedParameters:
                 self._meet()  # others may have given up what this rank goes on with
             return False
         present = self.present = [0.0] * num_parameters
+        self.lacks_none = True
         for bucket in self.buckets:
-            for member, has_gradient in zip(bucket.members, bucket.presence()):
-                present[member.index] = float(has_gradient)
-        self.lacks_none = present.count(1.0) == sum(len(bucket.members) for bucket in self.buckets)
+            found = bucket.presence()
+            self.lacks_none &= all(found)
+            for slot, has_gradient in zip(bucket.plan.slots, found):
+                present[slot.parameter] = 1.0 if has_gradient else 0.0
         self._num_reduced += 1
         if self._is_watched:
             present = [*present, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]

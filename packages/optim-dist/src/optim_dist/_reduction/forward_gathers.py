@@ -55,17 +55,18 @@ class ForwardGathers:
         Raises:
             RuntimeError: if one of them was in flight when it was used.
         """
-        for bucket, member in self._members():
-            if member.arrived and not member.entered:
-                if bucket.deferred:
-                    self.wait()
-                    raise RuntimeError(
-                        f"{member.name} was used without the forward of its module, perhaps before its gather was "
-                        "finished; call prefetch(module) or wait() before such a use, or build the optimizer with "
-                        "overlap=False"
-                    )
-                bucket.waits_at_step = True
-            member.entered = False
+        for bucket in self._buckets:
+            for member in bucket.members:
+                if member.arrived and not member.entered:
+                    if bucket.deferred:
+                        self.wait()
+                        raise RuntimeError(
+                            f"{member.name} was used without the forward of its module, perhaps before its gather was "
+                            "finished; call prefetch(module) or wait() before such a use, or build the optimizer with "
+                            "overlap=False"
+                        )
+                    bucket.waits_at_step = True
+                member.entered = False
         self.wait()
 
     def _members(self) -> Iterator[tuple[ParameterBucket, Member]]:
