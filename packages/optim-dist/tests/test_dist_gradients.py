@@ -540,6 +540,21 @@ def debug_mode_finds_no_fault_in_a_sound_run(rank, world_size):
     assert_same(run(rank, debug=True), run(rank))
 
 
+@scenario(2)
+def sparse_gradients_are_refused_in_the_first_step_and_later(rank, world_size):
+    device = device_of(rank)
+    for num_before in (0, 3):
+        parameter = torch.nn.Parameter(torch.ones(4, 4, device=device))
+        optimizer = TritonDistAdamW([("w", parameter)])
+        for _ in range(num_before):
+            parameter.grad = torch.ones(4, 4, device=device)
+            optimizer.step()
+            optimizer.zero_grad()
+        parameter.grad = torch.ones(4, 4, device=device).to_sparse()
+        with pytest.raises(RuntimeError, match=r"gradient of w is torch\.sparse_coo; make it dense"):
+            optimizer.step()
+
+
 @scenario.parametrize()
 def test_gradients(backend, world_size, name):
     scenario.check(backend, world_size, name)
