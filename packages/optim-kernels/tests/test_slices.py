@@ -141,7 +141,8 @@ def test_slices_on_another_device_than_the_current_one() -> None:
 
 def test_bad_slices_are_refused() -> None:
     out = torch.empty(3)
-    for bad, kind in (([], "a list of nothing"), ([1.0], "a list of float"), (3, "a int")):
+    mixed = [1.0, 2, "3", None, b"4", 5.0]
+    for bad, kind in (([], "a list of nothing"), (mixed, "a list of float, int, str, NoneType, bytes"), (3, "a int")):
         with pytest.raises(TypeError, match=rf"slices must be one tensor \[S, N\], or tensors \[N\], got {kind}"):
             sum_slices(bad, out)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"make an out \[N\], got \[3\], \[2\] and \[3\]"):

@@ -47,7 +47,7 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
             f"slices [S, N] with S > 0 make an out [N], got {', '.join(map(str, shapes))} and {list(out.shape)}"
         )
     first, given = slices[0], [slices] if isinstance(slices, Tensor) else [*slices]
-    kinds = {(each.dtype, each.device) for each in given}
+    kinds = dict.fromkeys((each.dtype, each.device) for each in given)
     if len(kinds) > 1 or not (first.is_floating_point() and out.is_floating_point()) or first.device != out.device:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
         raise ValueError(
@@ -77,7 +77,8 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
 
 def _kind_of(slices: object) -> str:
     if isinstance(slices, Sequence):
-        return f"a {type(slices).__name__} of {', '.join({type(each).__name__ for each in slices}) or 'nothing'}"
+        kinds = dict.fromkeys(type(each).__name__ for each in slices)
+        return f"a {type(slices).__name__} of {', '.join(kinds) or 'nothing'}"
     return f"a {type(slices).__name__}"
 
 
