@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from optim_dist._reduction import peers
-from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.collectives import Communicator, new_group
 
 
 class _File:
@@ -21,7 +21,6 @@ class _File:
     def __init__(self, folder, number, numel, dtype, groups):
         self._folder, self._number, self._groups = folder, number, groups
         self._nbytes = self.buffer_size = numel * dtype.itemsize
-        self.world_size = dist.get_world_size()
 
     def get_buffer(self, rank, shape, dtype, offset):
         path = os.path.join(self._folder, f"{self._number}-{rank}")
@@ -43,7 +42,7 @@ class HostMemory(peers.PeerMemory):
         self._device, self._rank, self._world_size = communicator.device, communicator.rank, communicator.world_size
         self._timeout_ms, self._storages, self._handles, self._chunks, self._number = 0, {}, {}, {}, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
-        self._groups = [dist.new_group() for _ in peers.Channel]
+        self._groups = [new_group(communicator.ranks, [communicator]) for _ in peers.Channel]
 
     def _allocate(self, numel, dtype):
         self._number += 1
@@ -51,6 +50,9 @@ class HostMemory(peers.PeerMemory):
         flat = torch.from_file(path, shared=True, size=numel, dtype=dtype)
         dist.barrier(self._groups[0])  # every rank's file is there
         return flat, _File(self._folder, self._number, numel, dtype, self._groups)
+
+    def keep(self, tensor):
+        pass
 
     def run(self, channel, chunk, copies, then=None):
         meet = chunk.meet[channel]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def rs_is_exact_there(rank, world_size):
     _, optimizer = build(rank, transport="symm", reducer="rs")
     assert optimizer.explain().data["reducer"] == "exact"
     assert optimizer.explain().data["transport"] == "symm"
-    assert "transport: buckets travel by copies between the memories of ranks" in optimizer.explain()
+    assert "between the memories of ranks; what is reduced under backward, by the process group" in optimizer.explain()
 
 
 def come_and_go(rank, folder, transport):
@@ -205,9 +206,126 @@ def a_gather_writes_to_all_and_a_sum_reads_from_all(rank, world_size):
         assert torch.equal(flat.cpu(), torch.arange(numel) * 3.0)
 
 
+@scenario(2)
+def a_second_device_is_refused_before_anything_moves(rank, world_size):
+    share_host_memory()
+    parameters = [torch.nn.Parameter(torch.ones(4, device=device)) for device in (device_of(rank), "meta")]
+    address = parameters[0].data_ptr()
+    with pytest.raises(ValueError, match=r"1: on meta, where others are on .*; transport='symm' is for parameters on"):
+        TritonDistAdamW(parameters, transport="symm")
+    assert parameters[0].data_ptr() == address
+
+
+@scenario(2)
+def what_copies_and_sums_come_to_is_kept_for_them(rank, world_size):
+    share_host_memory()
+    net = Net(device_of(rank)).to(torch.bfloat16)
+    optimizer = optimizer_of(net, transport="symm", reduced_dtype=torch.float32)
+    kept, communicator = [], optimizer.communicator
+    communicator.keep = lambda tensor: kept.append(tensor.data_ptr())
+    optimizer.rebuild_plan()
+    net(batch(rank, 0).to(torch.bfloat16)).backward()
+    optimizer.step()
+    scratch = [each for free in optimizer._bucketed._reducer._free.values() for each in free]
+    sums = [bucket.sums for bucket in optimizer._bucketed.buckets]
+    assert sorted(kept) == sorted(each.data_ptr() for each in (*scratch, *sums))
+    optimizer.close()
+
+
+@scenario(2)
+def memory_may_go_while_it_is_counted_or_left(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm")
+    memory = optimizer.communicator._memory
+
+    class Handle:
+        @property
+        def buffer_size(self):  # as a collection of garbage that begins here
+            memory._handles.pop("gone", None)
+            return 0
+
+    def storage():
+        memory._storages.pop("gone", None)
+
+    before = optimizer.communicator.bytes_shared
+    memory._handles |= {"it": Handle(), "gone": Handle()}
+    memory._storages |= {"it": storage, "gone": storage}
+    assert optimizer.communicator.bytes_shared == before
+    optimizer.communicator.leave_memory()
+    del memory._handles["it"], memory._storages["it"]
+
+
 @scenario.parametrize()
 def test_peers(backend, world_size, name):
     scenario.check(backend, world_size, name)
+
+
+def train_a_part(rank, world_size):
+    share_host_memory()
+    groups = [dist.new_group([1, 2]), dist.new_group([0])]
+    found = []
+    for transport in ("symm", "backend"):
+        net = Net(device_of(rank))
+        options = {"process_group": groups[rank == 0], "transport": transport, "reducer": "exact", "bucket_mb": 1e-4}
+        optimizer = optimizer_of(net, "muon_adamw", model=net, **options)
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+        optimizer.close()
+    assert_same(*found)
+
+
+def share_with_ranks_that_have_less_often(rank, world_size):
+    """They would wait for each other: torch counts how often over all groups."""
+    share_host_memory()
+    groups = [dist.new_group([1, 2]), dist.new_group([0])]
+    _, part = build(rank, transport="symm", process_group=groups[rank == 0])
+    parameter = torch.nn.Parameter(torch.ones(4, device=device_of(rank)))
+    address = parameter.data_ptr()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\] have shared memory \d+, \d+, \d+ times by now"):
+        TritonDistAdamW([parameter], transport="symm")
+    assert parameter.data_ptr() == address
+    part.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", [train_a_part, share_with_ranks_that_have_less_often])
+def test_ranks_of_a_part_of_the_world_share_memory(backend, function):
+    for world_size in world_sizes(backend, (3,)):
+        run_ranks(function, world_size, backend=backend, timeout=240)
+
+
+class Device:
+    """Stands in for ``torch.cuda.device``, of a current one that ``set_stream`` changes, too."""
+
+    current = 0
+
+    def __init__(self, device):
+        self.device = device.index
+
+    def __enter__(self):
+        self.before, Device.current = Device.current, self.device
+
+    def __exit__(self, *_):
+        Device.current = self.before
+
+
+def test_copies_leave_the_current_device_alone(monkeypatch):
+    current = SimpleNamespace(device_index=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Device, "current", stream.device_index))
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    memory = peers.PeerMemory.__new__(peers.PeerMemory)
+    stream = SimpleNamespace(device_index=1, wait_event=lambda event: None, record_event=lambda: None)
+    memory._device, memory._streams = torch.device("cuda", 1), [stream, stream]
+    memory._ready = SimpleNamespace(record=lambda stream: None)
+    found = []
+    chunk = peers.Chunk([], [lambda: found.append(Device.current)] * 2)
+    memory.run(peers.Channel.GATHER, chunk, [], lambda: found.append(Device.current))
+    assert found == [1, 1, 1]
+    assert Device.current == 0
 
 
 def on_a_cpu(rank, world_size):

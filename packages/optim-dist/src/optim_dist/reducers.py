@@ -112,7 +112,7 @@ class Exact:
             key = (bucket.values.device, bucket.plan.wire_dtype)
             sizes[key] = max(sizes.get(key, 0), bucket.plan.numel)
         self._free = {
-            (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(self._num_scratch)]
+            (device, dtype): [self._empty(numel, dtype, device) for _ in range(self._num_scratch)]
             for (device, dtype), numel in sizes.items()
         }
 
@@ -156,8 +156,12 @@ class Exact:
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
         elif bucket.sums is None:
-            bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=bucket.gradients.device)
+            bucket.sums = self._empty(bucket.plan.chunk, dtype, bucket.gradients.device)
         return bucket.sums
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that contributions, or their sums, come to."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def _add(self, bucket: Contribution, contributions: Tensor | Sequence[Tensor], sums: Tensor) -> None:
         divisor = self.communicator.world_size if bucket.divided else 1
@@ -184,6 +188,12 @@ class ExactOfPeers(Exact):
         self._num_scratch = Exact._num_scratch
         self._make_scratch(buckets)
         super().connect(buckets)
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = super()._empty(numel, dtype, device)
+        if isinstance(self.communicator, PeerCommunicator):
+            self.communicator.keep(found)
+        return found
 
     def launch(self, bucket: Contribution) -> None:
         if not isinstance(self.communicator, PeerCommunicator):

@@ -155,7 +155,7 @@ def check_parameters(found: Sequence[Entry], communicator: Communicator, options
     over one dimension of a grid and tensor parallelism left it whole along the other.
     """
     mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
-    gathered = communicator.gather_json([_findings(found, communicator.world_size, options), mine])
+    gathered = communicator.gather_json([_findings(found, communicator, options), mine])
     findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
@@ -165,9 +165,10 @@ def check_parameters(found: Sequence[Entry], communicator: Communicator, options
     return by_entry
 
 
-def _findings(found: Sequence[Entry], world_size: int, options: Options) -> list[str]:
+def _findings(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[str]:
     findings = []
-    in_buckets = world_size > 1 or options.is_tree
+    in_buckets = communicator.world_size > 1 or options.is_tree
+    is_shared = communicator.world_size > 1 and options.transport == "symm"
     owners: list[tuple[str, int, int, str]] = []
     names: set[str] = set()
     for entry in found:
@@ -202,6 +203,11 @@ def _findings(found: Sequence[Entry], world_size: int, options: Options) -> list
             findings.append(
                 f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
                 "make it contiguous"
+            )
+        elif is_shared and parameter.device != communicator.device:
+            findings.append(
+                f"{name}: on {parameter.device}, where others are on {communicator.device}; transport='symm' is for "
+                "parameters on one device a rank"
             )
         elif parameter.numel():
             begin = parameter.data_ptr()

@@ -90,7 +90,10 @@ def explain(
     if options.is_tree:
         lines.append("order: a binary tree over all micro-batches, that of pass j on rank r being number j W + r")
     if data["transport"] == "symm":
-        lines.append("transport: buckets travel by copies between the memories of ranks, which add up in rank order")
+        lines.append(
+            "transport: buckets travel by copies between the memories of ranks; what is reduced under backward, by the "
+            "process group"
+        )
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "

@@ -13,7 +13,8 @@ A copy that waits for a rank holds up others of the same engine, and whoever wai
 same order, with nothing of the user's between. In a step they do. Under backward, where a rank may be late by all of
 it, reductions go by the process group.
 
-Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Never by NVLink's multicast.
+Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Nothing here travels by NVLink's multicast,
+which torch sets up for that memory all the same, unless the environment has TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +69,9 @@ class PeerMemory:
         ValueError: for a device other than CUDA.
     """
 
+    # by ``zeros`` of this process, whatever the group, as the numbers count by which torch's ranks find each other
+    num_made: ClassVar[int] = 0
+
     def __init__(self, communicator: Communicator) -> None:
         device = communicator.device
         if device.type != "cuda":
@@ -91,10 +95,11 @@ class PeerMemory:
     @property
     def nbytes(self) -> int:
         """What there is of it now."""
-        return sum(handle.buffer_size for handle in self._handles.values())
+        return sum(handle.buffer_size for handle in list(self._handles.values()))  # garbage may go meanwhile
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that other ranks reach, too. Collective, with the same arguments."""
+        PeerMemory.num_made += 1
         flat, handle = self._allocate(max(numel, 1), dtype)
         storage = flat.untyped_storage()
         self._storages[id(storage)] = weakref.ref(storage)
@@ -137,25 +142,30 @@ class PeerMemory:
         meet = chunk.meet[channel]
         self._ready.record(current)
         stream.wait_event(self._ready)
-        # as the context of torch.cuda.stream, which takes twice as long
-        torch.cuda.set_stream(stream)
-        try:
-            meet()
-            for target, source in copies:
-                target.copy_(source)
-            meet()
-            if then is not None:
-                then()
-        finally:
-            torch.cuda.set_stream(current)
+        # as the context of torch.cuda.stream, which takes twice as long; to set a stream sets the device, too
+        with torch.cuda.device(self._device):
+            torch.cuda.set_stream(stream)
+            try:
+                meet()
+                for target, source in copies:
+                    target.copy_(source)
+                meet()
+                if then is not None:
+                    then()
+            finally:
+                torch.cuda.set_stream(current)
         return Recorded(stream.record_event(), self._device)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let what ``collect`` writes to be nobody else's until it has, even if nobody waits for it any more."""
+        tensor.record_stream(self._streams[Channel.COLLECT])
 
     def _forget(self, storage: int) -> None:
         del self._storages[storage], self._handles[storage], self._chunks[storage]
 
     def leave(self) -> None:
         """Never free what there is: torch would wait for the device, on which copies may wait for ranks for ever."""
-        for storage in self._storages.values():
+        for storage in list(self._storages.values()):  # garbage may go meanwhile
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage()))
 
 
@@ -185,9 +195,24 @@ class PeerCommunicator(Communicator):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._memory is None:
             return super().zeros(numel, dtype, device)
-        if device != self.device:
-            raise ValueError(f"transport='symm' is for parameters on one device, got {self.device} and {device}")
+        assert device == self.device, "parameters are checked"
+        self._check_numbers()
         return self._memory.zeros(numel, dtype)
+
+    def _check_numbers(self) -> None:
+        """Refuse, on all ranks, a wait for ever: they find each other by how often they have done so, in any group."""
+        numbers = self.gather_json(PeerMemory.num_made)
+        if len(set(numbers)) > 1:
+            raise RuntimeError(
+                f"ranks {self.ranks} have shared memory {', '.join(map(str, numbers))} times by now, for optimizers of "
+                "other ranks, too, and torch lets only those share more that have done so as often; leave "
+                "transport='symm' out for optimizers of fewer ranks"
+            )
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have memory of this rank, that ``collect`` writes to, outlive its tensor as long as that takes."""
+        if self._memory is not None:
+            self._memory.keep(tensor)
 
     def collect(self, flat: Tensor, room: Tensor, add: Callable[[Sequence[Tensor]], object]) -> Waitable:
         """Let ``add`` have every rank's contribution to this rank's chunk of ``flat [W * C]``, in the order of ranks.
