@@ -299,6 +299,18 @@ def test_ranks_of_a_part_of_the_world_share_memory(backend, function):
         run_ranks(function, world_size, backend=backend, timeout=240)
 
 
+def test_memory_is_of_no_pool(monkeypatch):
+    """What ranks freed before, which need not be the same, says nothing of which memory is whose counterpart."""
+    made = SimpleNamespace(empty_strided_p2p=lambda *given: given)
+    torchs = SimpleNamespace(_SymmetricMemory=made, rendezvous=lambda *given: given)
+    monkeypatch.setattr(peers, "symmetric_memory", torchs)
+    memory = peers.PeerMemory.__new__(peers.PeerMemory)
+    memory._device, memory._group = torch.device("cuda", 1), "group"
+    flat, handle = memory._allocate(5, torch.float16)
+    assert flat == ((5,), (1,), torch.float16, torch.device("cuda", 1))
+    assert handle == (flat, "group")
+
+
 class Device:
     """Stands in for ``torch.cuda.device``, of a current one that ``set_stream`` changes, too."""
 

@@ -112,7 +112,9 @@ class PeerMemory:
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Memory, and what knows that of the other ranks."""
-        flat = symmetric_memory.empty(numel, dtype=dtype, device=self._device)
+        # newer torch's ``empty`` takes it from a pool, out of which ranks that have freed something at other times get
+        # memory that does not belong together
+        flat = symmetric_memory._SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
         return flat, symmetric_memory.rendezvous(flat, self._group)
 
     def chunk_of(self, flat: Tensor) -> Chunk | None:
