@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,3 +221,42 @@ def test_a_step_is_made_again_with_the_hyperparameters_of_then() -> None:
     assert not planner.again()
     planner.step([({**group, "impl": "torch"}, entries[:1]), (group, entries[1:])])
     assert not planner.again(), "plans did not do all of it"
+
+
+def test_a_step_that_copies_gradients_is_not_made_again_of_the_copies() -> None:
+    (group, (entry,)) = entries_of([(8, 12)], torch.float32, impl="triton", ns_dtype=torch.float32)
+    transposed = replace(entry, grad=entry.grad.mT.contiguous().mT)
+    planner = MuonPlanner()
+    planner.step([(group, [transposed])])
+    assert not planner.again()
+
+
+def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group, (entry,)) = entries_of([(8, 12)], torch.float32, impl="triton", ns_dtype=torch.float32)
+    planner, outcomes, replayed = MuonPlanner(), [MemoryError("no room"), None], []
+
+    class Graph:
+        def replay(self) -> None:
+            replayed.append(self)
+
+    @contextmanager
+    def recording(graph: Graph, **_: Any) -> Iterator[None]:
+        yield
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    planner.step([(group, [entry])])
+    (plan,) = planner.plans
+    monkeypatch.setattr(plan, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    with pytest.raises(MemoryError):
+        planner.again()
+    assert not replayed
+    for _ in range(2):
+        assert planner.again()
+    assert not outcomes, "recorded"
+    assert len(replayed) == 2
+    assert replayed[0] is replayed[1]

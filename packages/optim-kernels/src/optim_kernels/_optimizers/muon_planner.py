@@ -62,7 +62,7 @@ class MuonPlanner:
         # plans that graphs read, of other tensors than those of the latest step with these options
         self._captured: dict[_Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
-        # what `again` does, if plans did all of the latest step
+        # what `again` does, if plans did all of the latest step, of gradients where they are
         self._done: list[tuple[MuonPlan, Groups]] | None = None
         self._options = KnownOptions([])
         self._steady: SteadyStep | None = None
@@ -101,7 +101,8 @@ class MuonPlanner:
         factor = gradient_scale(clip_factor, grad_scale)
         for plan, batch in zip(self._latest, batches.values()):
             plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
-        if not others:
+        # copies are of what gradients were
+        if not others and not any(plan.num_copied for plan in self._latest):
             self._done = [(plan, batch.groups) for plan, batch in zip(self._latest, batches.values())]
             self._options = KnownOptions([group for group, _ in entries])
         as_given = all(entry.grad is entry.param.grad for batch in batches.values() for entry in batch.entries)

@@ -141,9 +141,11 @@ class MuonPlan:
             self._has_run = True
             return
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._launches.launch(recorded=True)
+            # not before: what could not be recorded cannot be replayed
+            self._graph = graph
         self._graph.replay()
 
     def refresh(self, grads: Sequence[Tensor], *, same_layout: bool = False) -> None:
@@ -176,6 +178,11 @@ class MuonPlan:
         # no graph may be given up while another is captured; inputs that change there change again afterwards
         if not is_capturing(self._device):
             self._graph = None
+
+    @property
+    def num_copied(self) -> int:
+        """Gradients that were copied, once, for they lie in memory otherwise than their parameter."""
+        return len(self._copies)
 
     @property
     def launches(self) -> int:
