@@ -5,6 +5,9 @@ other by then, and to a twin that is made to forget everything before every step
 """
 
 import copy
+import gc
+import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,10 +15,11 @@ from dist_cases import device_of, normal
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon
+from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
 
-# four alike, so that some rank has two whose states may be exchanged, and one that is cut for AdamW
-SHAPES = (*((8, 8),) * 4, (8, 96))
+# alike, so that some rank has two whose states may be exchanged; beside them there is one that is cut for AdamW
+SHAPES = ((8, 8),) * 4
 NUM_BEFORE, NUM_AFTER = 3, 2
 
 CHANGES = {}
@@ -247,6 +251,36 @@ def a_closed_optimizer(optimizer, params):
     yield
 
 
+@change("adamw", "muon", of="scalars")
+def a_clip_factor(optimizer, params):
+    # of one step alone, as the others
+    optimizer.clip_grad_norm_(0.125)
+
+
+@change("adamw", "muon", of="scalars")
+def a_gradient_scale(optimizer, params):
+    optimizer.grad_scale = torch.full((1,), 4.0, device=params[0].device)
+    optimizer.register_step_post_hook(lambda it, *_: vars(it).pop("grad_scale", None))
+
+
+@change("adamw", "muon", of="scalars")
+def an_overflow(optimizer, params):
+    optimizer.found_inf = torch.ones(1, device=params[0].device)
+    optimizer.register_step_post_hook(lambda it, *_: vars(it).pop("found_inf", None))
+
+
+HALF = torch.bfloat16
+FORMATS = {
+    # of the last parameter, which is then large enough
+    "codes": {"state_dtype": "int8", "amsgrad": True, "columns": 768},
+    "split_masters": {"dtype": HALF, "master_weights": "split16", "multiplied": True, "lr": torch.tensor(0.25)},
+    "fp32_masters": {"dtype": HALF, "master_weights": "fp32", "state_dtype": (None, torch.float32)},
+    "random_bits": {"dtype": HALF, "stochastic_rounding": True, "seed": 7, "reduced_dtype": torch.float32},
+}
+for name, options in FORMATS.items():
+    CHANGES[name], PARTS[name], OPTIONS["adamw"][name] = learning_rates, "formats", options
+
+
 def give_gradients(params, step):
     for number, p in enumerate(params):
         if p.requires_grad:
@@ -257,9 +291,9 @@ def give_gradients(params, step):
                 p.grad.copy_(gradient)
 
 
-def build(kind, rank, *, dtype=torch.float32, lr=0.125, multiplied=False, **options):
-    device = device_of(rank)
-    params = [nn.Parameter(normal(shape, 3, number).to(device, dtype)) for number, shape in enumerate(SHAPES)]
+def build(kind, rank, *, dtype=torch.float32, lr=0.125, multiplied=False, columns=96, **options):
+    device, shapes = device_of(rank), (*SHAPES, (8, columns))
+    params = [nn.Parameter(normal(shape, 3, number).to(device, dtype)) for number, shape in enumerate(shapes)]
     if multiplied:
         params[0].lr_mul = 2.0
     lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
@@ -299,14 +333,21 @@ def assert_repeats(kind, optimizer):
     """That there is something to forget."""
     for bucket, items in optimizer._kept._items.items():
         if items:
-            cache = optimizer._caches[bucket]
+            cache = optimizer._caches[bucket.plan.route, bucket]
             kept = cache["repeated"]._items if kind == "adamw" else cache["latest"]
             assert kept is items
 
 
-def compare(rank, world_size, kind, part):
+@contextmanager
+def interpreted_kernels():
+    """Kernels whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("optim_kernels.functional.adamw.use_triton", lambda *_: True)
+        yield
+
+
+def compare(rank, world_size, kind, part):
+    with interpreted_kernels():
         for name, options in OPTIONS[kind].items():
             if PARTS[name] == part:
                 found, expected = (train(kind, rank, name, options, forgets) for forgets in (False, True))
@@ -319,10 +360,62 @@ def assert_alike(found, expected, name):
         assert torch.equal(p, twin), f"{name}: parameter {number}"
         assert states[number].keys() == twin_states[number].keys(), f"{name}: state of {number}"
         for key, value in states[number].items():
-            assert torch.equal(value, twin_states[number][key]), f"{name}: {key} of {number}"
+            for part, twin_part in zip(stored(value), stored(twin_states[number][key])):
+                assert torch.equal(part, twin_part), f"{name}: {key} of {number}"
 
 
-@pytest.mark.parametrize("part", sorted({*PARTS.values()}))
-@pytest.mark.parametrize("kind", OPTIONS)
+def stored(value):
+    return [value.codes, value.scale] if isinstance(value, LowBitTensor) else [value]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), sorted({(kind, PARTS[name]) for kind, changes in OPTIONS.items() for name in changes})
+)
 def test_what_changes_between_steps_counts_at_once(kind, part):
     run_ranks(compare, 2, kind, part)
+
+
+def let_go(rank, world_size, kind):
+    optimizer, params = build(kind, rank)
+
+    def steps(count, absent=()):
+        for step in range(count):
+            give_gradients(params, step)
+            for number in absent:
+                params[number].grad = None
+            optimizer.step()
+            gradients = [weakref.ref(p.grad) for p in params if p.grad is not None]
+            optimizer.zero_grad()
+        return gradients
+
+    def moments():
+        return [weakref.ref(moment) for p in params for moment in [moment_of(optimizer, p)] if moment is not None]
+
+    with interpreted_kernels(), without_gc():
+        gradients = steps(3)
+        if world_size == 1:  # else they are views of buckets, which stay
+            assert not any(gradient() is not None for gradient in gradients)
+        former = moments()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert not any(moment() is not None for moment in former), "loaded"
+        steps(3)
+        former = moments()
+        another_moment(optimizer, params)
+        steps(1, absent=[0])
+        assert not any(moment() is not None for moment in former), "exchanged"
+    optimizer.close()
+
+
+@contextmanager
+def without_gc():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_former_gradients_and_states_are_let_go(kind, world_size):
+    run_ranks(let_go, world_size, kind)

@@ -49,16 +49,15 @@ class AdamWRoute:
         state.update(moments)
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
-        repeated: RepeatedAdamW | None = cache.get("repeated")
-        is_complete = context.counts is None
-        if is_complete and repeated is not None and repeated.is_for(items):
-            repeated.run(context)
-            return
-        # what has come twice will come again
-        if is_complete and cache.get("latest") is items:
-            cache["repeated"] = repeated = RepeatedAdamW(items)
-            repeated.run(context)
-            return
+        if "repeated" in cache and not cache["repeated"].is_for(items):
+            del cache["repeated"]  # and with it states that may be gone
+        if context.may_repeat:
+            # what has come twice will come again
+            if "repeated" not in cache and cache.get("latest") is items:
+                cache["repeated"] = RepeatedAdamW(items)
+            if "repeated" in cache:
+                cache["repeated"].run(context)
+                return
         # a call has one kind of rounding, and amsgrad has a tensor more
         calls: dict[tuple[bool, bool, int], list[Item]] = {}
         for item in items:
@@ -66,11 +65,16 @@ class AdamWRoute:
             if key[1]:
                 check_rounding(item.shard)
             calls.setdefault(key, []).append(item)
-        plans = [cache.setdefault(key, AdamWPlan()) for key in calls]
-        for (key, chosen), plan in zip(calls.items(), plans):
-            self._update(chosen, context, *key, plan)
+        former = cache.get("plans", {})
+        plans = cache["plans"] = {key: former.get(key) or AdamWPlan() for key in calls}
+        for key, chosen in calls.items():
+            self._update(chosen, context, *key, plans[key])
         # plain torch has nothing to repeat
-        cache["latest"] = items if all(plan.num_launches for plan in plans) else None
+        has_launches = all(plan.num_launches for plan in plans.values())
+        cache["latest"] = items if context.are_kept and has_launches else None
+
+    def forget(self, cache: dict[Any, Any]) -> None:
+        cache.clear()
 
     def _update(
         self, items: Sequence[Item], context: StepContext, amsgrad: bool, at_random: bool, seed: int, plan: AdamWPlan

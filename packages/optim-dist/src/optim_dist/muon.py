@@ -46,8 +46,7 @@ class MuonRoute:
             "grad_scale": context.grad_scale,
             "found_inf": context.found_inf,
         }
-        is_complete = context.counts is None
-        if is_complete and cache.get("latest") is items and planner.again(**scalars):
+        if context.may_repeat and cache.get("latest") is items and planner.again(**scalars):
             return
         # by the hyperparameters that a parameter takes, which its multipliers make others than its group's
         by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}
@@ -57,7 +56,13 @@ class MuonRoute:
                 entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.listed)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
         planner.step(list(by_group.values()), **scalars)
-        cache["latest"] = items if is_complete else None
+        cache["latest"] = items if context.may_repeat else None
+
+    def forget(self, cache: dict[Any, Any]) -> None:
+        cache.pop("latest", None)
+        if "planner" in cache:
+            # it keeps what graphs of the caller's read
+            cache["planner"].forget()
 
 
 # The constructor's arguments that are options of a group, with their defaults.

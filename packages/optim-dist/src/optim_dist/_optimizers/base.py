@@ -60,7 +60,7 @@ class DistOptimizer(StatefulOptimizer):
     _factor: Tensor | None  # of clipping, for the next step
     _scaled_groups: ScaledGroups
     _kept: KeptItems | None  # of buckets
-    _caches: dict[object, dict[Any, Any]]  # of routes, by what they update together
+    _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # of routes, for what they update together
 
     def _connect(self) -> None:
         self._caches = {}
@@ -71,9 +71,9 @@ class DistOptimizer(StatefulOptimizer):
         super()._connect()
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+        self._forget_states()
         for bucket in self._bucketed.buckets:
-            self._caches.pop(bucket, None)
-        self._kept = None
+            self._caches.pop((bucket.plan.route, bucket), None)
         super()._replace(plan, found, meshes)
         self._scaled_groups = ScaledGroups()
         self._restart()
@@ -84,6 +84,16 @@ class DistOptimizer(StatefulOptimizer):
         finally:
             self._caches.clear()
             self._kept = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        """Let go of what was kept of states, for their memory not to be taken beside that of others until a step."""
+        self._kept = None
+        for (route, _), cache in self._caches.items():
+            self._routes[route].forget(cache)
 
     @_not_compiled
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
@@ -225,7 +235,11 @@ class DistOptimizer(StatefulOptimizer):
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
             divided: replace(
-                context, factor=_product(factor, context.factor), counts=counts, present=self._bucketed.present
+                context,
+                factor=_product(factor, context.factor),
+                are_kept=True,
+                counts=counts,
+                present=self._bucketed.present,
             )
             for divided, factor in self._bucketed.factors.items()
         }
@@ -248,7 +262,7 @@ class DistOptimizer(StatefulOptimizer):
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
-            self._routes[route].update(items, context, self._caches.setdefault(key, {}))
+            self._routes[route].update(items, context, self._caches.setdefault((route, key), {}))
 
     def _kept_items(self) -> KeptItems:
         """The items of buckets, those of the step before if nothing has changed that they are made of."""

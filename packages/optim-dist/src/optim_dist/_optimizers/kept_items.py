@@ -11,7 +11,10 @@ tensors, at the same places.** A list is dropped, and another made, as soon as o
     gradients     the views of a bucket's reduced chunk
 
 All of that is looked at in every step, by identity where that is enough, in a few passes without Python for each
-parameter. Nobody has to say that he has changed something.
+parameter. Nobody has to say that he has changed something. Only of former states one does not wait for the next step to
+let go: ``load_state_dict`` and ``rebuild_plan()`` drop at once all that was made of them, for their memory.
+
+Parameters in no bucket have new items in every step, of which nothing is kept (``StepContext.are_kept``).
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ class StepContext:
         factor: what gradients are multiplied by: 1/W, the clip factor, the caller's. None is one.
         grad_scale: what they are divided by (``GradScaler``).
         found_inf: non-zero: leave everything untouched.
+        are_kept: whether items come by the rule of ``kept_items``; else their list is of this step alone, and not to be
+            held: gradients would be, when others have let go of them.
         counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
         present: for each, whether this rank itself has one.
         new_planner: makes what steps Muon's matrices; planners are alike in all steps.
@@ -97,9 +99,15 @@ class StepContext:
     factor: Tensor | None = None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    are_kept: bool = False
     counts: Tensor | None = None
     present: Sequence[float] = ()
     new_planner: Callable[[], MuonPlanner] = MuonPlanner
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a step of these items may be like the one before, and like the next."""
+        return self.are_kept and self.counts is None
 
     def count(self, shard: Shard) -> Tensor | None:
         """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""
@@ -123,6 +131,9 @@ class Route(Protocol):
 
         ``cache`` is the route's own, kept from step to step.
         """
+
+    def forget(self, cache: dict[Any, Any]) -> None:
+        """Let go of all states that ``cache`` holds: others have taken their place."""
 
 
 def check_rounding(shard: Shard) -> None:
