@@ -230,8 +230,10 @@ class DistOptimizer(StatefulOptimizer):
 
     def _update(self, context: StepContext) -> None:
         """Phases 4 and 5."""
-        self._masters.follow(self)
         self._scaled_groups.refresh(self.param_groups)
+        kept = self._kept_items()
+        with_all = None if self._resident else kept
+        self._masters.follow(self, with_all)
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
             divided: replace(
@@ -243,7 +245,6 @@ class DistOptimizer(StatefulOptimizer):
             )
             for divided, factor in self._bucketed.factors.items()
         }
-        kept = self._kept_items()
         self._bucketed.update(
             lambda bucket: self._apply(bucket.plan.route, kept.of(bucket), averaging[bucket.divided], bucket)
         )
@@ -258,7 +259,7 @@ class DistOptimizer(StatefulOptimizer):
         torch.autograd.graph.increment_version(
             [p for p, was_present in zip(parameters, reduced) if was_present or p.grad is not None]
         )
-        self._masters.note(self)
+        self._masters.note(self, with_all)
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_kernels.adamw_groups import FollowedWrites, can_be_followed
@@ -13,21 +14,26 @@ class FollowedMasters:
     def __init__(self) -> None:
         self._writes = FollowedWrites()
 
-    def follow(self, optimizer: LiveOptimizer) -> None:
-        """Bring masters up to date of parameters that others have written to since the last step."""
-        shards = _with_masters(optimizer)
+    def follow(self, optimizer: LiveOptimizer, kept: KeptItems | None = None) -> None:
+        """Bring masters up to date of parameters that others have written to since the last step.
+
+        ``kept``: what is known of them already, if all are in buckets.
+        """
+        shards = _with_masters(optimizer, kept)
         if shards:
             masters = [optimizer.state[shard.parameter]["master"] for shard in shards]
             self._writes.follow([shard.parameter for shard in shards], [shard.value for shard in shards], masters)
 
-    def note(self, optimizer: LiveOptimizer) -> None:
+    def note(self, optimizer: LiveOptimizer, kept: KeptItems | None = None) -> None:
         """Masters fit their parameters: what is written to these from now on is followed."""
-        self._writes.note([shard.parameter for shard in _with_masters(optimizer)])
+        self._writes.note([shard.parameter for shard in _with_masters(optimizer, kept)])
 
 
-def _with_masters(optimizer: LiveOptimizer) -> list[Shard]:
+def _with_masters(optimizer: LiveOptimizer, kept: KeptItems | None) -> list[Shard]:
     """What this rank updates by way of an fp32 master."""
     if all(group.get("master_weights") != "fp32" for group in optimizer.param_groups):
         return []
+    if kept is not None:
+        return kept.with_masters
     found = (shard for shard in optimizer.shards() if "master" in optimizer.state.get(shard.parameter, {}))
     return [shard for shard in found if can_be_followed(shard.parameter)]

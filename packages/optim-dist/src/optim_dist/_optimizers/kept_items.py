@@ -20,6 +20,7 @@ Parameters in no bucket have new items in every step, of which nothing is kept (
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from optim_dist._optimizers.shards import Item, Shard
 from optim_dist._reduction.storage import ParameterBucket
-from optim_kernels.adamw_groups import KnownStates
+from optim_kernels.adamw_groups import KnownStates, can_be_followed
 
 Groups = Sequence[dict[str, Any]]
 State = Mapping[Tensor, dict[str, Any]]
@@ -71,6 +72,12 @@ class KeptItems:
             and self._completed.issubset(completed)
             and self._contents.are_unchanged()
         )
+
+    @cached_property
+    def with_masters(self) -> list[Shard]:
+        """The shards that are updated by way of an fp32 master, and may have been written to since."""
+        found = [item.shard for own in self._items.values() for item in own if "master" in item.state]
+        return [shard for shard in found if can_be_followed(shard.parameter)]
 
     def of(self, bucket: ParameterBucket) -> list[Item]:
         """The items of a bucket: the same list as before if its gradients are the same, which come and go together."""
