@@ -54,10 +54,18 @@ def compiled(module, name, constants, types, options):
     kernel = getattr(import_module(f"optim_kernels.{module}"), name)
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    # of a tuple of arguments each has its own
+    signature = {name: tuple(type) if isinstance(type, list) else type for name, type in signature.items()}
     values = {(names.index(name),): constant(value) for name, value in constants.items()}
     # tensors start at multiples of 16 bytes, but for those of which a launch promises nothing
-    promised = {name for name, type in signature.items() if type[0] == "*"} - set(kernel.do_not_specialize or ())
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in promised}
+    places = {(names.index(name),): type for name, type in signature.items() if isinstance(type, str)}
+    places |= {
+        (names.index(name), number): type
+        for name, each in signature.items() if isinstance(each, tuple) for number, type in enumerate(each)
+    }
+    unpromised = {names.index(name) for name in kernel.do_not_specialize or ()}
+    promised = [place for place, type in places.items() if type[0] == "*" and place[0] not in unpromised]
+    attributes = {place: [["tt.divisibility", 16]] for place in promised}
     made = triton.compile(
         ASTSource(kernel, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
     )
@@ -94,7 +102,7 @@ OVERLAPPING = {"launch_pdl": True}
 Kind = tuple[str, str, dict[str, Any], dict[str, str], dict[str, Any]]
 
 
-def kind(kernel: str, constants: dict[str, Any], types: dict[str, str] | None = None, **options: Any) -> Kind:
+def kind(kernel: str, constants: dict[str, Any], types: dict[str, Any] | None = None, **options: Any) -> Kind:
     module, name = kernel.rsplit(".", 1)
     return module, name, constants, TYPES | (types or {}), options
 
@@ -170,7 +178,14 @@ def adding(slices: str, out: str, *, divides: bool) -> Kind:
     return kind("_kernels.slices.sum_kernel", {"DIVIDES": divides, "BLOCK": 1024}, types)
 
 
+def adding_apart(slices: str, count: int, out: str, *, divides: bool) -> Kind:
+    types = {"slices": [f"*{SHORT[slices]}"] * count, "out": f"*{SHORT[out]}", "numel": "i64", "divisor": "fp32"}
+    return kind("_kernels.slices.sum_apart_kernel", {"DIVIDES": divides, "BLOCK": 1024}, types)
+
+
 SLICES = {
+    "sum of slices that lie apart": adding_apart("bfloat16", 2, "bfloat16", divides=False),
+    "average of eight slices that lie apart": adding_apart("float16", 8, "float32", divides=True),
     "sum of slices": adding("bfloat16", "bfloat16", divides=False),
     "average of slices": adding("float16", "float32", divides=True),
 }
