@@ -18,8 +18,9 @@ from optim_dist import TritonDistAdamW, TritonDistMuon
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
 
-# alike, so that some rank has two whose states may be exchanged; beside them there is one that is cut for AdamW
-SHAPES = ((8, 8),) * 4
+# Alike, so that some rank has two whose states may be exchanged; beside them there is one that is cut for AdamW. Sides are
+# multiples of 16, which Triton 3.5 wants of what it interprets.
+SHAPES = ((16, 16),) * 4
 NUM_BEFORE, NUM_AFTER = 3, 2
 
 CHANGES = {}
@@ -227,7 +228,7 @@ def sums_elsewhere(optimizer, params):
 
 @change("adamw", "muon", of="plan")
 def another_group(optimizer, params):
-    params.append(nn.Parameter(normal((8, 8), 3, 99).to(params[0].device)))
+    params.append(nn.Parameter(normal((16, 16), 3, 99).to(params[0].device)))
     optimizer.zero_grad()
     optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
     give_gradients(params, 50)
@@ -292,7 +293,7 @@ def give_gradients(params, step):
 
 
 def build(kind, rank, *, dtype=torch.float32, lr=0.125, multiplied=False, columns=96, **options):
-    device, shapes = device_of(rank), (*SHAPES, (8, columns))
+    device, shapes = device_of(rank), (*SHAPES, (16, columns))
     params = [nn.Parameter(normal(shape, 3, number).to(device, dtype)) for number, shape in enumerate(shapes)]
     if multiplied:
         params[0].lr_mul = 2.0
