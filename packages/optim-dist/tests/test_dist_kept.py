@@ -18,8 +18,8 @@ from optim_dist import TritonDistAdamW, TritonDistMuon
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
 
-# Alike, so that some rank has two whose states may be exchanged; beside them there is one that is cut for AdamW. Sides are
-# multiples of 16, which Triton 3.5 wants of what it interprets.
+# Alike, so that some rank has two whose states may be exchanged; beside them there is one that is cut for AdamW.
+# Sides are multiples of 16, which Triton 3.5 wants of what it interprets.
 SHAPES = ((16, 16),) * 4
 NUM_BEFORE, NUM_AFTER = 3, 2
 
