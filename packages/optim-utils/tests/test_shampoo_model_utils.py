@@ -380,6 +380,34 @@ def test_hooks_are_not_lost_in_silence():
         combine_linears(model)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_not_lost_in_silence(register):
+    model = nn.Sequential(nn.Linear(2, 2))
+    handle = getattr(model[0].bias, register)(lambda *_: None)
+    with pytest.raises(ValueError, match="'0' has parameters with hooks"):
+        combine_linears(model)
+    handle.remove()
+    combine_linears(model)
+    getattr(model[0].combined_weight, register)(lambda *_: None)
+    with pytest.raises(ValueError, match=r"'0' has parameters with hooks, which would be lost; remove that first$"):
+        uncombine_linears(model)
+
+
+def test_nothing_is_lost_on_the_way_back():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    combine_linears(model)
+    handle = model[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="'1' has hooks"):
+        uncombine_linears(model)
+    handle.remove()
+    model[1].combined_weight = model[0].combined_weight
+    with pytest.raises(ValueError, match=r"0\.combined_weight and 1\.combined_weight are tied; untie '0' first$"):
+        uncombine_linears(model)
+    assert all(isinstance(layer, CombinedLinear) for layer in model)
+    with pytest.raises(ValueError, match=r"itself is a CombinedLinear.*to_linear"):
+        uncombine_linears(model[0])
+
+
 def with_buffer(layer: nn.Linear) -> None:
     layer.register_buffer("mask", torch.ones(2))
 

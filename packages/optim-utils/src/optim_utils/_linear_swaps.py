@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -13,6 +13,8 @@ L = TypeVar("L", bound=nn.Module)
 
 # their fast paths read the `.bias` of the layers in them, and take it for a tensor
 _READS_BIAS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_PARAMETERS = {"weight", "bias", "combined_weight"}
+_BY_PREDICATE = ", or leave it out with the predicate"
 
 
 def combine_linears(
@@ -36,8 +38,9 @@ def combine_linears(
     Raises:
         ValueError: before anything is replaced, for a layer whose parameters are tied to another module's (joined into
             a new parameter they would not be any more), of whose parameters only one requires a gradient, that has
-            hooks, buffers or a ``forward`` of its own, which would be lost, or whose ``bias`` its parent reads itself:
-            those right inside of a ``torch.nn.TransformerEncoderLayer`` or ``torch.nn.MultiheadAttention``.
+            hooks (its parameters' too), buffers or a ``forward`` of its own, which would be lost, or whose ``bias`` its
+            parent reads itself: those right inside of a ``torch.nn.TransformerEncoderLayer`` or
+            ``torch.nn.MultiheadAttention``.
     """
     if type(model) is nn.Linear:
         raise ValueError(
@@ -45,7 +48,8 @@ def combine_linears(
         )
     found = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and name}
     chosen = {name: layer for name, layer in found.items() if predicate is None or predicate(name, layer)}
-    _check_replaceable(model, chosen)
+    _check_bias_is_not_read(model, chosen)
+    _check_nothing_is_lost(model, chosen, way_out=_BY_PREDICATE)
     new = {}
     for name, layer in chosen.items():
         try:
@@ -56,47 +60,60 @@ def combine_linears(
     return _replace(model, new)
 
 
-def _check_replaceable(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-    """Refuse layers that would lose something or be missed by another module, see `combine_linears`."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
-            owners.setdefault(id(parameter), []).append(parameter_name)
+def _check_bias_is_not_read(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    """Refuse layers whose ``bias`` is taken for a tensor by the module around them."""
     readers = {
         child: parent for parent in model.modules() if isinstance(parent, _READS_BIAS) for child in parent.children()
     }
     for name, layer in chosen.items():
-        if lost := _what_would_be_lost(layer):
-            raise ValueError(
-                f"{name!r} has {lost}, which would be lost; remove that, or leave it out with the predicate"
-            )
         if layer in readers:
             raise ValueError(
                 f"{name!r} cannot be replaced: the {type(readers[layer]).__name__} around it reads its bias itself; "
                 "leave it out with the predicate"
             )
+
+
+def _check_nothing_is_lost(model: nn.Module, chosen: Mapping[str, nn.Module], *, way_out: str = "") -> None:
+    """Refuse layers with something that new ones would not have, and tied ones; ``way_out`` ends what can be done."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
+            owners.setdefault(id(parameter), []).append(parameter_name)
+    for name, layer in chosen.items():
+        if lost := _what_would_be_lost(layer):
+            raise ValueError(f"{name!r} has {lost}, which would be lost; remove that first{way_out}")
         for parameter in layer.parameters():
             if len(names := owners[id(parameter)]) > 1:
-                raise ValueError(f"{' and '.join(names)} are tied; leave them out with the predicate")
+                raise ValueError(f"{' and '.join(names)} are tied; untie {name!r} first{way_out}")
 
 
-def _what_would_be_lost(layer: nn.Linear) -> str | None:
+def _what_would_be_lost(layer: nn.Module) -> str | None:
     """What a layer has beside weight and bias, if it has something."""
     attributes = vars(layer)
     if any(value for name, value in attributes.items() if name.endswith("_hooks")):
         return "hooks"
+    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in layer.parameters()):
+        return "parameters with hooks"
     for kind in ("buffers", "modules"):
         if attributes[f"_{kind}"]:
             return kind
-    if attributes["_parameters"].keys() - {"weight", "bias"}:
+    if attributes["_parameters"].keys() - _PARAMETERS:
         return "other parameters"
     return "a forward of its own" if "forward" in attributes else None
 
 
 def uncombine_linears(model: nn.Module) -> list[str]:
-    """Replace every `CombinedLinear` in ``model`` by a ``torch.nn.Linear``, in place; return their names."""
-    found = [layer for name, layer in model.named_modules() if type(layer) is CombinedLinear and name]
-    return _replace(model, {layer: layer.to_linear() for layer in found})
+    """Replace every `CombinedLinear` in ``model`` by a ``torch.nn.Linear``, in place; return their names.
+
+    Raises:
+        ValueError: before anything is replaced, for a layer whose parameter is tied, or that has what would be lost, as
+            `combine_linears` does; and for a model that is such a layer itself.
+    """
+    if type(model) is CombinedLinear:
+        raise ValueError("the model itself is a CombinedLinear, which cannot be replaced in place; use its to_linear()")
+    found = {name: layer for name, layer in model.named_modules() if type(layer) is CombinedLinear}
+    _check_nothing_is_lost(model, found)
+    return _replace(model, {layer: layer.to_linear() for layer in found.values()})
 
 
 def _replace(model: nn.Module, new: dict[L, nn.Linear] | dict[L, CombinedLinear]) -> list[str]:
