@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -485,6 +488,31 @@ def test_formats_are_compiled_one_after_another() -> None:
         assert torch.equal(coded.codes, quantize(x, fmt).codes)
         again = torch.compile(lambda x, fmt: quantize(x, fmt), fullgraph=True, backend="eager")(x, coded.fmt)
         assert torch.equal(again.codes, coded.codes)
+
+
+def test_a_format_made_in_compiled_code() -> None:
+    def in_blocks_of_22(x: Tensor) -> Tensor:
+        return quantize(x, MOMENT8.with_(block_size=22)).codes
+
+    torch._dynamo.reset()
+    x = torch.rand(100)
+    compiled = torch.compile(in_blocks_of_22, fullgraph=True, backend="eager")
+    found = compiled(x)
+    assert torch.equal(found, in_blocks_of_22(x))
+    # the format is known by now
+    assert torch.equal(found, compiled(x))
+
+
+def test_a_format_that_another_process_pickled_is_compiled() -> None:
+    script = (
+        "import pickle, sys, torch; from optim_utils.low_bit import quantize\n"
+        "fmt = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "encode = torch.compile(lambda x, fmt: quantize(x, fmt).codes, fullgraph=True, backend='eager')\n"
+        "for fmt in (fmt, fmt.with_(block_size=24)):\n"
+        "    assert torch.equal(encode(torch.ones(99), fmt), quantize(torch.ones(99), fmt).codes)\n"
+    )
+    pickled = pickle.dumps(INT8.with_(block_size=26))
+    subprocess.run([sys.executable, "-c", script, pickled.hex()], check=True)
 
 
 def test_roots_are_the_nearest_on_every_machine() -> None:

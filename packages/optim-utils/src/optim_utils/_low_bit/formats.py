@@ -100,9 +100,14 @@ class LowBitFormat:
         if self.companding == "sqrt" and not self.unsigned:
             raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
         key = (self.code, self.bits, self.block_size, self.layout, self.companding)
-        if key not in _TWINS:
+        # while a compiler traces, which would guard on what is written here, the ints are constants of the program
+        if not torch.compiler.is_compiling() and key not in _TWINS:
             _TWINS[key] = (self, self)
             _TWINS[key] = (dataclasses.replace(self), dataclasses.replace(self))
+
+    def __reduce__(self) -> tuple[type[LowBitFormat], tuple[object, ...]]:
+        # through the checks, and into `_TWINS`
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def specialized(self) -> LowBitFormat:
         """This format; while torch.compile traces, an equal one whose ints are constants.
@@ -110,9 +115,10 @@ class LowBitFormat:
         An int that differs between two calls, as a block size does, becomes a symbol there. Those of an entry of a dict
         never differ.
         """
-        if not torch.compiler.is_compiling():
+        key = (self.code, self.bits, self.block_size, self.layout, self.companding)
+        if not torch.compiler.is_compiling() or key not in _TWINS:
             return self
-        twins = _TWINS[self.code, self.bits, self.block_size, self.layout, self.companding]
+        twins = _TWINS[key]
         return twins[0] if twins[1] is self else twins[1]
 
     @property
