@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optim_utils import BlockInfo, DTensorBlockInfo
 from optim_utils.low_bit import DYNAMIC8, INT8, MOMENT8, LowBitTensor, dequantize, quantize
+from optim_utils.shampoo_checkpoint_utils import extract_state_dict_content
 from optim_utils.shampoo_quantization import (
     FLOAT_DTYPES,
     DequantizeQuantizedTensorListContext,
@@ -321,6 +322,23 @@ def test_state_of_a_list_loads_in_place() -> None:
         assert target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True).ok
         assert [a is b for a, b in zip(target.quantized_value, stored)] == [True, True]
         assert all(torch.equal(a, b) for a, b in zip(target.dequantize(), source.dequantize()))
+
+
+def test_state_is_neither_saved_nor_loaded_beside_open_values() -> None:
+    lists = {"momenta": bf16_list(1)}
+    for use in (
+        lambda: lists["momenta"].state_dict(),
+        lambda: extract_state_dict_content(lists),
+        lambda: lists["momenta"].load_state_dict({"quantized_value_list": [torch.zeros(4, 5)]}),
+    ):
+        with DequantizeQuantizedTensorListContext(lists["momenta"]), pytest.raises(RuntimeError, match="leave the con"):
+            use()
+    assert lists["momenta"].load_state_dict(lists["momenta"].state_dict(), strict=True).ok
+    # of one dtype the values are the storage
+    same = QuantizedTensorList(rows(torch.zeros(2)), torch.float32)
+    with DequantizeQuantizedTensorListContext(same):
+        assert same.load_state_dict({"quantized_value_list": [torch.ones(2)]}, strict=True).ok
+    assert same.quantized_value[0].tolist() == [1, 1]
 
 
 # --- the context -----------------------------------------------------------------------------------------------------

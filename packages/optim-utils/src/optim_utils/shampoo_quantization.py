@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_, methodcaller
 from types import TracebackType
 from typing import Any, ClassVar, Literal, get_type_hints, overload
@@ -180,6 +180,20 @@ class QuantizedTensorList(OptimizerModule):
             return
         self.quantize(self.dequantized_value_list)
         self.dequantized_value_list = None
+
+    def state_attributes(self) -> Iterator[tuple[str, Any]]:
+        """The stored tensors.
+
+        Raises:
+            RuntimeError: while values of another dtype are open: what was done to them would be missing from what is
+                saved, and would overwrite what is loaded.
+        """
+        if self.is_dequantized_stored() and self.quantized_dtype != self.computation_dtype:
+            raise RuntimeError(
+                f"a list of {len(self)} quantized tensors is saved and loaded while no dequantized values are stored; "
+                "leave the context, or call quantize_() or discard_(), first"
+            )
+        yield from super().state_attributes()
 
     def discard_(self) -> None:
         """Drop the values to compute with, and leave the storage as it is."""
