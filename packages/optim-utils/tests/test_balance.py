@@ -153,6 +153,14 @@ def test_an_infeasible_cap_is_not_rounded_to_the_smallest_that_was_found():
         partition([1] * 3, 3, memory=[2.5] * 3, memory_cap=2)
 
 
+def test_the_smallest_cap_that_was_found_can_be_given_as_a_multiple():
+    # exact as a decimal: in floating point 2.28 times the mean of 25 bytes on 3 ranks is less than 19
+    assert 2.28 * 25 / 3 < 19
+    with pytest.raises(ValueError, match=r"found is 19 bytes \(2\.281 × the mean\)"):
+        partition([1, 1], 3, memory=[19, 6], memory_cap=1.0)
+    assert max(partition([1, 1], 3, memory=[19, 6], memory_cap=2.281).memory_loads) == 19
+
+
 def test_the_lower_bound_is_no_rounding_error_above_the_loads():
     # added from the largest on they are more
     assert 0.4 + 0.2 + 0.1 > 0.1 + 0.4 + 0.2

@@ -195,8 +195,10 @@ def _infeasible(problem: Problem) -> ValueError:
     assert owner is not None
     smallest = largest_load(by_memory, owner)
     mean = sum(problem.memory) / problem.num_ranks
-    # rounded up: as a cap it has to be enough
+    # rounded up: as a cap it has to be enough, which an exact one need not be once it is multiplied
     multiple = math.ceil(1000 * _ratio(smallest, mean)) / 1000
+    if _cap_in_bytes(problem.memory, problem.num_ranks, multiple, given=True) < smallest:
+        multiple += 0.001
     return ValueError(
         f"no partition found within memory_cap = {_exact(problem.cap)} bytes a rank; the smallest cap found is "
         f"{_exact(smallest)} bytes ({multiple:.3f} × the mean): raise it, or split the largest items"
