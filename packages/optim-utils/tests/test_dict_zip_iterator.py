@@ -74,16 +74,20 @@ def test_values_are_iterated_and_keys_captured_at_construction():
 class _Counting:
     """An iterable whose class has a length, but which has none itself: torch's loaders of streams, progress bars."""
 
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
     def __iter__(self):
         return iter(range(2))
 
     def __len__(self) -> int:
-        raise TypeError("of a stream")
+        raise self.error("of a stream")
 
 
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError, RuntimeError, OverflowError])
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_class_with_lengths_whose_object_has_none(eager: bool):
-    rows = DictZipIterator({"a": _Counting(), "b": [1, 2]}, eager=eager)
+def test_a_class_with_lengths_whose_object_has_none(eager: bool, error: type[Exception]):
+    rows = DictZipIterator({"a": _Counting(error), "b": [1, 2]}, eager=eager)
     assert operator.length_hint(rows, 99) == 99
     assert list(rows) == [{"a": 0, "b": 1}, {"a": 1, "b": 2}]
 

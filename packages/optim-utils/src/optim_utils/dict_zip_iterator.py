@@ -92,8 +92,8 @@ def _length_of(values: object) -> int | None:
     """How many items there are, None if that is not known before."""
     try:
         return len(values) if isinstance(values, Sized) else None
-    except TypeError:
-        # what wraps a stream has the method and no length: torch's DataLoader, progress bars
+    except (TypeError, RuntimeError, OverflowError):
+        # what wraps a stream has the method and no length: torch's DataLoader, progress bars; a range may be too long
         return None
 
 
