@@ -108,6 +108,14 @@ def test_patterns_match_whole_names_with_or_without_wrappers():
             route_parameters(wrapped, [Rule(pattern, to="adamw")])
 
 
+def test_a_name_is_a_pattern_of_itself():
+    # as a glob, "[0]" is the character 0: the rule to paste would match nothing
+    named = [("blocks[0].kernel", nn.Parameter(torch.zeros(2, 3, 4)))]
+    with pytest.raises(UnroutedParameterError, match=r"Rule\('blocks\[0\]\.kernel', to='adamw'\)"):
+        route_parameters(named)
+    assert route_parameters(named, Rule("blocks[0].kernel", to="adamw"))[0].kind == "adamw"
+
+
 def test_fused_weights_that_keep_each_head_together():
     """GPT-NeoX's storage, as the README has it: a head's Q, K and V, then the next head's."""
     heads, head_dim, width = 2, 3, 6

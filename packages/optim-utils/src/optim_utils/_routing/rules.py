@@ -88,8 +88,8 @@ class Rule:
         return "muon" if self.describes_matrices else None
 
     def matches(self, name: str) -> bool:
-        """Whether ``pattern`` matches all of ``name``."""
-        return _pattern(self.pattern).match(name) is not None
+        """Whether ``pattern`` is ``name``, whatever characters that has, or matches all of it."""
+        return name == self.pattern or _pattern(self.pattern).match(name) is not None
 
     def __repr__(self) -> str:
         pattern, *options = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
