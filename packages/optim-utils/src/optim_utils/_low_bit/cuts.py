@@ -19,7 +19,8 @@ def cut_blocks(blocks: Blocks, fmt: LowBitFormat, shape: tuple[int, ...], dim: i
         ValueError: if a block would be cut in two, or its elements aren't neighbours along ``dim``.
     """
     if (start, stop) == (0, shape[dim]):
-        return blocks.mapped(lambda part: part.narrow(0, 0, part.shape[0]))
+        # not by `narrow`, in which torch asks each part of a DTensor for the whole length (2.13)
+        return blocks.mapped(Tensor.detach)
     if fmt.layout == "rows" and dim < len(shape) - 1:
         return blocks.mapped(lambda part: part.narrow(dim, start, stop - start))
     # Blocks lie along this dimension: `unit` neighbouring elements for each index of it; 0 where flat ones are empty.
