@@ -50,6 +50,26 @@ def test_loads_between_layouts():
     run_ranks(every_pair_of_layouts, 2)
 
 
+def onto_meta(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(15.0).view(5, 3)
+    for loaded in (whole, distribute_tensor(whole, mesh, [Shard(1)])):
+        param = torch.nn.Parameter(distribute_tensor(torch.zeros(5, 3, device="meta"), mesh, [Shard(0)]))
+        bag = Bag(t=param.detach(), param=param)
+        assert bag.load_state_dict({"t": loaded, "param": loaded}, strict=True, assign=True).ok
+        assert isinstance(bag.param, torch.nn.Parameter)
+        for tensor in (bag.t, bag.param):
+            assert torch.equal(tensor.full_tensor(), whole)
+            # a DTensor itself takes the place
+            assert tensor.placements == ((Shard(0),) if loaded is whole else loaded.placements)
+
+
+def test_what_takes_the_place_of_a_sharded_tensor_on_meta_is_sharded():
+    run_ranks(onto_meta, 2)
+
+
 def another_mesh(rank: int, world_size: int) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from optim_utils._state.load_report import Kind, LoadReport, ReportBuilder, StateLoadError, describe, describe_both
 from optim_utils._state.own_load import OwnLoad
 from optim_utils._state.paths import Path, encode_path
-from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, why_unwritable
+from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, sharded_like, why_unwritable
 from optim_utils._state.walk import (
     SEQUENCES,
     Stateful,
@@ -206,6 +206,7 @@ class LoadPlan:
                 self._mismatch(path, "dtype", live, loaded)
                 return live
             self._loaded(path, live, loaded)
+            loaded = sharded_like(live, loaded)
             is_parameter = isinstance(live, torch.nn.Parameter)
             return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
         if mismatch is not None:

@@ -80,6 +80,17 @@ def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     ]
 
 
+def sharded_like(live: Tensor, loaded: Tensor) -> Tensor:
+    """``loaded``, which is to take the place of ``live``: of a DTensor with its mesh and placements."""
+    if not is_dtensor(live) or is_dtensor(loaded):
+        return loaded
+    from torch.distributed.tensor import distribute_tensor
+
+    # every rank holds the whole: no source rank has to send it
+    mesh = live.device_mesh
+    return distribute_tensor(loaded.detach().to(mesh.device_type), mesh, live.placements, src_data_rank=None)
+
+
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
