@@ -108,6 +108,41 @@ def test_one_exchange_at_a_time() -> None:
     run_ranks(_one_at_a_time, 2)
 
 
+def test_memory_that_is_not_there_is_not_used() -> None:
+    only = Layout(Mesh(1), [None])
+    repeated = RepeatedExchange(_plans([((5,), torch.float32, only, only)]), CPU)
+    for step in range(2):
+        # neither at first nor after an exchange
+        with pytest.raises(UnsupportedError, match=r"no memory before lend_sources\(\)"):
+            repeated.start()
+        repeated.lend_sources()[0].fill_(step)
+        exchange = repeated.start()
+        with pytest.raises(UnsupportedError, match="its sources go back with it"):
+            repeated.lend_sources()
+        with pytest.raises(UnsupportedError, match="its targets are to be written"):
+            repeated.release()
+        assert exchange.wait()[0].tolist() == [step] * 5
+        repeated.release()
+
+
+def test_targets_have_a_place_for_each_element_and_none_of_a_source() -> None:
+    only = Layout(Mesh(1), [None])
+    plans = _plans([((5,), torch.float32, only, only)] * 2)
+    memory = torch.arange(40.0)
+    apart = [memory[:5], memory[5:10], memory[10:15], memory[15:20]]
+    RepeatedExchange(plans, CPU, sources=apart[:2], targets=apart[2:])
+    for sources, targets, message in [
+        (apart[:2], [memory[30:35], memory[9:14]], "target 1 shares memory with a source"),
+        ([memory[30:35], memory[14:19]], apart[1:3], "source 1 shares memory with a target"),
+        ([memory[0:30:6], memory[35:]], apart[1:3], "target 0 shares memory with a source"),
+        (apart[:2], apart[:2], "shares memory"),
+        (apart[:2], [memory[30:35], memory[20].expand(5)], "target 1 is expanded"),
+        (apart[:2], [memory[30:35], torch.complex(memory, memory).conj().imag[:5]], "target 1 is a view with a pend"),
+    ]:
+        with pytest.raises(LayoutError, match=message):
+            RepeatedExchange(plans, CPU, sources=sources, targets=targets)
+
+
 def test_exchanges_repeat() -> None:
     run_ranks(_exchange, 4)
 

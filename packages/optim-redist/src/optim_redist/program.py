@@ -22,7 +22,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.native import NativeReduction
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import refuse_dtensor, resolved
+from optim_redist._running.views import extent, refuse_dtensor, refuse_unwritable, resolved
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.problem import Problem
 
@@ -276,15 +276,7 @@ class Program:
                 f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
                 "of its own memory (the source itself is taken only where all of it stays)"
             )
-        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
-            raise LayoutError(
-                f"rank {self.rank}: out is expanded, with several of its elements in one place; give memory for each"
-            )
-        if out.is_conj() or out.is_neg():
-            raise LayoutError(
-                f"rank {self.rank}: out is a view with a pending conjugation or negation, which cannot be written "
-                "through; give the tensor it views"
-            )
+        refuse_unwritable(out, f"rank {self.rank}: out")
         self._check_form("out", out, self.stages[-1].dst_shape)
 
     def _check_form(self, what: str, tensor: Tensor | None, expected: tuple[int, ...] | None) -> None:
@@ -330,15 +322,8 @@ def _excess_of_out(plan: Plan) -> int:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the first to last bytes of two tensors meet."""
-    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
-        return False
-    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
-    return a_start < b_stop and b_start < a_stop
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    here, there = extent(a), extent(b)
+    return here is not None and there is not None and here[0] < there[1] and there[0] < here[1]
 
 
 def _owns_storage(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.views import Copy, Together, refuse_dtensor
+from optim_redist._running.views import Copy, Together, extent, refuse_dtensor, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.many import ManyProgram, slot_of
 from optim_redist.planning import Plan
@@ -61,17 +61,17 @@ class RepeatedExchange:
         device: where buffers are, and tensors that are not given.
         group: who takes part, all of its ranks; by default the ranks of all layouts.
         sources, targets: where this rank's parts lie, None where it has none. Targets are written when an exchange is
-            waited for, and not before; until then sources keep what stays on this rank. None for all: tensors of this
-            object's own, in memory that is lent from ``lend_sources`` until an exchange is waited for, and from
-            ``start`` until ``release``.
+            waited for, and not before; until then sources keep what stays on this rank, so that no target lies in the
+            memory of a source. None for all: tensors of this object's own, in memory that is lent from
+            ``lend_sources`` until an exchange is waited for, and from ``start`` until ``release``.
 
     Attributes:
         sources, targets: these tensors.
 
     Raises:
-        LayoutError: if a tensor is not what its plan says.
-        UnsupportedError: for plans that take several exchanges, or reduce; by ``start``, before the last exchange has
-            been waited for.
+        LayoutError: if a tensor is not what its plan says, or a target cannot be written without harm.
+        UnsupportedError: for plans that take several exchanges, or reduce; by ``start``, before sources of this
+            object's own have been lent; by all that lends or takes back, before the last exchange has been waited for.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class RepeatedExchange:
         self._lent_targets = Lent(kinds_to, device) if targets is None else None
         self.sources = _tensors("source", sources, self._lent_sources, kinds_from)
         self.targets = _tensors("target", targets, self._lent_targets, kinds_to)
+        _check_memory(self.sources, self.targets)
         self._sent = Lent([((sum(self._round.send_splits.values()),), torch.uint8)], device)
         self._received = Lent([((sum(self._round.receive_splits.values()),), torch.uint8)], device)
 
@@ -115,6 +116,7 @@ class RepeatedExchange:
             unpacking += stage.unpacking(segment.message, slot_of(self._received.memory, segment, stage.bits), target)
         self._packing, self._staying, self._unpacking = Together(packing), Together(staying), Together(unpacking)
         self._is_under_way = False
+        self._has_sources = self._lent_sources is None
         for lent in (self._sent, self._received, self._lent_sources, self._lent_targets):
             if lent is not None:
                 lent.give_back()
@@ -122,16 +124,18 @@ class RepeatedExchange:
     def lend_sources(self) -> Sequence[Tensor | None]:
         """The sources, to be written; of this object's own ones the memory is there now."""
         if self._lent_sources is not None:
+            self._refuse_under_way("its sources go back with it")
             self._lent_sources.take()
+            self._has_sources = True
         return self.sources
 
     @torch.no_grad()
     def start(self) -> Waitable:
         """Send. ``wait()`` of what is returned, in the same stream, gives the targets; one exchange at a time."""
-        if self._is_under_way:
+        self._refuse_under_way("its buffers are in use")
+        if not self._has_sources:
             raise UnsupportedError(
-                "the last exchange of these tensors has not been waited for, and its buffers are in use: wait() first, "
-                "or make another RepeatedExchange"
+                "the sources have no memory before lend_sources(): call and write them before start()"
             )
         self._program.compare()
         self._sent.take()
@@ -150,7 +154,16 @@ class RepeatedExchange:
     def release(self) -> None:
         """Let go of targets that are this object's own."""
         if self._lent_targets is not None:
+            self._refuse_under_way("its targets are to be written")
             self._lent_targets.give_back()
+
+    def _refuse_under_way(self, why_not: str) -> None:
+        """What would take memory from under an exchange, or give it away, would end the process."""
+        if self._is_under_way:
+            raise UnsupportedError(
+                f"the last exchange of these tensors has not been waited for, and {why_not}: wait() first, or make "
+                "another RepeatedExchange"
+            )
 
     @torch.no_grad()
     def finish(self, work: Waitable | None) -> None:
@@ -163,6 +176,7 @@ class RepeatedExchange:
             self._staying.run()
         if self._lent_sources is not None:
             self._lent_sources.give_back()
+            self._has_sources = False
         self._unpacking.run()
         self._received.give_back()
 
@@ -197,3 +211,23 @@ def _tensors(
         if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
             raise LayoutError(f"{what} {number} is a view with a pending conjugation or negation; give what it views")
     return [None if tensor is None else tensor.detach() for tensor in given]
+
+
+def _check_memory(sources: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> None:
+    """Raise for targets with fewer places than elements, and where first to last bytes of a target meet a source's."""
+    reach = [0, 0]  # how far the memory of sources and of targets goes
+    extents = []
+    for is_target, tensors in enumerate((sources, targets)):
+        for number, tensor in enumerate(tensors):
+            if tensor is not None:
+                if is_target:
+                    refuse_unwritable(tensor, f"target {number}")
+                extents += [(*found, is_target, number)] if (found := extent(tensor)) is not None else []
+    for start, stop, is_target, number in sorted(extents):
+        if start < reach[1 - is_target]:
+            this, other = ("target", "source") if is_target else ("source", "target")
+            raise LayoutError(
+                f"{this} {number} shares memory with a {other}; what stays is read while targets are written, so give "
+                "targets memory of their own"
+            )
+        reach[is_target] = max(reach[is_target], stop)

@@ -50,6 +50,25 @@ def resolved(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().resolve_conj().resolve_neg()
 
 
+def refuse_unwritable(out: Tensor, what: str) -> None:
+    """Raise LayoutError for a tensor whose elements cannot all be written to its memory, each as it is."""
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        raise LayoutError(f"{what} is expanded, with several of its elements in one place; give memory for each")
+    if out.is_conj() or out.is_neg():
+        raise LayoutError(
+            f"{what} is a view with a pending conjugation or negation, which cannot be written through; give the "
+            "tensor it views"
+        )
+
+
+def extent(tensor: Tensor) -> tuple[int, int] | None:
+    """Where the tensor's first byte is, and the one behind its last; None if it has none."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def bits_type(dtype: torch.dtype) -> torch.dtype:
     """The integer type of the same width; the type itself if there is none."""
     return _BITS.get(dtype.itemsize, dtype)
