@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 
 from optim_redist import (
     CommModel,
@@ -227,6 +229,20 @@ def test_calibrate_needs_ranks():
         calibrate(out=None)
 
 
+def _calibrated(rank: int, world_size: int) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        with pytest.raises(UnsupportedError, match=r"none of the sizes \[1073741824\] \(bytes\) fits"):
+            calibrate(sizes=[2**30], out=None)
+        mesh = init_device_mesh("cpu", (2, 2))
+        before = len(_world.pg_map)
+        calibrate(mesh=mesh, sizes=[4096], seconds=0, out=None)
+        assert len(_world.pg_map) == before
+
+
+def test_calibrate_leaves_no_groups_behind_and_says_that_nothing_fits():
+    run_ranks(_calibrated, 4)
+
+
 def test_the_module_runs_without_torch_for_planning():
     code = (
         "import sys; from optim_redist.cli import main; "
@@ -236,6 +252,21 @@ def test_the_module_runs_without_torch_for_planning():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "448 elements" in done.stdout
+
+
+def test_text_and_pictures_where_the_encoding_lacks_signs(tmp_path):
+    picture = tmp_path / "plan.svg"
+    command = ["-m", "optim_redist", "plan", *SWAP, "--picture", str(picture)]
+    for encoding in ("ascii", "utf-8"):
+        # python's mode of UTF-8 would hide a locale without it
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, check=False, env={**environment, "LC_ALL": "C"}
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"65536" in done.stdout
+        assert ("×" in done.stdout.decode(encoding)) == (encoding == "utf-8")
+        ElementTree.fromstring(picture.read_bytes())
 
 
 # -- words and pictures
@@ -389,7 +420,7 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
 def test_nodes_have_ranks(capsys):
     task = ["plan", "--shape", "8,8", "--mesh", "4", "--src", "[0,-]", "--dst", "[-,0]"]
     assert main([*task, "--topology", "nodes:0"]) == 2
-    assert "at least one rank, got ranks_per_node=0" in capsys.readouterr().err
+    assert "at least one, got ranks_per_node=0" in capsys.readouterr().err
 
 
 def test_matplotlib_figures():

@@ -54,8 +54,12 @@ def calibrate(
 
     Args:
         mesh: measure also the groups along every subset of its axes.
-        sizes: bytes of the buffer on each rank; those that do not fit into a quarter of the free memory are left out.
+        sizes: bytes of the buffer on each rank; those that do not fit into a quarter of the free memory of a GPU, or
+            are beyond 64 MiB on a CPU, are left out.
         seconds: about how long it may take.
+
+    Raises:
+        UnsupportedError: without a running group of at least two ranks, or if none of the sizes fits.
     """
     if not collectives.is_initialized():
         raise UnsupportedError("calibrate measures a running group; call torch.distributed.init_process_group first")
@@ -64,19 +68,23 @@ def calibrate(
     if dist.get_world_size(whole) < 2:
         raise UnsupportedError("calibrate measures exchanges between ranks; the group has only one")
     device = collectives.device_of(whole)
-    kinds = {"all": whole, **({} if mesh is None else _axis_groups(mesh))}
-    tasks = [
-        (kind, members, op, size)
-        for kind, members in kinds.items()
-        for size in _fitting(sizes or SIZES, device, whole)
-        for op in _OPS
-    ]
-    share = seconds / max(1, len(tasks))
+    fitting = _fitting(sizes or SIZES, device, whole)
+    if not fitting:
+        raise UnsupportedError(
+            f"none of the sizes {list(sizes or SIZES)} (bytes) fits into a quarter of the free memory"
+        )
+    axis_groups = {} if mesh is None else _axis_groups(mesh)
+    kinds = {"all": whole, **axis_groups}
+    tasks = [(kind, members, op, size) for kind, members in kinds.items() for size in fitting for op in _OPS]
+    share = seconds / len(tasks)
     measured: dict[str, dict[str, list[tuple[float, float]]]] = {kind: {} for kind in kinds}
     first = dist.get_rank(whole) == 0
     for kind, members, op, size in progress(tasks, "calibrate") if first else tasks:
         received, call = _OPS[op](size, members, device)
         measured[kind].setdefault(op, []).append((received, _slowest_median(call, whole, device, share)))
+    # they may hold memory of the device
+    for members in axis_groups.values():
+        dist.destroy_process_group(members)
     pack = _pack_rate(whole, device, share)
     model = _model(measured["all"], dist.get_world_size(whole), dist.get_backend(whole), pack)
     if out is not None and first:
