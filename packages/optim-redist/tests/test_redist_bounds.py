@@ -264,6 +264,9 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     blocks = Topology.from_hosts(["a", "a", "b", "b"])
     assert bounds(shape, src, dst, blocks) == bounds(shape, src, dst, Topology.nodes(2))
     assert blocks.groups(range(4)) == Topology.nodes(2).groups(range(4))
+    # what 4 / 2 gives
+    with pytest.raises(RedistError, match=r"a whole number of ranks, at least one, got ranks_per_node=2\.0"):
+        Topology.nodes(2.0)  # type: ignore[arg-type]
     # rank 0 and rank 2, as on the mesh's second axis
     in_turn = Topology.from_hosts(["a", "b", "a", "b"])
     assert bounds(shape, src, dst, in_turn) == bounds(shape, src, dst, Topology.from_mesh_axis(mesh, "inner"))

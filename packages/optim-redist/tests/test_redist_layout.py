@@ -55,6 +55,8 @@ def test_partial_text_and_axes_without_names() -> None:
     assert str(layout) == "[1.0]+sum(2)"
     assert layout.replicated_axes == ()
     assert Layout(MESH, ["y"]).replicated_axes == (0,)
+    # on another mesh, what another layout says
+    assert str(Layout(Mesh((3, 1, 2)), layout.dims, layout.partial)) == str(layout)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,8 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Layout(MESH, [2]), "outside a mesh of 2"),
         (lambda: Layout(MESH, ["x", "x"]), "partial, once"),
         (lambda: Layout(MESH, ["x"], {"x": "sum"}), "partial, once"),
+        (lambda: Layout(MESH, ["x"], ["y"]), "partial maps axes to operations"),
+        (lambda: Layout(MESH, ["x"], 1), "partial maps axes to operations"),
         (lambda: Layout(MESH, [None], {"x": "median"}), "pending reduction"),
         (lambda: Layout(MESH, [None], {"x": "sum", "y": "max"}), "only sum and avg"),
         (lambda: Layout(MESH, [Block()]), "a dimension is None"),

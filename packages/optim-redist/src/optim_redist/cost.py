@@ -100,8 +100,8 @@ class Topology:
         latency: float = _NODE_LATENCY,
     ) -> Topology:
         """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
-        if ranks_per_node < 1:
-            raise RedistError(f"a node has at least one rank, got ranks_per_node={ranks_per_node}")
+        if not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+            raise RedistError(f"a node has a whole number of ranks, at least one, got ranks_per_node={ranks_per_node}")
         level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
         return cls(rank_bandwidth, _LATENCY, (level,))
 

@@ -69,7 +69,7 @@ class Layout:
     ``dims`` has one entry a tensor dimension: ``None`` (not split), an axis, a tuple of axes major to minor (both
     ``Block``), or ``(axes, kind)``. Axes are numbers or names. ``partial`` maps axes to the operation that combines
     the contributions lying along them: "sum", "avg", "min", "max" or "product". An axis that the mesh does not have, or
-    that is named twice, is a ``LayoutError``.
+    that is named twice, is a ``LayoutError``. Another layout's ``dims`` and ``partial`` may be given, too.
 
     >>> mesh = Mesh((4, 2), names=("x", "y"))
     >>> str(Layout(mesh, [("x", "y"), None]))
@@ -83,14 +83,20 @@ class Layout:
     partial: tuple[tuple[int, ReduceOp], ...]
     _hash: int = field(repr=False, compare=False)
 
-    def __init__(self, mesh: Mesh, dims: Sequence[DimSpec], partial: Mapping[Axis, str] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        dims: Sequence[DimSpec],
+        # a dict of names is no Mapping[Axis, str], whose keys may be numbers
+        partial: Mapping[Any, str] | Iterable[tuple[Axis, str]] | None = None,
+    ) -> None:
         if not isinstance(mesh, Mesh):
             raise LayoutError(
                 f"a layout's mesh is a Mesh, got {mesh!r}; make one by Mesh(sizes, names, ranks), or the layout from a "
                 "DeviceMesh by Layout.from_placements"
             )
         splits = tuple(_as_split(mesh, spec) for spec in dims)
-        ops = tuple(sorted((mesh.axis(axis), _as_op(op)) for axis, op in (partial or {}).items()))
+        ops = tuple(sorted((mesh.axis(axis), _as_op(op)) for axis, op in _pairs(partial)))
         used = [axis for split in splits if split for axis in split.axes] + [axis for axis, _ in ops]
         if len(set(used)) != len(used):
             raise LayoutError(
@@ -114,7 +120,7 @@ class Layout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a hash does not travel to another process
-        return Layout, (self.mesh, self.dims, dict(self.partial))
+        return Layout, (self.mesh, self.dims, self.partial)
 
     @property
     def num_dims(self) -> int:
@@ -268,6 +274,13 @@ def _as_split(mesh: Mesh, spec: DimSpec) -> Split | None:
         raise LayoutError(f"a dimension is None, an axis, a tuple of axes or (axes, kind), got {spec!r}")
     numbers = tuple(mesh.axis(axis) for axis in ((axes,) if isinstance(axes, int | str) else axes or ()))
     return Split(numbers, kind) if numbers else None
+
+
+def _pairs(partial: Any) -> list[tuple[Axis, str]]:
+    try:
+        return [(axis, op) for axis, op in (partial.items() if isinstance(partial, Mapping) else partial or ())]
+    except (TypeError, ValueError):
+        raise LayoutError(f'partial maps axes to operations, as in {{"dp": "sum"}}, got {partial!r}') from None
 
 
 def _as_op(op: str) -> ReduceOp:

@@ -30,7 +30,7 @@ def relabelled(problem: Problem) -> Layout:
         return problem.dst
     rank_at = dict(zip(assignment, ranks))
     mesh = Mesh(problem.dst.mesh.sizes, problem.dst.mesh.names, [rank_at[place] for place in range(len(ranks))])
-    return Layout(mesh, problem.dst.dims, dict(problem.dst.partial))
+    return Layout(mesh, problem.dst.dims, problem.dst.partial)
 
 
 def _assign(gain: list[list[int]]) -> list[int]:
