@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 if a check failed, or 2 if the request made no sense."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # tables have signs that not every encoding has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return int(options.run(options))
     except (RedistError, OSError) as error:

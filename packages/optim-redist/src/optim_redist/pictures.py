@@ -74,7 +74,7 @@ def plan_picture(plan: Plan, fmt: PictureFormat = "ascii") -> Any:
 def save_picture(plan: Plan, path: Path) -> None:
     """Write the picture of a plan to a file whose name ends in .svg, or as matplotlib knows it, such as .png."""
     if path.suffix == ".svg":
-        path.write_text(plan_picture(plan, "svg"))
+        path.write_text(plan_picture(plan, "svg"), encoding="utf-8")
     else:
         figure = plan_picture(plan, "matplotlib")
         known = figure.canvas.get_supported_filetypes()
