@@ -17,6 +17,7 @@ from optim_redist import (
     Mesh,
     Plan,
     PlanInfeasibleError,
+    Ragged,
     UnsupportedError,
     bounds,
     plan,
@@ -67,19 +68,19 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, list | tuple) else [found]:
+        returned = func(*args, **(kwargs or {}))
+        for tensor in returned if isinstance(returned, list | tuple) else [returned]:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.sizes.pop, storage._cdata)
-                    self.peak = max(self.peak, sum(self.sizes.values()))
-        return found
+                self.storages[storage._cdata] = weakref.ref(storage)
+        alive = [found for reference in self.storages.values() if (found := reference()) is not None]
+        # those that were given up are empty
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        return returned
 
 
 class _NoWire:
@@ -279,6 +280,27 @@ def test_an_output_that_does_not_fit_beside_the_earlier_steps_is_refused() -> No
             source.view(-1)
             program(source, out)
         assert live.peak + out.nbytes <= peak + spare
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_a_pending_conjugation_that_is_not_resolved_under_the_limit_is_refused(donate: bool) -> None:
+    src = Layout(Mesh(4), [(0, Ragged((0, 48, 52, 58, 64))), None])
+    source = torch.zeros(48, 64, dtype=torch.complex64)
+    # a donated one is given up once it is resolved, another one stays
+    besides = source.nbytes if donate else plan((64, 64), source.dtype, src, COLUMNS).peak_bytes
+    for spare in (-1, 0):
+        limit = source.nbytes + besides + spare
+        made = plan((64, 64), source.dtype, src, COLUMNS, memory_limit=limit, donate=donate, planners=["direct"])
+        program = Program(made, 0, cast(Any, _NoWire()))
+        program(source.clone())
+        if spare:
+            with pytest.raises(UnsupportedError, match=f"1 bytes above memory_limit={limit}"):
+                program(source.conj())
+            continue
+        with _Live() as live:
+            source.view(-1)
+            program(source.conj())
+        assert live.peak <= limit
 
 
 def _give_packed(rank: int, world_size: int) -> list[str]:

@@ -66,8 +66,9 @@ def redistribute_local(
             another device.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options, none of which has run
             before: a rank whose plan has does not compare again, and the others wait for it or fail in the backend.
-        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost, or if
-            ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps.
+        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost; or if
+            ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps, or a copy that resolves a
+            pending conjugation or negation beside the tensor.
     """
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(

@@ -151,6 +151,7 @@ class Program:
                 return x
             if not copy:
                 return x[self._kept]
+        self._check_resolving(x)
         given = x if x is not None else out
         device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()
@@ -260,6 +261,19 @@ class Program:
             raise LayoutError(
                 f"rank {self.rank}: torch frees a donated source, and this one's memory is not torch's own (NumPy's, "
                 "perhaps); clone it, or leave donate out"
+            )
+
+    def _check_resolving(self, x: Tensor | None) -> None:
+        """Raise if the copy that resolves a pending conjugation or negation does not fit under the limit."""
+        limit = self.plan.memory_limit
+        if limit is None or x is None or not (x.is_conj() or x.is_neg()):
+            return
+        held = 2 * x.nbytes if self.plan.donate else self.plan.peak_bytes + x.nbytes
+        if held > limit:
+            raise UnsupportedError(
+                f"rank {self.rank}: the source has a pending conjugation or negation, and a copy that resolves it "
+                f"would be held too, {held - limit} bytes above memory_limit={limit}; call with a limit that is higher "
+                "by so much, or give .resolve_conj().resolve_neg() and let go of what it was made of"
             )
 
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:

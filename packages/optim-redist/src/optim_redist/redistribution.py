@@ -90,7 +90,8 @@ def redistribute(
         shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
         forward_dtype: dtype of the exchange and of the result.
         backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
-        memory_limit: bytes that no rank may exceed, as for ``plan``.
+        memory_limit: bytes that no rank may exceed, as for ``plan``; of a tensor that travels in another dtype they
+            count what travels, which is made beside it.
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
