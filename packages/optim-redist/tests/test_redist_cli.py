@@ -411,6 +411,8 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
         ({"dtype": "b16"}, "dtype 'b16' is unknown here"),
         ({"steps": [{"op": "exchange"}]}, "plan.json is damaged: KeyError: 'ranks'"),
         ({"stages": None}, "plan.json is damaged: TypeError"),
+        ({"peak_bytes": "64"}, "a plan's peak_bytes is a number, got '64'"),
+        ({"memory_limit": []}, "a plan's memory_limit is a number, got []"),
     ):
         path.write_text(json.dumps({**made, **changes}))
         assert main(["verify", str(path)]) == 2

@@ -179,6 +179,10 @@ class Plan:
         fields = cls.__dataclass_fields__.keys()
         if found.keys() != fields:
             raise RedistError(f"{_FORMAT}/{_VERSION} has other fields: {sorted(found.keys() ^ fields)}")
+        for field in ("time", "peak_bytes", "gap", "volume_ratio", "memory_limit"):
+            value = found[field]
+            if not isinstance(value, Real) and not (field == "memory_limit" and value is None):
+                raise RedistError(f"a plan's {field} is a number, got {value!r}")
         return cls(
             **{
                 **found,
