@@ -54,7 +54,7 @@ def redistribute_local(
         dtype: needed where ``tensor`` is None, else the tensor's own.
         device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
             group that has NCCL, else the CPU.
-        async_op: return a ``Handle`` whose ``wait()`` gives the result.
+        async_op: return a ``Handle`` whose ``wait()`` gives the result; the tensor is not to be written to before.
         cost_model, topology, memory_limit: as for ``plan``.
         donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
             It has to be all of its storage, which torch can free. Unless it is the result its storage is empty

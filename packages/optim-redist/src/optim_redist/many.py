@@ -247,7 +247,8 @@ def redistribute_many(
         items: ``Item`` or ``(tensor, shape, src, dst[, dtype])`` each.
         bucket_bytes: the busiest rank moves at most about so much in one exchange.
         group: who takes part; by default the ranks of all layouts.
-        async_op: return a ``Handle``; only the first bucket's exchange overlaps with what the caller does next.
+        async_op: return a ``Handle``; only the first bucket's exchange overlaps with what the caller does next, which
+            does not write to the tensors before ``wait()``.
         cost_model: as for ``plan``.
 
     Raises:

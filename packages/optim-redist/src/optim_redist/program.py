@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class Handle:
     """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
 
+    It may read the source until then, so nobody writes to it, as to what torch's asynchronous collectives are given.
+
     Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
     waiting waits then, and warns. One that takes several exchanges, as under a memory limit, starts the later ones
     while it is waited for, so all ranks wait for such handles in the same order.

@@ -86,7 +86,8 @@ def redistribute(
         dtensor: any placements, masked partials excepted.
         device_mesh: the target's mesh; by default the tensor's own.
         placements: one for each axis of the target's mesh.
-        async_op: return a ``Handle`` whose ``wait()`` gives the DTensor; only without autograd.
+        async_op: return a ``Handle`` whose ``wait()`` gives the result; only without autograd. ``dtensor`` is not to be
+            written to before.
         shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
         forward_dtype: dtype of the exchange and of the result.
         backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
