@@ -125,6 +125,23 @@ def test_memory_that_is_not_there_is_not_used() -> None:
         repeated.release()
 
 
+@pytest.mark.parametrize("made_in", [False, True], ids=["made outside", "made in it"])
+def test_in_and_out_of_inference_mode(made_in: bool) -> None:
+    only = Layout(Mesh(1), [None])
+    plans = _plans([((5,), torch.float32, only, only)])
+    given = torch.arange(5.0, requires_grad=True), torch.zeros(5)
+    with torch.inference_mode(made_in):
+        own = RepeatedExchange(plans, CPU)
+        of_others = RepeatedExchange(plans, CPU, sources=[given[0]], targets=[given[1]])
+    for used_in in (False, True, False):
+        with torch.inference_mode(used_in):
+            own.lend_sources()[0].fill_(3.0)
+            assert own.start().wait()[0].tolist() == [3.0] * 5
+            own.release()
+            given[1].zero_()
+            assert torch.equal(of_others.start().wait()[0], given[0])
+
+
 def test_targets_have_a_place_for_each_element_and_none_of_a_source() -> None:
     only = Layout(Mesh(1), [None])
     plans = _plans([((5,), torch.float32, only, only)] * 2)

@@ -80,7 +80,8 @@ def redistribute(
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
     Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there. What stays on all ranks
-    shares its memory with the tensor, all else has its own.
+    shares its memory with the tensor, all else has its own. As of what ``DTensor.redistribute`` leaves where it is,
+    autograd does not see that who writes to one of the two changes the other.
 
     Args:
         dtensor: any placements, masked partials excepted.

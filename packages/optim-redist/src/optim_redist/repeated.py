@@ -74,6 +74,8 @@ class RepeatedExchange:
             object's own have been lent; by all that lends or takes back, before the last exchange has been waited for.
     """
 
+    # tensors that are made in inference mode could not be written to outside of it
+    @torch.inference_mode(False)
     def __init__(
         self,
         plans: Sequence[Plan],
