@@ -92,7 +92,7 @@ def _length_of(values: object) -> int | None:
     """How many items there are, None if that is not known before."""
     try:
         return len(values) if isinstance(values, Sized) else None
-    except (TypeError, RuntimeError, OverflowError):
+    except (TypeError, NotImplementedError, OverflowError):
         # what wraps a stream has the method and no length: torch's DataLoader, progress bars; a range may be too long
         return None
 

@@ -85,10 +85,9 @@ class BucketedParameters:
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
             dtypes = options.reduce_dtype, options.reduced_dtype
-            if isinstance(self._communicator, PeerCommunicator) and self._communicator.world_size > 1:
-                self._reducer = ExactOfPeers(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
-            else:
-                self._reducer = Exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
+            is_shared = isinstance(self._communicator, PeerCommunicator) and self._communicator.world_size > 1
+            exact = ExactOfPeers if is_shared else Exact
+            self._reducer = exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
         self.reduction.extend(new, self._reducer)
