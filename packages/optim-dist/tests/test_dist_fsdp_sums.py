@@ -59,8 +59,13 @@ def summed_by_one(gradients, world_size, factor):
         every = [torch.empty_like(gradient) for _ in range(world_size)]
         dist.all_gather(every, gradient)
         total = sum_in_rank_order([each.float() for each in every])
-        found.append((total / world_size if factor is None else total * factor).to(gradient.dtype).float())
+        found.append((average(total, world_size) if factor is None else total * factor).to(gradient.dtype).float())
     return found
+
+
+def average(total, world_size):
+    # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
+    return total / torch.full_like(total, world_size)
 
 
 @scenarios(2, 3, 4)
@@ -105,7 +110,7 @@ def every_operation_of_fsdp_is_one_sum(rank, world_size):
         total = sum_in_rank_order([c.to(torch.promote_types(dtype, torch.float32)) for c in contributions])
         ops = {
             dist.ReduceOp.SUM: total,
-            dist.ReduceOp.AVG: total / world_size,
+            dist.ReduceOp.AVG: average(total, world_size),
             premultiplied(0.3): total * 0.3,
         }
         for op, expected in ops.items():
@@ -124,7 +129,7 @@ def complex_gradients_are_summed_part_by_part(rank, world_size):
     reduce, device = reducers.for_fsdp(), device_of(rank)
     contributions = [normal((world_size * 5, 2), 9, each).to(device) for each in range(world_size)]
     total = sum_in_rank_order(contributions)
-    ops = {dist.ReduceOp.SUM: total, dist.ReduceOp.AVG: total / world_size, premultiplied(0.3): total * 0.3}
+    ops = {dist.ReduceOp.SUM: total, dist.ReduceOp.AVG: average(total, world_size), premultiplied(0.3): total * 0.3}
     for op, expected in ops.items():
         out = torch.empty(5, dtype=torch.complex64, device=device)
         reduce(out, torch.view_as_complex(contributions[rank]), mesh_of(world_size).get_group(), op)

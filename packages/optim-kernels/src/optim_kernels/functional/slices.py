@@ -71,7 +71,8 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
     for each in slices[1:]:
         total += each
     if divisor != 1:
-        total /= divisor
+        # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
+        total /= torch.full((), divisor, dtype=total.dtype, device=total.device)
     return out.copy_(total)
 
 
