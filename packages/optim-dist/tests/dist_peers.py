@@ -18,8 +18,8 @@ from optim_dist._reduction.collectives import Communicator, new_group
 class _File:
     """What torch calls a handle."""
 
-    def __init__(self, folder, number, numel, dtype, groups):
-        self._folder, self._number, self._groups = folder, number, groups
+    def __init__(self, folder, number, numel, dtype, group):
+        self._folder, self._number, self._group = folder, number, group
         self._nbytes = self.buffer_size = numel * dtype.itemsize
 
     def get_buffer(self, rank, shape, dtype, offset):
@@ -29,7 +29,7 @@ class _File:
         return mapped[begin : begin + numel * dtype.itemsize].view(dtype)
 
     def barrier(self, channel, timeout_ms):
-        dist.barrier(self._groups[channel])
+        dist.barrier(self._group)
 
 
 class _Here:
@@ -42,24 +42,23 @@ class HostMemory(peers.PeerMemory):
         self._device, self._rank, self._world_size = communicator.device, communicator.rank, communicator.world_size
         self._timeout_ms, self._storages, self._handles, self._chunks, self._number = 0, {}, {}, {}, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
-        self._groups = [new_group(communicator.ranks, [communicator]) for _ in peers.Channel]
+        self._group = new_group(communicator.ranks, [communicator])
 
     def _allocate(self, numel, dtype):
         self._number += 1
         path = os.path.join(self._folder, f"{self._number}-{self._rank}")
         flat = torch.from_file(path, shared=True, size=numel, dtype=dtype)
-        dist.barrier(self._groups[0])  # every rank's file is there
-        return flat, _File(self._folder, self._number, numel, dtype, self._groups)
+        dist.barrier(self._group)  # every rank's file is there
+        return flat, _File(self._folder, self._number, numel, dtype, self._group)
 
     def keep(self, tensor):
         pass
 
-    def run(self, channel, chunk, copies, then=None):
-        meet = chunk.meet[channel]
-        meet()
+    def run(self, chunk, copies, then=None, behind=None):
+        chunk.meet()
         for target, source in copies:
             target.copy_(source)
-        meet()
+        chunk.meet()
         if then is not None:
             then()
         return _Here()

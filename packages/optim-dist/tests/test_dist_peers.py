@@ -189,18 +189,19 @@ def a_gather_writes_to_all_and_a_sum_reads_from_all(rank, world_size):
     share_host_memory()
     _, optimizer = build(rank, transport="symm")
     ours, device = optimizer.communicator, device_of(rank)
+    work, rooms = None, torch.empty(1, 4096, device=device)
     for numel in (2, 6, 2 * 4096):
         flat = ours.zeros(numel, torch.float32, device)
         flat.copy_(torch.arange(numel) * (rank + 1))
         size = numel // 2
-        own, room = flat[rank * size : (rank + 1) * size], torch.empty(1, size, device=device)
-        order = []
+        own, order = flat[rank * size : (rank + 1) * size], []
 
         def add(contributions, order=order, own=own):
             order += [float(each[-1]) for each in contributions]
             own.copy_(sum(contributions))
 
-        ours.collect(flat, room, add).wait()
+        work = ours.collect(flat, rooms[:, :size], add, work)
+        work.wait()
         assert torch.equal(own.cpu(), torch.arange(numel)[rank * size :][:size] * 3.0)
         last = (rank + 1) * size - 1
         assert order == [last, 2 * last]
@@ -333,11 +334,11 @@ def test_copies_leave_the_current_device_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     memory = peers.PeerMemory.__new__(peers.PeerMemory)
     stream = SimpleNamespace(device_index=1, wait_event=lambda event: None, record_event=lambda: None)
-    memory._device, memory._streams = torch.device("cuda", 1), [stream, stream]
+    memory._device, memory._copying, memory._adding = torch.device("cuda", 1), stream, stream
     memory._ready = SimpleNamespace(record=lambda stream: None)
     found = []
-    chunk = peers.Chunk([], [lambda: found.append(Device.current)] * 2)
-    memory.run(peers.Channel.GATHER, chunk, [], lambda: found.append(Device.current))
+    chunk = peers.Chunk([], lambda: found.append(Device.current))
+    memory.run(chunk, [], lambda: found.append(Device.current))
     assert found == [1, 1, 1]
     assert Device.current == 0
 

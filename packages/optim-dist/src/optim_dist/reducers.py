@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.storage import Contribution, ParameterBucket
 from optim_dist._reduction.tree import sum_in_pairs
@@ -176,17 +176,18 @@ class Exact:
 
 
 class ExactOfPeers(Exact):
-    """``exact`` between ranks that see each other's memory: contributions are added up as they come, in their stream.
+    """``exact`` between ranks that see each other's memory: contributions are added up as they come, whoever waits.
 
-    So what is launched later needs no memory of its own, and waits for nothing here. Set apart, for reductions under
-    backward, it is ``Exact``.
+    So what is launched later waits on the device for a scratch that others have had, never here. Set apart, for
+    reductions under backward, it is ``Exact``.
     """
 
-    _num_scratch = 1
+    def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
+        super()._make_scratch(buckets)
+        self._latest: dict[int, Waitable] = {}  # what came to a scratch, by its address
 
     def connect(self, buckets: Sequence[ParameterBucket]) -> None:
-        self._num_scratch = Exact._num_scratch
-        self._make_scratch(buckets)
+        self._make_scratch(buckets)  # contributions may be on their way to what there is
         super().connect(buckets)
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,10 +202,13 @@ class ExactOfPeers(Exact):
             return
         wire = _on_the_wire(bucket, self.reduce_dtype)
         bucket.divided = self._dtype_of_sums(bucket) == torch.float16
-        (scratch,) = self._free[wire.device, wire.dtype]
-        others = self.communicator.world_size - 1
+        free = self._free[wire.device, wire.dtype]
+        scratch = free.pop(0)  # the one that has waited longest
+        free.append(scratch)
+        others, place = self.communicator.world_size - 1, scratch.data_ptr()
         room = scratch[: others * bucket.plan.chunk].view(others, -1)
-        bucket.work = self.communicator.collect(wire, room, partial(self._add, bucket, sums=self._sums(bucket)))
+        add = partial(self._add, bucket, sums=self._sums(bucket))
+        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, self._latest.get(place))
 
     def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:

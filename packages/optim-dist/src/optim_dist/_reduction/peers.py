@@ -1,13 +1,14 @@
 """Ranks of one host that reach into each other's memory, for ``transport="symm"``.
 
-Letters as in ``collectives``. GPUs copy, on streams of their own, by engines that need no multiprocessor:
+Letters as in ``collectives``. GPUs copy, on a stream of their own, by engines that need no multiprocessor, and add up
+on another, beside the next copies:
 
     collect       all ranks have come | room[s] <- flat[r] of rank s, for s != r | all have copied | add up
     all_gather_   all ranks have come | flat[r] of rank s <- flat[r], for s != r | all have copied
 
 So compute that runs meanwhile loses nothing but memory bandwidth, where kernels of NCCL take multiprocessors from it.
-Ranks meet on the device, by flags in each other's memory; no host waits. What other ranks cannot see (messages, say)
-goes by the process group.
+One copy after the other, as two at once take longer. Ranks meet on the device, by flags in each other's memory; no host
+waits. What other ranks cannot see (messages, say) goes by the process group.
 
 A copy that waits for a rank holds up others of the same engine, and whoever waits for those: ranks must come in the
 same order, with nothing of the user's between. In a step they do. Under backward, where a rank may be late by all of
@@ -24,7 +25,6 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,24 +41,17 @@ except ImportError:  # of a torch that is built without it
 Copies = Iterable[tuple[Tensor, Tensor]]  # (to, from)
 
 
-class Channel(IntEnum):
-    """Each has a stream, and flags by which ranks meet in it."""
-
-    COLLECT = 0
-    GATHER = 1
-
-
 @dataclass(eq=False)
 class Chunk:
     """This rank's chunk of what all have.
 
     Attributes:
         everywhere: as it lies at the next rank, at the one behind that, ..., and at last here.
-        meet: for each channel, lets the current stream go on once all ranks have come.
+        meet: lets the current stream go on once all ranks have come.
     """
 
     everywhere: list[Tensor]
-    meet: list[Callable[[], None]]
+    meet: Callable[[], None]
 
 
 class PeerMemory:
@@ -85,7 +78,7 @@ class PeerMemory:
         self._rank, self._world_size = communicator.rank, communicator.world_size
         self._timeout_ms = max(1, round(1000 * group._get_backend(device).options._timeout.total_seconds()))
         # ahead of what computes: ranks that meet take a multiprocessor for a moment
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in Channel]
+        self._copying, self._adding = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._ready = torch.cuda.Event()
         # by the storage, as long as that is there
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -105,9 +98,7 @@ class PeerMemory:
         self._storages[id(storage)] = weakref.ref(storage)
         self._handles[id(storage)], self._chunks[id(storage)] = handle, {}
         weakref.finalize(storage, self._forget, id(storage)).atexit = False
-        for channel in Channel:
-            # now, since to load a kernel may wait for the device
-            handle.barrier(channel, self._timeout_ms)
+        handle.barrier(0, self._timeout_ms)  # now, since to load a kernel may wait for the device
         return flat.zero_()[:numel]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
@@ -135,32 +126,46 @@ class PeerMemory:
         order = [(self._rank + distance) % self._world_size for distance in range(1, self._world_size + 1)]
         return Chunk(
             [handle.get_buffer(rank, *place) for rank in order],
-            [partial(handle.barrier, int(channel), self._timeout_ms) for channel in Channel],
+            partial(handle.barrier, 0, self._timeout_ms),
         )
 
-    def run(self, channel: Channel, chunk: Chunk, copies: Copies, then: Callable[[], object] | None = None) -> Waitable:
-        """Copy behind what the current stream does, once all ranks have come, and go on ``then``, once all have."""
-        current, stream = torch.cuda.current_stream(self._device), self._streams[channel]
-        meet = chunk.meet[channel]
+    def run(
+        self,
+        chunk: Chunk,
+        copies: Copies,
+        then: Callable[[], object] | None = None,
+        behind: Waitable | None = None,
+    ) -> Waitable:
+        """Copy behind what the current stream does, once all ranks have come, and go on ``then``, once all have.
+
+        And ``behind`` what was returned for others that need the same memory.
+        """
+        current, stream = torch.cuda.current_stream(self._device), self._copying
         self._ready.record(current)
         stream.wait_event(self._ready)
         # as the context of torch.cuda.stream, which takes twice as long; to set a stream sets the device, too
         with torch.cuda.device(self._device):
             torch.cuda.set_stream(stream)
             try:
-                meet()
+                if behind is not None:
+                    behind.wait()
+                chunk.meet()
                 for target, source in copies:
                     target.copy_(source)
-                meet()
+                chunk.meet()
                 if then is not None:
+                    copied, stream = stream.record_event(), self._adding
+                    stream.wait_event(copied)
+                    torch.cuda.set_stream(stream)
                     then()
             finally:
                 torch.cuda.set_stream(current)
         return Recorded(stream.record_event(), self._device)
 
     def keep(self, tensor: Tensor) -> None:
-        """Let what ``collect`` writes to be nobody else's until it has, even if nobody waits for it any more."""
-        tensor.record_stream(self._streams[Channel.COLLECT])
+        """Let what ``collect`` uses be nobody else's until it has, even if nobody waits for it any more."""
+        tensor.record_stream(self._copying)
+        tensor.record_stream(self._adding)
 
     def _forget(self, storage: int) -> None:
         del self._storages[storage], self._handles[storage], self._chunks[storage]
@@ -212,17 +217,19 @@ class PeerCommunicator(Communicator):
             )
 
     def keep(self, tensor: Tensor) -> None:
-        """Have memory of this rank, that ``collect`` writes to, outlive its tensor as long as that takes."""
+        """Have memory of this rank, that ``collect`` uses, outlive its tensor as long as that takes."""
         if self._memory is not None:
             self._memory.keep(tensor)
 
-    def collect(self, flat: Tensor, room: Tensor, add: Callable[[Sequence[Tensor]], object]) -> Waitable:
+    def collect(
+        self, flat: Tensor, room: Tensor, add: Callable[[Sequence[Tensor]], object], behind: Waitable | None
+    ) -> Waitable:
         """Let ``add`` have every rank's contribution to this rank's chunk of ``flat [W * C]``, in the order of ranks.
-
-        In the stream in which they come, so that ``room [W - 1, C]``, where they lie, may be that of the next ``flat``.
 
         Args:
             flat: memory that ``zeros`` has made.
+            room: ``[W - 1, C]``, for those of other ranks.
+            behind: what was returned for the last that had this room.
         """
         chunk = None if self._memory is None else self._memory.chunk_of(flat)
         if self._memory is None or chunk is None:
@@ -232,7 +239,7 @@ class PeerCommunicator(Communicator):
         # the next rank's comes first
         copies = zip(others[self.rank :] + others[: self.rank], chunk.everywhere)
         contributions = (*others[: self.rank], self._own(flat), *others[self.rank :])
-        return self._memory.run(Channel.COLLECT, chunk, copies, partial(add, contributions))
+        return self._memory.run(chunk, copies, partial(add, contributions), behind)
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         chunk = None if self._memory is None else self._memory.chunk_of(flat)
@@ -240,7 +247,7 @@ class PeerCommunicator(Communicator):
             return super().all_gather_(flat)
         self._count(flat)
         *others, own = chunk.everywhere
-        return self._memory.run(Channel.GATHER, chunk, ((other, own) for other in others))
+        return self._memory.run(chunk, ((other, own) for other in others))
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
         """Nothing: ranks have met in the memory that they share when it was made."""
