@@ -42,6 +42,7 @@ from optim_kernels._optimizers.muon_groups import (
 from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
 from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
 from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 from optim_utils.param_groups import MatrixView
 
@@ -58,6 +59,7 @@ class MuonGroups(PrivateState, Optimizer):
 
     # Derived from groups and state, and never saved: grouped launches.
     _planner: MuonPlanner
+    _ns_workspace_mb: float | None = None
 
     def _check_muon_group(self, group: dict[str, Any]) -> None:
         """Raise where Muon cannot take the group's options or one of its parameters."""
@@ -71,7 +73,7 @@ class MuonGroups(PrivateState, Optimizer):
     def _forget_launches(self) -> None:
         """Make grouped launches anew at the next step."""
         if "_planner" not in self.__dict__:
-            self._planner = MuonPlanner()
+            self._planner = MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
         self._planner.forget()
 
     def _withdraw_last_group(self) -> None:
@@ -88,7 +90,8 @@ class MuonGroups(PrivateState, Optimizer):
                 self._check_muon_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_planner"}
+        kept = {key: value for key, value in super().__getstate__().items() if key != "_planner"}
+        return {**kept, "_ns_workspace_mb": self._ns_workspace_mb}
 
     def plans(self) -> list[MuonPlan]:
         """The grouped launches that the latest steps used; empty where plain torch does all."""
@@ -212,6 +215,9 @@ class TritonMuon(MuonGroups):
             between steps; fp32 ones not by way of ``param.data``, nor between replays of a CUDA graph.
         stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
         maximize, capturable: as in torch's optimizers: climb; the step may be captured into a CUDA graph.
+        ns_workspace_mb: 2^20 bytes that Newton–Schulz may take at a time, at least one parameter's; ``None``: what all
+            matrices take together, some 6 bytes an element in 16-bit dtypes. Parts follow one another in one memory;
+            those that do not fill the chip cost time, and bits depend on what a part has.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises, in the first step, where the kernels cannot run.
 
     Raises:
@@ -251,8 +257,11 @@ class TritonMuon(MuonGroups):
         maximize: bool = False,
         capturable: bool = False,
         impl: Impl = "auto",
+        ns_workspace_mb: float | None = None,
     ) -> None:
         given = locals()
+        workspace_for(ns_workspace_mb)  # refuses what it cannot be
+        self._ns_workspace_mb = ns_workspace_mb
         defaults = {key: given[key] for key in DEFAULTS if key != "views"}
         super().__init__(params, {**defaults, "views": None})
 

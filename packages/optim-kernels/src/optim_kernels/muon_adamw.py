@@ -35,6 +35,7 @@ from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
+from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
@@ -67,6 +68,7 @@ class TritonMuonAdamW(MuonGroups):
         seed: of stochastic rounding, for groups without their own.
         capturable: the step may be captured into a CUDA graph.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``, for groups without their own.
+        ns_workspace_mb: as in `TritonMuon`, of all Muon groups.
 
     Raises:
         ValueError: a group without a kind, an option out of its range, or a parameter that its kind cannot update.
@@ -84,10 +86,12 @@ class TritonMuonAdamW(MuonGroups):
         seed: int = 0,
         capturable: bool = False,
         impl: Impl = "auto",
+        ns_workspace_mb: float | None = None,
     ) -> None:
         check_impl(impl)
         self._norms = GradientNorms(impl)
-        self._planner = MuonPlanner()
+        self._ns_workspace_mb = ns_workspace_mb
+        self._planner = MuonPlanner(workspace=workspace_for(ns_workspace_mb))
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
 
     def _is_muon(self, group: dict[str, Any]) -> bool:

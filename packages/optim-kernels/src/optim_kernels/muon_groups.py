@@ -18,12 +18,14 @@ from optim_kernels._optimizers.muon_groups import (
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
+from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 
 __all__ = [
     "DEFAULTS",
     "MuonEntry",
     "MuonPlanner",
     "Tiles",
+    "Workspace",
     "check_group",
     "check_param",
     "given_options",
@@ -34,4 +36,5 @@ __all__ = [
     "view_of",
     "with_dtype_names",
     "with_dtypes",
+    "workspace_for",
 ]

@@ -40,6 +40,7 @@ from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
 from optim_dist.plan import Plan, RouteName
 from optim_kernels.clip import clip_factor as factor_of_norm
+from optim_kernels.muon_groups import Workspace, workspace_for
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -61,9 +62,11 @@ class DistOptimizer(StatefulOptimizer):
     _scaled_groups: ScaledGroups
     _kept: KeptItems | None  # of buckets
     _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # of routes, for what they update together
+    _workspace: Workspace | None  # of Newton-Schulz
 
     def _connect(self) -> None:
         self._caches = {}
+        self._workspace = workspace_for(self._options.ns_workspace_mb)
         self._kept = None
         self._scaled_groups = ScaledGroups()
         self._factor = None
@@ -223,7 +226,7 @@ class DistOptimizer(StatefulOptimizer):
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
         factor = _product(self._factor, clip_factor)
-        new_planner = partial(self._options.muon_planner, self._communicator.world_size)
+        new_planner = partial(self._options.muon_planner, self._communicator.world_size, self._workspace)
         return StepContext(factor, grad_scale, found_inf, new_planner=new_planner)
 
     # 4, 5: update and gather

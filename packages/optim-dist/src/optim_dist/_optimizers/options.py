@@ -16,7 +16,7 @@ from optim_dist._reduction.grid import GridCommunicator
 from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.tree import is_power_of_two
 from optim_dist.plan import BucketPlan
-from optim_kernels.muon_groups import MuonPlanner
+from optim_kernels.muon_groups import MuonPlanner, Tiles, Workspace, workspace_for
 
 REDUCERS = ("rs", "exact")
 ORDERS = ("rank", "tree")
@@ -44,6 +44,7 @@ class CommonOptions(TypedDict, total=False):
     accumulation_steps: int | None
     overlap: bool
     bucket_mb: float | None
+    ns_workspace_mb: float | None
     max_norm: float | None
     skip_nonfinite: bool
     sync_params: Literal["broadcast", "check"]
@@ -83,6 +84,9 @@ class Options:
         accumulation_steps: every k-th backward pass reduces while it runs. None: reductions start at ``step()``.
         overlap: False keeps every collective inside ``step()``.
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
+        ns_workspace_mb: 2^20 bytes that Newton-Schulz may take at a time on a rank, at least one parameter's: matrices
+            are stepped in parts that fit, and all buckets use one memory. None: every bucket has what its matrices take
+            together, some 6 bytes an element in 16-bit dtypes.
         max_norm: clip by the global norm inside ``step()``, beside what ``clip_grad_norm_`` did before.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
@@ -112,6 +116,7 @@ class Options:
     accumulation_steps: int | None = None
     overlap: bool = True
     bucket_mb: float | None = None
+    ns_workspace_mb: float | None = None
     max_norm: float | None = None
     skip_nonfinite: bool = False
     sync_params: str = "broadcast"
@@ -151,6 +156,7 @@ class Options:
             )
         if self.is_tree:
             self._check_tree()
+        workspace_for(self.ns_workspace_mb)  # refuses what it cannot be
         for name in ("bucket_mb", "max_norm", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -193,10 +199,11 @@ class Options:
                 "order='rank'"
             )
 
-    def muon_planner(self, world_size: int) -> MuonPlanner:
+    def muon_planner(self, world_size: int, workspace: Workspace | None) -> MuonPlanner:
         """What steps matrices of one rank of ``world_size``, beside collectives that are in flight meanwhile."""
         spare = SPARE_MULTIPROCESSORS if self.overlap and world_size > 1 else 0
-        return MuonPlanner("shape" if self.deterministic or self.is_tree else "auto", spare=spare)
+        tiles: Tiles = "shape" if self.deterministic or self.is_tree else "auto"
+        return MuonPlanner(tiles, spare=spare, workspace=workspace)
 
     @property
     def is_tree(self) -> bool:

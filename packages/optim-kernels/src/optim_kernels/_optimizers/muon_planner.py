@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optim_kernels._impl import has_triton
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
+from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
@@ -23,6 +24,7 @@ from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, S
 from optim_kernels.reference.adamw import gradient_scale
 
 if TYPE_CHECKING:
+    from optim_kernels.functional._muon_workspace import Workspace
     from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
 
 _Options = tuple[Hashable, ...]
@@ -38,6 +40,31 @@ class _Batch:
     tensors: list[MuonTensors]
     entries: list[MuonEntry]
 
+    def parts(self, limit: int) -> list[_Batch]:
+        """The batch in parts that take so many bytes of a workspace, or have one parameter; matrices alike together."""
+        from optim_kernels.functional.muon_plan import workspace_of
+
+        rule, ns = rule_of(self.groups[0]), ns_config_of(self.groups[0])
+        sizes = [workspace_of(tensors, rule, ns) for tensors in self.tensors]
+        # of one size, so that none is left with what does not fill a chip
+        share = sum(sizes) / cdiv(sum(sizes), limit)
+        parts: list[list[int]] = []
+        taken = limit
+        shapes = [sorted(tensors.param.shape) for tensors in self.tensors]
+        for number in sorted(range(len(sizes)), key=lambda number: (shapes[number], sizes[number])):
+            if taken >= share or taken + sizes[number] > limit:
+                parts.append([])
+                taken = 0
+            parts[-1].append(number)
+            taken += sizes[number]
+        return [self._part(sorted(numbers)) for numbers in parts]
+
+    def _part(self, numbers: Sequence[int]) -> _Batch:
+        used = dict.fromkeys(self.tensors[number].group for number in numbers)
+        rows = {group: row for row, group in enumerate(used)}
+        tensors = [replace(self.tensors[number], group=rows[self.tensors[number].group]) for number in numbers]
+        return _Batch([self.groups[group] for group in used], tensors, [self.entries[number] for number in numbers])
+
 
 class MuonPlanner:
     """Steps Muon groups; holds the plans.
@@ -47,16 +74,17 @@ class MuonPlanner:
             which costs speed.
         spare: how many multiprocessors stay free beside launches that hold theirs for a whole iteration, for kernels of
             others that come meanwhile: NCCL's would else wait for the end of each. No bits depend on it.
+        workspace: memory for Newton–Schulz, which planners may share. Parameters are stepped in parts that fit.
 
     Raises:
         ValueError: for other tiles, and for a negative number.
     """
 
-    def __init__(self, tiles: Tiles = "auto", *, spare: int = 0) -> None:
+    def __init__(self, tiles: Tiles = "auto", *, spare: int = 0, workspace: Workspace | None = None) -> None:
         check_tiles(tiles)
         if isinstance(spare, bool) or not isinstance(spare, int) or spare < 0:
             raise ValueError(f"spare must be a number of multiprocessors, 0 or more, got {spare!r}")
-        self._tiles, self._spare = tiles, spare
+        self._tiles, self._spare, self._workspace = tiles, spare, workspace
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with these options
@@ -92,6 +120,9 @@ class MuonPlanner:
                     self._add(batches, group, options, entry, tensors)
             if rest:
                 others.append((group, rest))
+        if self._workspace is not None:
+            limit = self._workspace.limit
+            batches = {(*key, i): part for key, each in batches.items() for i, part in enumerate(each.parts(limit))}
         self._drop_outdated()
         self._steady = self._done = None
         # what they refuse they refuse before anything has moved
@@ -191,6 +222,7 @@ class MuonPlanner:
                 num_groups=len(batch.groups),
                 tiles=self._tiles,
                 spare=self._spare,
+                workspace=self._workspace,
             )
         self._plans[key] = plan
         self._groups[key] = batch.groups

@@ -138,15 +138,15 @@ class Launches:
         for chain in self._chains:
             chain.keep_for_graph()
 
-    def launch(self, *, recorded: bool = False) -> None:
-        """The whole step; recorded in a graph, small families are on branches of their own."""
+    def launch(self, *, may_branch: bool = False) -> None:
+        """The whole step; small families on branches of their own, if a graph records it that may have some."""
         if self._options.rule.row_equilibrate:
             self._equilibrated_momentum()
         else:
             self._momentum()
         for chain in self._chains:
             chain.run()
-        if recorded and self._gains_by_branches:
+        if may_branch and self._gains_by_branches:
             self._orthogonalize_in_parallel()
         else:
             for family, products in zip(self._families, self._products, strict=True):
@@ -252,6 +252,7 @@ class Launches:
         iterate([batch.x for batch in family], self._options.ns, products)
         for last in products.last:
             self._last_product(last)
+        products.last.clear()  # their factors' memory is for others from here on
 
     def _last_product(self, last: LastProduct) -> None:
         """The last product of a batch, with the update of its parameters or what that has to know of O."""

@@ -22,6 +22,7 @@ from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
+from optim_kernels.functional._muon_workspace import Memory
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
 ROW_STEP = 8
@@ -93,12 +94,14 @@ def families_of(
     *,
     stores_last: bool,
     tiles: Tiles = "auto",
+    memory: Memory = torch.zeros,
 ) -> tuple[list[Family], list[ChainedBatches]]:
     """The families of ordered matrices, and those batches that make chains, with their buffers.
 
     Args:
         stores_last: the last product is stored as any other, so that X moves once more.
         tiles: with ``"shape"`` a chain has those alone that cannot do without, which are the longest of a short side.
+        memory: gives room for X.
     """
     families: list[Family] = []
     chains: list[ChainedBatches] = []
@@ -113,11 +116,11 @@ def families_of(
         if tiles == "shape":
             chained = [(n, count) for n, count in shapes if needs_step_chain(m, n, ns, dtype, device)]
         unchained = [[shape for shape in family if shape not in chained] for family in of_families]
-        families += _unchained([family for family in unchained if family], first, m, dtype, device, tiles)
+        families += _unchained([family for family in unchained if family], first, m, dtype, device, tiles, memory)
         first += sum(count for family in unchained for _, count in family)
         if chained:
             moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in chained]
-            chains.append(_chained(chained, moves, first, m, dtype, device))
+            chains.append(_chained(chained, moves, first, m, dtype, device, memory))
         first += sum(count for _, count in chained)
     return families, chains
 
@@ -129,6 +132,7 @@ def _unchained(
     dtype: torch.dtype,
     device: torch.device,
     tiles: Tiles,
+    memory: Memory,
 ) -> list[Family]:
     """Families of batches (n, count) of short side m, numbered from ``first`` on, in buffers of their own."""
     families: list[Family] = []
@@ -136,8 +140,9 @@ def _unchained(
         families.append([])
         for n, count in shapes:
             padded = cdiv(n, ROW_STEP) * ROW_STEP
-            # zeros, for tiles are read with what lies beyond a matrix's columns
-            x, other = (torch.zeros(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+            # zeros, where tiles are read with what lies beyond a matrix's columns
+            room = memory if padded == n else torch.zeros
+            x, other = (room(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
             chosen_for = 1 if tiles == "shape" else count
             families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x, chosen_for), chosen_for))
             first += count
@@ -151,12 +156,13 @@ def _chained(
     m: int,
     dtype: torch.dtype,
     device: torch.device,
+    memory: Memory,
 ) -> ChainedBatches:
     """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; whether their X moves."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
-    x = torch.zeros(sum(panels), m, PANEL, dtype=dtype, device=device)
+    x = memory(sum(panels), m, PANEL, dtype=dtype, device=device)
     num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])
-    other = torch.zeros_like(x[:num_moved]) if num_moved else x
+    other = memory(num_moved, m, PANEL, dtype=dtype, device=device) if num_moved else x
     batches, start = [], 0
     for (n, count), does_move, size in zip(shapes, moves, panels, strict=True):
         its_x, its_other = (each[start : start + size] for each in (x, other if does_move else x))

@@ -17,6 +17,7 @@ tables, so a step with new ones replays the same graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ from optim_kernels.functional._muon_matrices import (
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
+from optim_kernels.functional._muon_workspace import Workspace, nbytes_of
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
-__all__ = ["MuonPlan", "MuonTensors", "alignment_of", "why_not_plan"]
+__all__ = ["MuonPlan", "MuonTensors", "alignment_of", "why_not_plan", "workspace_of"]
 
 
 class MuonPlan:
@@ -57,6 +59,7 @@ class MuonPlan:
         tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
             others there are. With ``"shape"`` they depend on its own shape, as long as `alignment_of` all is the same.
         spare: multiprocessors that stay free beside launches which last; see `MuonPlanner`.
+        workspace: where X and the factors are; by default memory of the plan's own.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class MuonPlan:
         num_groups: int = 1,
         tiles: Tiles = "auto",
         spare: int = 0,
+        workspace: Workspace | None = None,
     ) -> None:
         check_tiles(tiles)
         # now: a tensor whose ``.data`` is replaced changes its own
@@ -99,10 +103,19 @@ class MuonPlan:
             tiles=tiles,
             spare=spare,
         )
-        stores_last = not options.updates_in_last_product
-        families, chains = families_of(
-            self._matrices, ns, options.x_dtype, self._device, stores_last=stores_last, tiles=tiles
+        lay_out = partial(
+            families_of,
+            self._matrices,
+            ns,
+            options.x_dtype,
+            self._device,
+            stores_last=not options.updates_in_last_product,
+            tiles=tiles,
         )
+        families, chains = (
+            lay_out() if workspace is None else workspace.lay_out(lambda memory: lay_out(memory=memory), self._device)
+        )
+        self._workspace = workspace
         self._tile_words = tile_words(families, chains, tiles)
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
@@ -142,8 +155,10 @@ class MuonPlan:
             return
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._launches.launch(recorded=True)
+            pool = None if self._workspace is None else self._workspace.pool(self._device)
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                # a branch takes memory that another stream, as those of other graphs are, does not find again
+                self._launches.launch(may_branch=self._workspace is None)
             # not before: what could not be recorded cannot be replayed
             self._graph = graph
         self._graph.replay()
@@ -206,6 +221,13 @@ class MuonPlan:
     def address_key(self) -> tuple[tuple[Any, ...], ...]:
         """`MuonTensors.address_key` of every parameter, when the plan was built."""
         return self._address_key
+
+
+def workspace_of(tensors: MuonTensors, rule: MuonRule, ns: NSConfig) -> int:
+    """The most bytes of a workspace that a parameter's matrices take."""
+    config = ns.of(tensors.param)
+    dtype = config.compute_dtype(tensors.param)
+    return sum(nbytes_of(*matrix.shape, config, dtype) for matrix in matrices_of(0, tensors, rule))
 
 
 def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> bool:

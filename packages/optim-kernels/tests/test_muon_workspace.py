@@ -1,0 +1,259 @@
+"""Newton–Schulz in a memory of limited size: matrices in parts that follow one another, with the same results."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from random_tensors import give_gradients, random_parameters
+from torch import Tensor, nn
+
+from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW
+from optim_kernels.muon_groups import MuonPlanner
+
+pytest.importorskip("triton")
+from optim_kernels.functional._muon_workspace import nbytes_of
+
+SHAPES = ((16, 40), (40, 16), (24, 24), (16, 40), (24, 24), (8, 16))
+EXACT: dict[str, Any] = {"ns_dtype": torch.float32, "impl": "triton", "lr": 0.1}
+MB = 2**20
+LARGEST = nbytes_of(24, 24, NSConfig(dtype=torch.float32), torch.float32)
+
+parameters = partial(random_parameters, scale=0.1)
+
+
+def step(optimizer: TritonMuon | TritonMuonAdamW, params: list[nn.Parameter], seed: int) -> None:
+    give_gradients(*params, seed=seed)
+    optimizer.step()
+
+
+def trained(limit: int | None, steps: int = 2, **options: Any) -> tuple[TritonMuon, list[nn.Parameter]]:
+    """With a limit in bytes."""
+    params = parameters(*SHAPES)
+    optimizer = TritonMuon(params, **{**EXACT, **options}, ns_workspace_mb=None if limit is None else limit / MB)
+    for seed in range(steps):
+        step(optimizer, params, seed)
+    return optimizer, params
+
+
+def room_of(optimizer: TritonMuon | TritonMuonAdamW) -> Tensor:
+    workspace = optimizer._planner._workspace
+    assert workspace is not None
+    (room,) = workspace._rooms.values()
+    return room
+
+
+def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta2": 0.9, "row_equilibrate": True}, {"renormalize": True}, {"ns_method": "gram"}],
+    ids=str,
+)
+def test_results_do_not_depend_on_it(options: dict[str, Any]) -> None:
+    alone, expected = trained(None, **options)
+    assert len(alone.plans()) == 1
+    for limit, least, most in ((1, len(SHAPES), len(SHAPES)), (2 * LARGEST, 2, len(SHAPES) - 1), (MB, 1, 1)):
+        optimizer, params = trained(limit, **options)
+        assert_same(params, expected)
+        assert least <= len(optimizer.plans()) <= most
+        assert limit == 1 or room_of(optimizer).numel() <= limit
+
+
+def test_rows_that_end_anywhere() -> None:
+    """Tiles are read with what lies beyond these, which nobody may have written."""
+    runs = []
+    for limit in (None, 1):
+        params = parameters((24, 24), (16, 33), (9, 130), (24, 24))
+        optimizer = TritonMuon(params, **EXACT, ns_workspace_mb=limit)
+        for seed in range(3):
+            if limit and seed:
+                room_of(optimizer).fill_(0xFF)
+            step(optimizer, params, seed)
+        runs.append(params)
+    for p, q in zip(*runs, strict=True):
+        # whether X is stored before parameters are updated by it depends on what a plan has
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_parts_are_alike() -> None:
+    """No part is left with what does not fill a chip, and matrices of one shape are together."""
+    params = parameters(*[(16, 40), (24, 24)] * 8)
+    sizes = [nbytes_of(16, 40, NSConfig(dtype=torch.float32), torch.float32), LARGEST]
+    optimizer = TritonMuon(params, **EXACT, ns_workspace_mb=0.45 * 8 * sum(sizes) / MB)
+    step(optimizer, params, 0)
+    plans = optimizer.plans()
+    parts = [[tuple(p.shape) for p in params if id(p) in plan.tiles] for plan in plans]
+    assert sorted(shape for part in parts for shape in part) == sorted(tuple(p.shape) for p in params)
+    bytes_of = [sum(sizes[shape == (24, 24)] for shape in part) for part in parts]
+    assert len(parts) == 3
+    assert max(bytes_of) <= 1.2 * min(bytes_of)
+    assert sum(len(set(part)) for part in parts) <= len(parts) + 1
+
+
+def test_what_others_have_left_there_is_not_computed_with() -> None:
+    """Between two steps the room may hold anything."""
+    (_, expected), (optimizer, params) = trained(None, steps=4), trained(LARGEST)
+    for seed in (2, 3):
+        room_of(optimizer).fill_(0xFF)  # NaN, in every dtype
+        step(optimizer, params, seed)
+    assert_same(params, expected)
+
+
+def test_groups_keep_their_hyperparameters() -> None:
+    runs = []
+    for limit in (None, LARGEST / MB):
+        params = parameters(*SHAPES)
+        groups = [{"params": params[i::3], "lr": 0.1 * (i + 1), "weight_decay": 0.1 * i} for i in range(3)]
+        optimizer = TritonMuon(groups, **EXACT, ns_workspace_mb=limit)
+        for seed in range(4):
+            optimizer.param_groups[seed % 3]["lr"] *= 0.5
+            step(optimizer, params, seed)
+        runs.append(params)
+    assert_same(*runs)
+
+
+def test_missing_gradients_come_and_go() -> None:
+    runs = []
+    for limit in (None, LARGEST):
+        optimizer, params = trained(limit)
+        for seed in range(2, 6):
+            give_gradients(*params, seed=seed)
+            params[seed % len(params)].grad = None
+            optimizer.step()
+        runs.append(params)
+    assert_same(*runs)
+
+
+def test_planners_may_share_one() -> None:
+    """As those of several buckets do: the second is done when the first begins again."""
+    optimizer, params = trained(LARGEST)
+    _, expected = trained(None, steps=3)
+    workspace = optimizer._planner._workspace
+    assert workspace is not None
+    other = parameters((24, 24), (16, 40))
+    give_gradients(*other, seed=5)
+    beside = TritonMuon(other, **EXACT)
+    beside._planner = MuonPlanner(workspace=workspace)
+    before = room_of(optimizer).data_ptr()
+    beside.step()
+    assert room_of(optimizer).data_ptr() == before
+    step(optimizer, params, 2)
+    assert_same(params, expected)
+
+
+def test_one_for_a_whole_model() -> None:
+    runs = []
+    for limit in (None, LARGEST / MB):
+        params = parameters(*SHAPES, (7,))
+        groups = [
+            {"params": params[:-1], "kind": "muon", "variant": "keller", "ns_dtype": torch.float32, "impl": "triton"},
+            {"params": params[-1:], "kind": "adamw"},
+        ]
+        optimizer = TritonMuonAdamW(groups, ns_workspace_mb=limit)
+        for seed in range(2):
+            step(optimizer, params, seed)
+        runs.append((params, len(optimizer.plans())))
+    (expected, one), (ours, several) = runs
+    assert one == 1 < several
+    assert_same(ours, expected)
+
+
+def test_copies_and_checkpoints() -> None:
+    """It belongs to the optimizer, as other choices of how to compute do: copied and pickled with it, not saved."""
+    optimizer, _ = trained(LARGEST)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other_params = [p for group in other.param_groups for p in group["params"]]
+        step(other, other_params, 2)
+        assert len(other.plans()) == len(optimizer.plans()) > 1
+        assert room_of(other).data_ptr() != room_of(optimizer).data_ptr()
+    assert "workspace" not in str(optimizer.state_dict()["param_groups"])
+    for method in (TritonMuon.keller, TritonMuon.nanochat):
+        assert method(parameters((8, 8)), ns_workspace_mb=64)._ns_workspace_mb == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (0, ValueError, "ns_workspace_mb must be positive, or None for no limit, got 0"),
+        (-1.5, ValueError, "ns_workspace_mb must be positive, or None for no limit, got -1.5"),
+        (float("nan"), ValueError, "ns_workspace_mb must be positive, or None for no limit, got nan"),
+        ("512", TypeError, "ns_workspace_mb must be a number of 2.20 bytes, or None, got '512'"),
+        (True, TypeError, "ns_workspace_mb must be a number of 2.20 bytes, or None, got True"),
+    ],
+)
+def test_wrong_limits_are_refused(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        TritonMuon(parameters((8, 8)), ns_workspace_mb=given)
+    with pytest.raises(error, match=match):
+        TritonMuonAdamW([{"params": parameters((8, 8)), "kind": "muon"}], ns_workspace_mb=given)
+
+
+def test_infinity_is_no_limit() -> None:
+    params = parameters(*SHAPES)
+    optimizer = TritonMuon(params, **EXACT, ns_workspace_mb=float("inf"))
+    step(optimizer, params, 0)
+    assert len(optimizer.plans()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("variant", ["keller", "nanochat-2026-07"])
+def test_a_step_takes_no_more(shape: tuple[int, int], variant: str) -> None:
+    """At the highest, and from step to step: launched, recorded, replayed, and in a graph of the caller's."""
+    params = random_parameters(*[shape] * 48, dtype=torch.bfloat16, scale=0.1)
+    give_gradients(*params, seed=0)
+    limit = 128
+    optimizer = TritonMuonAdamW([{"params": params, "kind": "muon", "variant": variant}], ns_workspace_mb=limit)
+    optimizer.step()
+    assert len(optimizer.plans()) > 1
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    state = sum(x.nbytes for each in optimizer.state.values() for x in each.values())
+    given = sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None)
+    for _ in range(4):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() <= given + state + (limit + 64) * MB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_agree_with_the_whole(dtype: torch.dtype) -> None:
+    """Launched, recorded and replayed; tiles are chosen by what a part has, so that 16-bit products round otherwise."""
+    shapes = [(768, 768)] * 24 + [(768, 3072)] * 12 + [(512, 700)] * 9
+    runs = []
+    for limit in (None, 96):
+        params = random_parameters(*shapes, dtype=dtype, scale=0.1)
+        optimizer = TritonMuon.keller(params, lr=0.1, ns_workspace_mb=limit)
+        for seed in range(4):
+            step(optimizer, params, seed)
+        runs.append(params)
+    for p, q in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q, atol=2e-3 if dtype == torch.bfloat16 else 2e-5, rtol=1e-2)
+
+
+@pytest.mark.gpu
+def test_captured_steps() -> None:
+    (_, expected), (optimizer, params) = trained(None, steps=5, capturable=True), trained(LARGEST, capturable=True)
+    for p in params:
+        p.grad = torch.empty_like(p)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for seed in (2, 3, 4):
+        fresh = parameters(*SHAPES)
+        give_gradients(*fresh, seed=seed)
+        for p, q in zip(params, fresh, strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            p.grad.copy_(q.grad)
+        graph.replay()
+    assert_same(params, expected)
