@@ -124,6 +124,18 @@ def full_states_load_with_weights_only(rank, world_size):
 
 
 @scenario(1, 2)
+def the_whole_state_is_on_the_cpu_whatever_torchs_default_device(rank, world_size):
+    net = Net(device_of(rank))
+    optimizer = make("muon_adamw", net)
+    take_steps(net, optimizer, range(1), rank)
+    with torch.device("meta"):
+        full = optimizer.full_state_dict()
+    found = {(key, value.device.type) for state in full.get("state", {}).values() for key, value in state.items()}
+    assert all(device == "cpu" for _, device in found), found
+    assert rank or ("momentum_buffer", "cpu") in found
+
+
+@scenario(1, 2)
 def state_that_lies_otherwise_than_its_parameter_is_whole(rank, world_size):
     """Second moments of columns have the parameter's shape but not its strides; what is loaded may have any."""
     device = device_of(rank)

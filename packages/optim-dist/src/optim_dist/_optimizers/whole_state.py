@@ -95,7 +95,7 @@ def _broadcast(
     if in_pieces:
         return value.as_strided(spec.shape, spec.stride)
     value = value.view(shape)
-    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype).copy_(value) if lies_alike else value
+    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if lies_alike else value
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
