@@ -312,6 +312,31 @@ def test_buffers_and_frozen_parameters_of_another_kind_of_number_are_refused(tmp
     assert torch.equal(model.seen, torch.full((2,), 1.5, dtype=torch.bfloat16))
 
 
+class Recorder(nn.Linear):
+    """Has an extra state of any kind, which nothing but its own methods understands."""
+
+    def __init__(self, extra):
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("fresh", [torch.zeros(0, dtype=torch.uint8), None, 3], ids=str)
+@pytest.mark.parametrize("saved", [torch.arange(5.0), None, {"seen": [1]}], ids=str)
+def test_extra_states_of_modules_have_any_shape_and_type(tmp_path, saved, fresh):
+    model = nn.Sequential(Recorder(saved))
+    checkpoint.save(tmp_path / "x", model, TritonDistAdamW(model.named_parameters()))
+    again = nn.Sequential(Recorder(fresh))
+    checkpoint.load(tmp_path / "x", again, TritonDistAdamW(again.named_parameters()))
+    found = again[0].extra
+    assert torch.equal(found, saved) if isinstance(saved, torch.Tensor) else found == saved
+
+
 def test_checkpoints_of_version_0_3_which_name_no_members_load(tmp_path):
     model = nn.Linear(3, 4)
     checkpoint.save(tmp_path / "x", model, TritonDistAdamW(model.parameters()))

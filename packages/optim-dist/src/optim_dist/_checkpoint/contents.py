@@ -28,6 +28,7 @@ from optim_dist.planning import contiguous_stride
 from optim_redist import Layout
 
 SCALARS = ("step",)
+EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
 
 def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
@@ -247,6 +248,8 @@ def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved]
     problems += [f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine]
     for name in mine.keys() & saved.keys():
+        if name.rpartition(".")[2] == EXTRA_STATE:
+            continue
         if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
             problems.append(f"{name}: shape {tuple(saved[name].shape)}, this run has {tuple(mine[name].shape)}")
         elif isinstance(mine[name], Tensor) and not _fits_dtype(saved[name], mine[name]):
