@@ -210,9 +210,21 @@ def test_a_save_that_fails_in_the_background_is_an_error(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["every", "keep", "poll"])
-def test_numbers_below_one_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        elastic.run(train, tmp_path, **{"every": 1, name: 0})
+@pytest.mark.parametrize("value", [0, 2.5, float("nan")])
+def test_what_is_no_whole_number_of_at_least_one_is_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value}"):
+        elastic.run(train, tmp_path, **{"every": 1, name: value})
+
+
+def test_checkpoints_stay_together_when_the_loop_changes_its_directory(tmp_path, monkeypatch):
+    """Of a relative path, each part of a run would have its own checkpoints, and forget those of the other."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    elastic.run(lambda run: train(run, before_step=lambda step: os.chdir(elsewhere)), "checkpoints", every=2, keep=2)
+    assert os.listdir(elsewhere) == []
+    found = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert found == ["latest", "step-000000008", "step-000000010"]
 
 
 @pytest.mark.parametrize("extra", [None, {"step": 3}, "text"])

@@ -59,12 +59,13 @@ class Run:
         self, directory: str | os.PathLike[str], *, every: int, keep: int = 3, poll: int = 10, async_: bool = False
     ) -> None:
         for name, value in {"every": every, "keep": keep, "poll": poll}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value < 1 or value % 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
         if not isinstance(async_, bool):
             raise ValueError(f"async_ must be True or False, got {async_!r}")
-        self.directory = Path(directory)
-        self.every, self.keep, self.poll, self.async_ = every, keep, poll, async_
+        # the loop may change the directory that a relative path begins in
+        self.directory = Path(directory).absolute()
+        self.every, self.keep, self.poll, self.async_ = int(every), int(keep), int(poll), async_
         self.done = 0
         self.resumed_from: Path | None = None
         self.extra: dict[str, Any] = {}
