@@ -749,6 +749,8 @@ def test_memory_that_streamed_gradients_leave_free():
     ({"gradients": "streamed"}, "accumulation_steps= how many passes"),
     ({"gradients": "streamed", "accumulation_steps": 1, "overlap": False}, "overlap=False rules out"),
     ({"gradients": "rolling"}, "gradients must be one of 'resident', 'streamed', got 'rolling'"),
+    ({"gradients": "streamed", "accumulation_steps": 2.5}, "accumulation_steps must be a whole number .* got 2.5"),
+    ({"accumulation_steps": float("nan")}, "accumulation_steps must be a whole number of at least 1, got nan"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(options, match):
     with pytest.raises(ValueError, match=match):

@@ -143,8 +143,9 @@ class Options:
             )
         if self.reduced_dtype is not None and self.reducer != "exact":
             raise ValueError("reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype")
-        if self.accumulation_steps is not None and self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps must be at least 1, got {self.accumulation_steps}")
+        steps = self.accumulation_steps
+        if steps is not None and (steps < 1 or steps % 1):
+            raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {steps}")
         if self.is_streamed and self.accumulation_steps is None:
             raise ValueError(
                 "gradients='streamed' reduces in every backward pass, as often on every rank: say by "
