@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -335,6 +336,13 @@ def test_extra_states_of_modules_have_any_shape_and_type(tmp_path, saved, fresh)
     checkpoint.load(tmp_path / "x", again, TritonDistAdamW(again.named_parameters()))
     found = again[0].extra
     assert torch.equal(found, saved) if isinstance(saved, torch.Tensor) else found == saved
+
+
+def test_errors_travel_between_processes():
+    """As ``concurrent.futures`` and the like send them, which a failure to unpickle breaks."""
+    error = checkpoint.CheckpointError(Path("runs/x"), ["w: missing", "v: other"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.problems) == (type(error), str(error), error.problems)
 
 
 def test_checkpoints_of_version_0_3_which_name_no_members_load(tmp_path):

@@ -36,7 +36,11 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, path: Path, problems: Sequence[str]) -> None:
         super().__init__(f"checkpoint {path} was not loaded:\n  " + "\n  ".join(problems))
+        self.path = path
         self.problems = list(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.problems)  # an exception's own would call it with the text
 
 
 @dataclass(frozen=True)
