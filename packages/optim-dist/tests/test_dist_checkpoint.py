@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import shutil
+import tracemalloc
 from pathlib import Path
 from unittest import mock
 
@@ -336,6 +337,26 @@ def test_extra_states_of_modules_have_any_shape_and_type(tmp_path, saved, fresh)
     checkpoint.load(tmp_path / "x", again, TritonDistAdamW(again.named_parameters()))
     found = again[0].extra
     assert torch.equal(found, saved) if isinstance(saved, torch.Tensor) else found == saved
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_frozen_parameters_are_written_from_where_they_lie(tmp_path, async_):
+    """Of a large model of which a few parameters are trained there is no second copy in Python's memory."""
+    model = nn.Linear(3, 4)
+    model.base = nn.Parameter(torch.ones(2**24), requires_grad=False)
+    tracemalloc.start()
+    try:
+        saving = checkpoint.save(tmp_path / "x", model, TritonDistAdamW(model.named_parameters()), async_=async_)
+        if isinstance(saving, checkpoint.Saving):
+            saving.wait()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < model.base.nbytes / 2
+    again = nn.Linear(3, 4)
+    again.base = nn.Parameter(torch.zeros(2**24), requires_grad=False)
+    checkpoint.load(tmp_path / "x", again, TritonDistAdamW(again.named_parameters()))
+    assert torch.equal(again.base, model.base)
 
 
 def test_errors_travel_between_processes():

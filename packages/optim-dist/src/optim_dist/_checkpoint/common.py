@@ -7,6 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def without_tensors_of_model(common: Mapping[str, Any]) -> dict[str, Any]:
+    """``common.pt`` but for the model's plain tensors, which always can be read back, and may take much memory."""
+    return {**common, "model": {name: value for name, value in common["model"].items() if not _is_plain(value)}}
+
+
+def _is_plain(value: Any) -> bool:
+    # attributes that somebody has given to a tensor are written with it
+    return type(value) is Tensor and not vars(value)
 
 
 def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._checkpoint.common import packed_readable, unpacked
+from optim_dist._checkpoint.common import packed_readable, unpacked, without_tensors_of_model
 
 # a tensor in host memory
 ToHost = Callable[[Tensor], Tensor]
@@ -50,11 +50,11 @@ class Staging:
         Raises:
             TypeError: naming the entries that ``load`` could not read.
         """
-        tensors = {name: value for name, value in common["model"].items() if type(value) is Tensor}
-        others = {name: value for name, value in common["model"].items() if name not in tensors}
         # plain values and tensors in any containers: read back from what would be written, they are copies
-        small: dict[str, Any] = unpacked(packed_readable({**common, "model": others}))
-        return {**small, "model": {**small["model"], **{name: self.copy(value) for name, value in tensors.items()}}}
+        small: dict[str, Any] = unpacked(packed_readable(without_tensors_of_model(common)))
+        others = small["model"]
+        tensors = {name: self.copy(value) for name, value in common["model"].items() if name not in others}
+        return {**small, "model": {**others, **tensors}}
 
     def finish(self) -> None:
         """Wait for the copies, and for nothing that is launched later."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optim_dist._checkpoint import manifest as manifests
-from optim_dist._checkpoint.common import packed_readable
+from optim_dist._checkpoint.common import packed_readable, without_tensors_of_model
 from optim_dist._checkpoint.contents import saved_parameters
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.manifest import NONCE, Manifest
@@ -78,9 +78,9 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
             file = manifests.rank_file(rank)
             written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(contents.parts, stream))
             if is_first:
-                common = packed_readable(contents.common)
+                packed_readable(without_tensors_of_model(contents.common))
                 written[manifests.COMMON] = manifests.write_durably(
-                    temporary / manifests.COMMON, lambda stream: stream.write(common.getbuffer())
+                    temporary / manifests.COMMON, lambda stream: torch.save(contents.common, stream)
                 )
         every = sorted(communicator.gather_json([rank, written, contents.state]), key=lambda found: found[0])
         with raised_together(communicator, to.failed, rank):
