@@ -1,6 +1,7 @@
 """Groups that are told something else after the optimizer was built, by the loop or by what is loaded."""
 
 import copy
+from functools import partial
 from itertools import product
 
 import pytest
@@ -328,6 +329,32 @@ def adamw_storage(rank, world_size, folder):
 def test_what_is_loaded_does_not_choose_how_adamw_stores_it(backend, tmp_path):
     if world_sizes(backend, (2,)):
         run_ranks(adamw_storage, 2, str(tmp_path), backend=backend)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "state_dict", "full"])
+def test_hyperparameters_that_are_tensors_stay_on_their_device(tmp_path, how):
+    """Captured steps read them there, where files are read on the CPU. The device without memory stands for a GPU."""
+
+    def build(device):
+        number = partial(torch.tensor, device=device)
+        parameter = nn.Parameter(torch.ones(3))
+        return TritonDistAdamW([("w", parameter)], lr=number(0.1), betas=(number(0.9), number(0.99)), eps=1e-6)
+
+    saved, optimizer = build("cpu"), build("meta")
+    if how == "checkpoint":
+        checkpoint.save(tmp_path / "x", None, saved)
+        checkpoint.load(tmp_path / "x", None, optimizer)
+    elif how == "full":
+        optimizer.load_full_state_dict(saved.full_state_dict())
+    else:
+        optimizer.load_state_dict(saved.state_dict())
+    group = optimizer.param_groups[0]
+    assert {value.device.type for value in (group["lr"], *group["betas"])} == {"meta"}
+    assert type(group["betas"]) is tuple
+    # a number takes over where it is
+    plain = TritonDistAdamW([("w", nn.Parameter(torch.ones(3)))])
+    plain.load_state_dict(saved.state_dict())
+    assert torch.equal(plain.param_groups[0]["lr"], torch.tensor(0.1))
 
 
 def masters_through_both_forms(rank, world_size):

@@ -135,8 +135,16 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
-        completed.append({**kept, **{key: value for key, value in saved.items() if key not in OWN_OPTIONS}})
+        taken = {key: _beside(group.get(key), value) for key, value in saved.items() if key not in OWN_OPTIONS}
+        completed.append({**kept, **taken})
     return {**state_dict, "param_groups": completed}
+
+
+def _beside(mine: Any, value: Any) -> Any:
+    """A saved hyperparameter, on the device of ours if both are tensors: a captured step reads it there alone."""
+    if isinstance(mine, tuple) and isinstance(value, tuple | list) and len(mine) == len(value):
+        return type(value)(map(_beside, mine, value))
+    return value.to(mine.device) if isinstance(mine, Tensor) and isinstance(value, Tensor) else value
 
 
 def has_other_views(saved: dict[str, Any], mine: dict[str, Any]) -> bool:
