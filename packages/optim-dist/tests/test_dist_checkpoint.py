@@ -359,6 +359,39 @@ def test_frozen_parameters_are_written_from_where_they_lie(tmp_path, async_):
     assert torch.equal(again.base, model.base)
 
 
+def gaps(value):
+    """``value`` as columns of a wider matrix, whose other elements are 7."""
+    wider = torch.full((value.shape[0], value.shape[1] + 2), 7.0)
+    wider[:, : value.shape[1]] = value
+    return wider[:, : value.shape[1]]
+
+
+@pytest.mark.parametrize("kind", [TritonDistAdamW, TritonDistMuon])
+@pytest.mark.parametrize(("before", "after"), [(gaps, gaps), (gaps, torch.clone), (torch.clone, gaps)])
+def test_parameters_with_gaps_in_memory_are_saved_whole(tmp_path, kind, before, after):
+    """Which one rank updates where they lie; several refuse them."""
+
+    def build_as(form, value):
+        weight = nn.Parameter(form(value))
+        return weight, kind([("weight", weight)], lr=0.1)
+
+    def step(weight, optimizer, number):
+        weight.grad = normal((4, 3), 5, number)
+        optimizer.step()
+
+    weight, optimizer = build_as(before, normal((4, 3), 3))
+    step(weight, optimizer, 0)
+    checkpoint.save(tmp_path / "x", None, optimizer)
+    again, restored = build_as(after, torch.zeros(4, 3))
+    checkpoint.load(tmp_path / "x", None, restored)
+    if after is gaps:
+        assert torch.all(again.detach().as_strided((4, 5), (5, 1))[:, 3:] == 7)
+    for number in range(1, 3):
+        assert torch.equal(again, weight)
+        step(weight, optimizer, number)
+        step(again, restored, number)
+
+
 def test_errors_travel_between_processes():
     """As ``concurrent.futures`` and the like send them, which a failure to unpickle breaks."""
     error = checkpoint.CheckpointError(Path("runs/x"), ["w: missing", "v: other"])

@@ -21,7 +21,7 @@ from optim_dist._checkpoint.staging import ToHost, on_host
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_dist._optimizers.states import WHOLE_KEYS, in_memory_order, make_groups_plain, stamped
+from optim_dist._optimizers.states import WHOLE_KEYS, dense_stride, in_memory_order, make_groups_plain, stamped
 from optim_dist._optimizers.whole_state import as_parameter_lies, cut_like, on_one_rank
 from optim_dist.plan import ParameterSpec, Piece
 from optim_dist.planning import contiguous_stride
@@ -32,13 +32,13 @@ EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_sta
 
 
 def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
-    """The plan's parameters under the names that the model gives them; of DTensors, the rows that files hold."""
+    """The plan's parameters under the names that the model gives them, as files hold them: of DTensors, rows."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     specs = [
         replace(
             spec,
             name=names.get(id(entry.parameter), spec.name),
-            stride=contiguous_stride(spec.shape) if spec.sharding else spec.stride,
+            stride=contiguous_stride(spec.shape) if spec.sharding else dense_stride(entry.parameter),
         )
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
     ]
@@ -130,7 +130,7 @@ def restore(
         if specs[shard.index].sharding:
             values += _rows_read(optimizer, saved[name], parts.get(name, {}), shard, {VALUE: saved[name].dtype})
         elif shard.value.numel():
-            in_memory_order(shard.value).copy_(parts[name][VALUE])
+            shard.value.copy_(parts[name][VALUE].as_strided(shard.value.shape, dense_stride(shard.value)))
     for part in from_rows(values, layouts, optimizer.communicator):
         shards[part.name].value.copy_(part.local)
     rows: list[Part] = []
@@ -265,9 +265,9 @@ def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
 
 def flat_part(value: Tensor, shard: Shard) -> Tensor:
     """The elements in the memory order of the parameter."""
-    value = local(value)
-    if value.shape == shard.value.shape and value.stride() != shard.value.stride():
-        value = torch.empty_like(shard.value, dtype=value.dtype).copy_(value)
+    value, stride = local(value), dense_stride(shard.value)
+    if value.shape == shard.value.shape and value.stride() != stride:
+        value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
     return in_memory_order(value.detach())
 
 
@@ -277,7 +277,7 @@ def state_of_part(part: Tensor | None, description: SavedState, shard: Shard) ->
     if description.block > 1:
         state = torch.empty(whole_shape(like.shape, description.block), dtype=dtype, device=like.device)
     elif description.in_pieces or tuple(description.shape) == tuple(like.shape):
-        state = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+        state = torch.empty_strided(like.shape, dense_stride(like), dtype=dtype, device=like.device)
     else:
         state = torch.empty(description.shape, dtype=dtype, device=like.device)
     if part is not None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.construction import local
+from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import Plan
+from optim_dist.planning import contiguous_stride
 from optim_kernels.muon_groups import with_dtype_names
 from optim_utils.low_bit import LowBitTensor, from_plain
 
@@ -37,6 +39,11 @@ def listed_parameters(optimizer: Optimizer) -> dict[int, int]:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie, ``[numel]``."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """How a copy without gaps lies: as ``tensor`` does, or row by row if that leaves some, as one rank's may."""
+    return tensor.stride() if is_dense(tensor) else contiguous_stride(tuple(tensor.shape))
 
 
 def nbytes(value: Any) -> int:
