@@ -394,10 +394,15 @@ def test_ranks_of_torchrun_without_a_process_group_are_refused(monkeypatch):
         TritonDistAdamW(parameters)
 
 
+def make_a_group(rank, world_size, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+    dist.barrier()  # nobody ends before the others have connected
+
+
 def step_after_the_group_was_made(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+    make_a_group(rank, world_size, folder)
     parameter.grad = torch.ones(100)
     with pytest.raises(RuntimeError, match="built for one rank, before the process group of 2; build it after"):
         optimizer.step()
@@ -437,7 +442,7 @@ def step_in_another_group(rank, world_size, folder):
     parameter.grad = torch.ones(100)
     for is_made in (False, True):
         if is_made:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+            make_a_group(rank, world_size, folder)
         for action in (optimizer.step, lambda: checkpoint.save(f"{folder}/x", None, optimizer)):
             with pytest.raises(
                 RuntimeError, match="the process group in which this optimizer was built is gone; build"
