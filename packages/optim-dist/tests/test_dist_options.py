@@ -451,3 +451,20 @@ def other_adamw_storage(rank, world_size):
 def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend):
     if world_sizes(backend, (2,)):
         run_ranks(other_adamw_storage, 2, backend=backend)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+    ({"average": "sum"}, "average must be True or False, got 'sum'"),
+    ({"debug": 1}, "debug must be True or False, got 1"),
+    ({"accumulation_steps": 2.5}, "accumulation_steps must be a whole number of at least 1, got 2.5"),
+    ({"accumulation_steps": 0}, "accumulation_steps must be a whole number of at least 1, got 0"),
+    ({"reduce_dtype": "bf16"}, "reduce_dtype must be None or one of "),
+    ({"reducer": "exact", "reduced_dtype": torch.int32}, "reduced_dtype must be None or one of "),
+    ({"max_norm": "1"}, "max_norm must be positive, got '1'"),
+    ({"bucket_mb": float("inf")}, "bucket_mb must be positive and finite, got inf"),
+    ({"timeout": float("inf")}, "timeout must be positive and finite, got inf"),
+], ids=repr)  # fmt: skip
+def test_values_of_another_kind_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        TritonDistAdamW([nn.Parameter(torch.ones(4))], **options)

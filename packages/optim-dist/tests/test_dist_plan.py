@@ -121,6 +121,16 @@ def test_what_makes_no_plan_is_refused():
         make_plan({"w": (2,)}, [{"kind": "sgd", "params": ["w"]}], 2)
     with pytest.raises(ValueError, match="world_size"):
         plan_parameters([ParameterSpec("w", (2,), (1,), torch.float32, "adamw")], 0)
+    with pytest.raises(ValueError, match=r"world_size must be a whole number of at least 1, got 2\.5"):
+        make_plan({"w": (2,)}, [{"kind": "adamw", "params": ["w"]}], 2.5)
+    with pytest.raises(ValueError, match="group 1 lists 'w', which group 0 has already"):
+        make_plan({"w": (2,)}, [{"kind": "adamw", "params": ["w"]}, {"kind": "adamw", "params": ["w"]}], 2)
+
+
+@pytest.mark.parametrize("size", [0, -1.0, float("nan"), float("inf"), "64"], ids=repr)
+def test_sizes_of_buckets_that_make_no_plan_are_refused(size):
+    with pytest.raises(ValueError, match=f"bucket_mb must be positive and finite, got {size!r}"):
+        make_plan({"w": (2,)}, [{"kind": "adamw", "params": ["w"]}], 2, bucket_mb=size)
 
 
 @pytest.mark.parametrize(("model", "count", "elements"), [
@@ -140,6 +150,16 @@ def test_command_line_knows_the_models(model, count, elements, capsys):
     text = capsys.readouterr().out
     assert "4 ranks" in text
     assert "muon" not in text
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    (["--world", "0"], "world_size must be a whole number of at least 1, got 0"),
+    (["--world", "8", "--bucket-mb", "-1"], "bucket_mb must be positive and finite, got -1.0"),
+], ids=["world", "bucket-mb"])  # fmt: skip
+def test_command_line_says_what_is_wrong(wrong, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", *wrong])
+    assert message in capsys.readouterr().err
 
 
 def test_command_line_cuts_between_blocks_for_8_bit_states(capsys):

@@ -95,16 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype, grad_dtype, reduce_dtype = (
         name and getattr(torch, name) for name in (options.dtype, options.grad_dtype, options.reduce_dtype)
     )
-    plan = plan_of(
-        options.model,
-        options.world,
-        options.mode,
-        dtype,
-        options.state_dtype,
-        bucket_mb=options.bucket_mb,
-        grad_dtype=grad_dtype,
-        reduce_dtype=reduce_dtype,
-    )
+    sizes: dict[str, Any] = {"bucket_mb": options.bucket_mb, "grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}
+    try:
+        plan = plan_of(options.model, options.world, options.mode, dtype, options.state_dtype, **sizes)
+    except ValueError as error:
+        command.error(str(error))
     data = describe_plan(plan)
     print(json.dumps(data) if options.json else plan_text(plan, data))
 

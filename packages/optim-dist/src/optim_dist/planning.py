@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -39,14 +41,18 @@ def make_plan(
         reduce_dtype: of gradients on the wire; their own if None.
 
     Raises:
-        ValueError: for a kind, a name or a matrix that is none.
+        ValueError: for a kind, a name or a matrix that is none, a name that is listed twice, and numbers out of range.
     """
     order = {name: position for position, name in enumerate(named_shapes)}
     specs = []
+    group_of: dict[str, int] = {}
     for index, group in enumerate(groups):
         for name in group["params"]:
             if name not in order:
                 raise ValueError(f"group {index} lists {name!r}, which named_shapes does not have")
+            if name in group_of:
+                raise ValueError(f"group {index} lists {name!r}, which group {group_of[name]} has already")
+            group_of[name] = index
             shape = tuple(int(size) for size in named_shapes[name])
             block = code_block(group, torch.empty(shape, device="meta")) if group["kind"] == "adamw" else 1
             description = (name, shape, contiguous_stride(shape), dtype, group["kind"], index)
@@ -73,8 +79,9 @@ def plan_parameters(
     Elementwise buckets come last: their wire time hides under the Newton-Schulz of the matrices. The dtypes of
     gradients change no place, so that states load whatever they are.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not isinstance(world_size, Integral) or world_size < 1:
+        raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
+    check_positive("bucket_mb", bucket_mb, finite=True)
     families: dict[tuple[str, str, torch.dtype], list[int]] = {}
     for index in reversed(range(len(specs))):
         spec = specs[index]
@@ -92,6 +99,14 @@ def plan_parameters(
                 buckets += arrange(specs, members, world_size, bucket_mb)
     found = (_with_gradients(bucket, grad_dtype, reduce_dtype) for bucket in buckets)
     return Plan(world_size, tuple(specs), tuple(found))
+
+
+def check_positive(name: str, value: float | None, *, finite: bool = False) -> None:
+    """Refuse what is no positive number; None is taken."""
+    if value is None:
+        return
+    if not isinstance(value, Real) or not value > 0 or (finite and value == inf):
+        raise ValueError(f"{name} must be positive{' and finite' if finite else ''}, got {value!r}")
 
 
 def _num_buckets(nbytes: int, bucket_mb: float | None) -> int:

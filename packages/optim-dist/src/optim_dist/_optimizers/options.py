@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._optimizers.gradient_dtype import check_grad_dtype
+from optim_dist._optimizers.gradient_dtype import DTYPES, check_grad_dtype
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.grid import GridCommunicator
 from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.tree import is_power_of_two
 from optim_dist.plan import BucketPlan
+from optim_dist.planning import check_positive
 from optim_kernels.muon_groups import MuonPlanner, Tiles, Workspace, workspace_for
 
 REDUCERS = ("rs", "exact")
@@ -126,7 +128,7 @@ class Options:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        check_grad_dtype(self.grad_dtype)
+        self._check_values()
         _choice("gradients", self.gradients, GRADIENTS)
         _choice("reducer", self.reducer, REDUCERS)
         _choice("order", self.order, ORDERS)
@@ -143,9 +145,6 @@ class Options:
             )
         if self.reduced_dtype is not None and self.reducer != "exact":
             raise ValueError("reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype")
-        steps = self.accumulation_steps
-        if steps is not None and (steps < 1 or steps % 1):
-            raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {steps}")
         if self.is_streamed and self.accumulation_steps is None:
             raise ValueError(
                 "gradients='streamed' reduces in every backward pass, as often on every rank: say by "
@@ -157,11 +156,6 @@ class Options:
             )
         if self.is_tree:
             self._check_tree()
-        workspace_for(self.ns_workspace_mb)  # refuses what it cannot be
-        for name in ("bucket_mb", "max_norm", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Options:
@@ -174,6 +168,25 @@ class Options:
                     f"it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+    def _check_values(self) -> None:
+        """Refuse values of another kind, such as ``"no"``, which counts as true."""
+        check_grad_dtype(self.grad_dtype)
+        for name in ("average", "overlap", "skip_nonfinite", "deterministic", "debug"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        for name in ("reduce_dtype", "reduced_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
+                raise ValueError(f"{name} must be None or one of {DTYPES}, got {value!r}")
+        steps = self.accumulation_steps
+        if steps is not None and (not isinstance(steps, Integral) or steps < 1):
+            raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {steps!r}")
+        check_positive("max_norm", self.max_norm)
+        check_positive("bucket_mb", self.bucket_mb, finite=True)
+        check_positive("timeout", self.timeout, finite=True)
+        workspace_for(self.ns_workspace_mb)  # refuses what it cannot be
 
     def _check_tree(self) -> None:
         if self.reducer != "exact" or not self.is_streamed:
