@@ -14,6 +14,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -185,8 +186,27 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if not 0 <= options.seed < 2**32:
         parser.error(f"--seed must be between 0 and {2**32 - 1}, got {options.seed}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    if len(set(options.arms)) < len(options.arms):
+        parser.error(f"--arms must differ, got {' '.join(options.arms)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    if options.batch_size % _world_size():
+        parser.error(
+            f"--batch-size must be a multiple of the number of ranks, {_world_size()}, got {options.batch_size}"
+        )
+    # before anything is trained, or removed
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be written to: {error.strerror}")
     return options
+
+
+def _world_size() -> int:
+    """The number of ranks that torchrun starts."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 if __name__ == "__main__":

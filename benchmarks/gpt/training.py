@@ -91,8 +91,6 @@ def train(
 ) -> History:
     """Train to ``settings.steps`` (or to ``stop_at``, saving there) and return the history of the whole run."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if settings.batch_size % world_size:
-        raise ValueError(f"--batch-size {settings.batch_size} must be a multiple of the number of ranks, {world_size}")
     curve = settings.what_decides_the_curve() | {"lr": lr, "text": corpus.fingerprint()}
     torch.manual_seed(settings.seed)
     model = GPT(settings.config).to(settings.device)

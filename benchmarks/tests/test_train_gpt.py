@@ -141,8 +141,10 @@ def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
         (["--lr", "nan"], "--lr must be positive, got nan"),
         (["--max-norm", "-1"], "--max-norm must be positive, got -1"),
         (["--seed", "-1"], "--seed must be between 0 and 4294967295, got -1"),
+        (["--arms", "muon", "muon"], "--arms must differ, got muon muon"),
+        (["--out", __file__], "test_train_gpt.py cannot be written to: File exists"),
     ],
-    ids=["data", "steps", "stop-at", "lr", "max-norm", "seed"],
+    ids=["data", "steps", "stop-at", "lr", "max-norm", "seed", "arms", "out"],
 )
 def test_bad_arguments_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
@@ -150,6 +152,25 @@ def test_bad_arguments_are_named(
     with pytest.raises((SystemExit, ValueError)) as failure:
         train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err + str(failure.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.main([*TINY, "--device", "cuda", "--out", str(tmp_path)])
+    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_batch_that_ranks_cannot_share_removes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = tmp_path / "checkpoints-muon"
+    earlier.mkdir()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit):
+        train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path)])
+    assert "--batch-size must be a multiple of the number of ranks, 3, got 4" in capsys.readouterr().err
+    assert earlier.exists()
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
