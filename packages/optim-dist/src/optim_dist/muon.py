@@ -82,8 +82,9 @@ class TritonDistMuon(DistOptimizer):
     Args:
         params: matrices ``[..., m, n]``, ``(name, parameter)`` pairs or group dicts; a group may hold mixed shapes.
         variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` once
-            ``beta2`` is given. A group may name another, and any single option; what it leaves out is its variant's,
-            unless the constructor was told otherwise: an ``lr`` that is not the default, say.
+            ``beta2`` is given. Given here it leaves the arguments of this signature at their defaults (``lr``,
+            ``momentum``, ``weight_decay``, ...). A group may name another, and any single option; what it leaves out is
+            its variant's, these too, unless the constructor was told otherwise: an ``lr`` that is not the default, say.
         lr, momentum, nesterov, ns_steps, beta2, weight_decay, maximize: as in ``optim_kernels.TritonMuon``.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """

@@ -207,10 +207,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buckets of parameters, padding included: what each rank holds."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def gradient_nbytes(self) -> int:
+        """Bytes of all buckets of gradients, padding included."""
         return sum(bucket.gradient_nbytes for bucket in self.buckets)
 
     @property

@@ -62,7 +62,7 @@ def how_kernels_run() -> str:
         return "interpreted (TRITON_INTERPRET=1)" if _has_numpy() else "not available: Triton's interpreter needs numpy"
     if torch.cuda.is_available():
         return "compiled"
-    return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them)"
+    return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them, with numpy)"
 
 
 def _has_numpy() -> bool:
