@@ -1,6 +1,9 @@
 """Laws of the plan, without a process group: every element has one place and one owner, and loads are even."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from math import prod
 
@@ -160,6 +163,15 @@ def test_command_line_says_what_is_wrong(wrong, message, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--model", "gpt2", *wrong])
     assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-W", "ignore", "-m", "optim_dist", "plan", "--model", "gpt2", "--world", "8"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert done.stderr == ""
 
 
 def test_command_line_cuts_between_blocks_for_8_bit_states(capsys):

@@ -254,6 +254,15 @@ def test_the_module_runs_without_torch_for_planning():
     assert "448 elements" in done.stdout
 
 
+def test_a_reader_that_goes_away_is_no_error():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "optim_redist", "plan", *SWAP]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert done.stderr == ""
+
+
 def test_text_and_pictures_where_the_encoding_lacks_signs(tmp_path):
     picture = tmp_path / "plan.svg"
     command = ["-m", "optim_redist", "plan", *SWAP, "--picture", str(picture)]

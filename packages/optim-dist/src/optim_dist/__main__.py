@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         command.error(str(error))
     data = describe_plan(plan)
-    print(json.dumps(data) if options.json else plan_text(plan, data))
+    try:
+        print(json.dumps(data) if options.json else plan_text(plan, data), flush=True)
+    except BrokenPipeError:
+        # who reads, such as `head`, has enough: what Python would still flush at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # tables have signs that not every encoding has
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # who reads, such as `head`, has enough: what Python would still flush at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except (RedistError, OSError) as error:
         print(f"optim-redist: {error}", file=sys.stderr)
         return 2
