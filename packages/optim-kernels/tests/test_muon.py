@@ -315,6 +315,18 @@ def test_zero_gradient_only_decays_and_nan_stays_in_its_matrix() -> None:
     assert params[2].isfinite().all()
 
 
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_gradients_whose_squares_are_beyond_fp32(name: str) -> None:
+    """They step as small ones of the same directions do; a row of zeros stays one."""
+    p, q = parameters((6, 4), (6, 4))
+    q.data.copy_(p.data)
+    give_gradients(p)
+    p.grad[2] = 0.0
+    q.grad = 2.0**100 * p.grad
+    TritonMuon([{"params": [p, q], "variant": name, "lr": 0.1, "eps": 0.0}]).step()
+    torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("masters", ["fp32", "split16"])
 def test_masters_train_like_fp32(masters: str) -> None:
     (p,) = parameters((6, 8), dtype=torch.bfloat16)

@@ -28,6 +28,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from optim_kernels.reference.newton_schulz import frobenius_norm
+
 Scalar: TypeAlias = float | Tensor
 ScaleRule: TypeAlias = Literal["original", "match_rms_adamw", "keller", "none"]
 Orthogonalize: TypeAlias = Callable[[Tensor], Tensor]
@@ -94,9 +96,10 @@ def momentum_(
 
 def row_equilibrate(u: Tensor) -> Tensor:
     """Rows of ``u [..., r, c]`` brought to one norm, ‖U‖/√r, so that ‖U‖ stays."""
-    row_norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-    target = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True) / math.sqrt(max(1, u.shape[-2]))
-    return u * (target / row_norms.clamp(min=1e-6))
+    # summed in fp64, as in `frobenius_norm`
+    row_norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64)
+    target = frobenius_norm(u) / math.sqrt(max(1, u.shape[-2]))
+    return u / row_norms.clamp(min=1e-6).to(u.dtype) * target.to(u.dtype)
 
 
 def renormalize(o: Tensor) -> Tensor:
