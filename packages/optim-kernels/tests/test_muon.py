@@ -380,14 +380,28 @@ def test_groups_of_one_seed_round_by_bits_of_their_own() -> None:
         ({"steps": []}, "steps must have one entry"),
         ({"indices": [1, 2]}, "indices must have one entry"),
         ({"stochastic_rounding": True}, "stochastic_rounding=True needs steps"),
+        ({"second_moments": [torch.zeros(1, 4)]}, r"second_moments\[0\] must have 6 elements .* got shape \(1, 4\)"),
+        (
+            {"masters": [torch.ones(4, 6, dtype=torch.int16)]},
+            r"masters\[0\] must be torch.float32, .* but is torch.int16",
+        ),
+        ({"grads": [torch.ones(4, 6, dtype=torch.complex64)]}, r"grads\[0\] must be of a real floating dtype"),
+        ({"views": [MatrixView.identity((6, 4))]}, r"views\[0\] is of shape \(6, 4\), grads\[0\] \(4, 6\)"),
+        ({"views": ["all"]}, r"views\[0\] must be a MatrixView or None, got 'all'"),
+        ({"ns": "keller"}, "ns must be an NSConfig or None, got 'keller'"),
+        ({"impl": "cuda"}, "impl must be one of .* got 'cuda'"),
+        ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
+        ({"lr": torch.ones(6)}, r"Tensor lr must be 1-element, got shape \(6,\)"),
+        ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
+        ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, Any], message: str) -> None:
     p, buffer = torch.ones(4, 6), torch.zeros(4, 6)
-    arguments: dict[str, Any] = {"grads": [torch.ones(4, 6)], "momentum_buffers": [buffer], **change}
-    with pytest.raises(ValueError, match=message):
-        muon_([p], **arguments, lr=0.1)
+    arguments: dict[str, Any] = {"grads": [torch.ones(4, 6)], "momentum_buffers": [buffer], "lr": 0.1, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        muon_([p], **arguments)
     assert torch.equal(p, torch.ones(4, 6))
     assert not buffer.any()
 
@@ -402,6 +416,10 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         apply_muon_update_(params, grads, lr=0.1)
     with pytest.raises(ValueError, match=r"updates\[0\] must have the shape of params\[0\]"):
         apply_muon_update_(params, [torch.ones(6)], lr=0.1)
+    with pytest.raises(ValueError, match=r"scale must be one of \('original', .* got 'spectral'"):
+        apply_muon_update_(params, grads[:1], lr=0.1, scale="spectral")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"grads\[0\] must be matrices \[..., r, c\], got shape \(6,\)"):
+        muon_update([torch.ones(6)], [torch.zeros(6)])
     assert torch.equal(params[0], torch.ones(4, 6))
 
 

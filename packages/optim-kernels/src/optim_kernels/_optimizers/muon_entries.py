@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from optim_kernels._optimizers.adamw_state import (
     placed_master,
 )
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
-from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment
+from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView
 
@@ -153,7 +152,7 @@ def explained_entry(param: Tensor, view: MatrixView, place: int, state: Mapping[
 
 
 def _check_second_moment(moment: Tensor, view: MatrixView, name: str) -> None:
-    size = sum(prod(shape[:-2]) * max(shape[-2:]) for shape in view.shapes)
+    size = num_second_moments(view)
     if moment.numel() != size:
         raise ValueError(
             f"the second_momentum_buffer of {name} has {moment.numel()} elements, but its matrices {view.describe()} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,40 @@ def check_numbers(**numbers: Any) -> None:
         if number.numel() != 1:
             raise ValueError(
                 f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"
+            )
+
+
+def check_scalars(**scalars: Any) -> None:
+    """Raise unless each hyperparameter is a number, of Python's or a tensor's; the device is not asked for it.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a tensor of several, in torch's words.
+    """
+    for name, scalar in scalars.items():
+        if not hasattr(scalar, "__float__"):
+            raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
+        if isinstance(scalar, Tensor) and scalar.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
+
+
+def check_floating(**lists: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` unless each tensor holds real floating-point numbers."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each):
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name}[{i}] must be of a real floating dtype, got {tensor.dtype}")
+
+
+def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
+    """Raise ``ValueError`` for a master that is neither fp32 nor the int16 that completes a bf16 parameter."""
+    for i, (p, master) in enumerate(zip(params, masters or ())):
+        if master is None or master.dtype == torch.float32:
+            continue
+        if master.dtype != torch.int16 or p.dtype != torch.bfloat16:
+            raise ValueError(
+                f"masters[{i}] must be torch.float32, or torch.int16 beside a bfloat16 parameter, but is "
+                f"{master.dtype} beside {p.dtype}"
             )
 
 

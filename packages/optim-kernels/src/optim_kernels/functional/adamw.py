@@ -10,7 +10,14 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
-from optim_kernels.functional._lists import check_counts, check_lengths, check_numbers, check_shapes
+from optim_kernels.functional._lists import (
+    check_counts,
+    check_floating,
+    check_lengths,
+    check_masters,
+    check_numbers,
+    check_shapes,
+)
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
@@ -104,7 +111,9 @@ def adamw_(
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
-        _check(params, grads, masters)
+        check_floating(params=params)
+        _check_grads(params, grads)
+        check_masters(params, masters)
         check_shapes(
             params,
             "params",
@@ -164,21 +173,11 @@ def _listed(value: Any) -> Sequence[Any] | None:
     return value if isinstance(value, Sequence) else None
 
 
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
-    """Raise ``ValueError`` for what the reference would take and update wrongly."""
+def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` for a gradient that the reference would broadcast."""
     for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
-        if not p.is_floating_point():
-            raise ValueError(f"params[{i}] must be of a real floating dtype, got {p.dtype}")
         if grad.shape != p.shape and grad.shape[1:] != p.shape:
             raise ValueError(
                 f"grads[{i}] must have its parameter's shape {tuple(p.shape)}, or be a stack of such, got "
                 f"{tuple(grad.shape)}"
-            )
-    for i, (p, master) in enumerate(zip(params, masters or ())):
-        if master is None or master.dtype == torch.float32:
-            continue
-        if master.dtype != torch.int16 or p.dtype != torch.bfloat16:
-            raise ValueError(
-                f"masters[{i}] must be torch.float32, or torch.int16 beside a bfloat16 parameter, but is "
-                f"{master.dtype} beside {p.dtype}"
             )

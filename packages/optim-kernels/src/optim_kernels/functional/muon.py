@@ -12,14 +12,22 @@ from math import prod
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import Impl, use_triton
-from optim_kernels.functional._lists import check_lengths, check_numbers, check_shapes
+from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels.functional._lists import (
+    check_floating,
+    check_lengths,
+    check_masters,
+    check_numbers,
+    check_scalars,
+    check_shapes,
+)
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import (
     MuonRule,
     Scalar,
     ScaleRule,
+    check_scale,
     direction_,
     lr_scale,
     momentum_,
@@ -82,7 +90,10 @@ def muon_(
         impl: who runs Newton–Schulz: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Raises:
-        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
+        ValueError: lists of other lengths, tensors of other shapes or dtypes, or a bad option; by name, before anything
+            is written.
+        TypeError: what is no number, no view or no `NSConfig`, likewise.
+        RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     if stochastic_rounding and steps is None:
         raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
@@ -99,6 +110,9 @@ def muon_(
         indices=indices,
     )
     check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
+    check_floating(params=params)
+    check_masters(params, masters)
+    check_scalars(lr=lr, weight_decay=weight_decay)
     if found_inf is not None and bool(found_inf.item()):
         return
     rule = MuonRule(
@@ -155,12 +169,23 @@ def muon_update(
 
     For an owner that sends updates; `apply_muon_update_` is the other half of the step.
 
-    Raises:
-        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
+    Raises: as `muon_`.
     """
+    check_impl(impl)
     rule, ns = rule or MuonRule(), ns or NSConfig()
+    if not isinstance(ns, NSConfig):
+        raise TypeError(f"ns must be an NSConfig or None, got {ns!r}; give NSConfig(coefficients=...)")
+    check_scalars(momentum=momentum, beta2=beta2)
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
     check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
+    check_floating(grads=grads, momentum_buffers=momentum_buffers)
+    all_views = _views_of(views, grads, "grads")
+    for i, (moment, view) in enumerate(zip(second_moments or (), all_views)):
+        if moment.numel() != num_second_moments(view):
+            raise ValueError(
+                f"second_moments[{i}] must have {num_second_moments(view)} elements (new_second_moment makes it) for "
+                f"matrices {view.describe()}, got shape {tuple(moment.shape)}"
+            )
     if impl == "triton":
         for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers)):
             check_kernels(grad, buffer, ns, f"grads[{i}]")
@@ -171,7 +196,7 @@ def muon_update(
             # views take the strides that parameter and state have, whatever the gradient's are
             u = torch.empty_like(buffer, dtype=u.dtype).copy_(u)
         o = torch.empty_like(u)
-        view = _view(views, i, u)
+        view = all_views[i]
         parts = _second_moment_parts(second_moments, i, view)
         for source, target, v in zip(view.views(u), view.views(o), parts, strict=True):
             target.copy_(direction_(source, lambda x: newton_schulz_with(x, ns, impl), rule, v, beta2))
@@ -203,16 +228,20 @@ def apply_muon_update_(
 ) -> None:
     """Decay every parameter and subtract ``lr · scale`` times its update, in place.
 
-    Raises:
-        ValueError: lists of other lengths or tensors of other shapes, by name, before anything is written.
+    Raises: as `muon_`.
     """
+    check_scale(scale)
+    check_scalars(lr=lr, weight_decay=weight_decay)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
     check_shapes(params, "params", updates=updates, masters=masters)
+    check_floating(params=params, updates=updates)
+    check_masters(params, masters)
+    all_views = _views_of(views, params, "params")
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
         master = None if masters is None else masters[i]
         old = read_param(p, master).to(wide_dtype(p, o))
         new = torch.empty_like(old)
-        view = _view(views, i, p)
+        view = all_views[i]
         for old_part, new_part, o_part in zip(view.views(old), view.views(new), view.views(o), strict=True):
             factor = lr_scale(scale, o_part.shape, p.shape)
             new_part.copy_(updated(old_part, o_part, lr=lr, scale=factor, weight_decay=weight_decay, cautious=cautious))
@@ -228,12 +257,30 @@ def new_second_moment(param: Tensor, view: MatrixView | None = None) -> Tensor:
     view = view or MatrixView.identity(param.shape)
     shapes = [second_moment_shape(shape) for shape in view.shapes]
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    shape = shapes[0] if len(shapes) == 1 else (sum(prod(shape) for shape in shapes),)
+    shape = shapes[0] if len(shapes) == 1 else (num_second_moments(view),)
     return torch.zeros(shape, dtype=dtype, device=param.device)
 
 
-def _view(views: Views | None, i: int, tensor: Tensor) -> MatrixView:
-    return (views[i] if views is not None else None) or MatrixView.identity(tensor.shape)
+def num_second_moments(view: MatrixView) -> int:
+    """How many second moments the matrices of a parameter have."""
+    return sum(prod(second_moment_shape(shape)) for shape in view.shapes)
+
+
+def _views_of(views: Views | None, tensors: Sequence[Tensor], of: str) -> list[MatrixView]:
+    """How each of the tensors is read as matrices."""
+    found = []
+    for i, tensor in enumerate(tensors):
+        view = views[i] if views is not None else None
+        if view is None:
+            if tensor.ndim < 2:
+                raise ValueError(f"{of}[{i}] must be matrices [..., r, c], got shape {tuple(tensor.shape)}")
+            view = MatrixView.identity(tensor.shape)
+        elif not isinstance(view, MatrixView):
+            raise TypeError(f"views[{i}] must be a MatrixView or None, got {view!r}")
+        elif tuple(view.shape) != tuple(tensor.shape):
+            raise ValueError(f"views[{i}] is of shape {tuple(view.shape)}, {of}[{i}] {tuple(tensor.shape)}")
+        found.append(view)
+    return found
 
 
 def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixView) -> list[Tensor] | list[None]:

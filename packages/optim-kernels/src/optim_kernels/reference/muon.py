@@ -55,8 +55,13 @@ class MuonRule:
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        if self.scale not in get_args(ScaleRule):
-            raise ValueError(f"scale must be one of {get_args(ScaleRule)}, got {self.scale!r}")
+        check_scale(self.scale)
+
+
+def check_scale(rule: str) -> None:
+    """Raise ``ValueError`` for what is no `ScaleRule`."""
+    if rule not in get_args(ScaleRule):
+        raise ValueError(f"scale must be one of {get_args(ScaleRule)}, got {rule!r}")
 
 
 def lr_scale(rule: ScaleRule, matrix_shape: Sequence[int], param_shape: Sequence[int]) -> float:
