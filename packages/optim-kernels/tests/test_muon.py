@@ -443,11 +443,18 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"missing_grad": "ignore"}, "missing_grad"),
         ({"master_weights": "fp32"}, "is for"),
         ({"impl": "cuda"}, "impl must be"),
+        ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
+        ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
+        ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
+        ({"beta2": (0.9, 0.95)}, r"beta2 must be a number or a 1-element tensor, got \(0.9, 0.95\)"),
+        ({"nesterov": "False"}, "nesterov must be True or False, got 'False'"),
+        ({"cautious": None}, "cautious must be True or False, got None"),
+        ({"maximize": []}, r"maximize must be True or False, got \[\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         TritonMuon(parameters((4, 6)), **options)
 
 

@@ -267,6 +267,12 @@ def test_adamw_groups_check_what_they_are_given() -> None:
         TritonMuonAdamW([{"params": rest, "kind": "adamw", "impl": "bogus"}])
     with pytest.raises(ValueError, match="complex64; give it to TritonAdamW"):
         TritonMuonAdamW([{"params": [torch.zeros(3, dtype=torch.complex64)], "kind": "adamw"}])
+    for betas in ((0.9,), 0.9):
+        with pytest.raises(ValueError, match="betas must be a pair, got"):
+            TritonMuonAdamW([{"params": rest, "kind": "adamw", "betas": betas}])
+    for option, value in (("lr", None), ("eps", "1e-8"), ("weight_decay", [0.1])):
+        with pytest.raises(TypeError, match=f"{option} must be a number or a 1-element tensor, got"):
+            TritonMuonAdamW([{"params": rest, "kind": "adamw", option: value}])
 
 
 def test_an_exchanged_parameter_of_adamw_is_stepped() -> None:

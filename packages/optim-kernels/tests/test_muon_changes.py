@@ -125,6 +125,7 @@ def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> 
         ("nd", "conv", "nd must be"),
         ("master_weights", "split16", r"master_weights='split16' is for .*, param_groups\[0\].* is torch.float32"),
         ("ns_coefficients", "sharp", "sharp"),
+        ("renormalize", "no", "renormalize must be True or False, got 'no'"),
     ],
 )
 def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value: Any, words: str) -> None:
@@ -136,6 +137,18 @@ def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value
     with pytest.raises(ValueError, match=words):
         steps(optimizer)
     assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("lr", [None, "0.1", torch.ones(12)], ids=["none", "text", "several"])
+def test_a_learning_rate_that_is_no_number_by_now_leaves_other_groups_alone(lr: Any) -> None:
+    p = parameter(8, 12)
+    optimizer = muon([{"params": [p]}, {"params": [parameter(4, 6)]}], "torch")
+    steps(optimizer)
+    before = optimizer.state[p]["momentum_buffer"].clone()
+    optimizer.param_groups[1]["lr"] = lr
+    with pytest.raises((TypeError, ValueError), match=r"^(lr must be a number|Tensor lr must be 1-element)"):
+        steps(optimizer)
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], before)
 
 
 @IMPLS

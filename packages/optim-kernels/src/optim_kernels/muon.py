@@ -222,6 +222,7 @@ class TritonMuon(MuonGroups):
 
     Raises:
         ValueError: an option out of its range, or a parameter that cannot be read as matrices.
+        TypeError: something else in place of a number.
     """
 
     _followed = "torch"  # the variant that has the options which were not given

@@ -7,7 +7,7 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
+from optim_kernels.functional._lists import check_scalars
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import TensorList
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
@@ -72,6 +73,7 @@ class TritonMuonAdamW(MuonGroups):
 
     Raises:
         ValueError: a group without a kind, an option out of its range, or a parameter that its kind cannot update.
+        TypeError: something else in place of a number.
     """
 
     grad_norm: Tensor | None = None
@@ -297,8 +299,14 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
 
 
 def _check_choices(group: dict[str, Any]) -> None:
-    """`_check_adamw_group` of what is no number; where tensors are on the device, those cost a synchronisation."""
+    """`_check_adamw_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
     check_impl(group["impl"])
+    check_scalars(lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas must be a pair, got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_scalars(**{f"betas[{i}]": beta})
     for option in _NOT_HERE:
         if group.get(option):
             raise ValueError(

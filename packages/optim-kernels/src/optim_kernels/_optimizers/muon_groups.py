@@ -19,6 +19,7 @@ from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
 from optim_kernels._optimizers.base import check_seed
+from optim_kernels.functional._lists import check_scalars
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
 
@@ -128,6 +129,7 @@ def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     return config_of(*(hashable(group[key]) for key in _NS_KEYS))
 
 
+_SWITCHES = tuple(key for key, value in DEFAULTS.items() if isinstance(value, bool))
 _RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
 # in the order of the fields of `NSConfig`
 _NS_KEYS = ("ns_coefficients", "ns_steps", "ns_method", "ns_dtype", "ns_restarts", "norm_scale", "eps", "eps_mode")
@@ -154,11 +156,9 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not float(lr) >= 0.0:
-        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+    _check_kinds(group)
+    if not float(group["lr"]) >= 0.0:
+        raise ValueError(f"Learning rate should be >= 0 but is: {group['lr']}")
     if not group["momentum"] >= 0.0:
         raise ValueError(f"momentum should be >= 0 but is: {group['momentum']}")
     if not group["weight_decay"] >= 0.0:
@@ -168,8 +168,19 @@ def _check_numbers(group: Mapping[str, Any]) -> None:
         raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
 
 
+def _check_kinds(group: Mapping[str, Any]) -> None:
+    """Raise where a hyperparameter is no number at all."""
+    check_scalars(lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
+    if group["beta2"] is not None:
+        check_scalars(beta2=group["beta2"])
+
+
 def check_choices(group: Mapping[str, Any]) -> None:
-    """`check_group` of what is no number; where tensors are on the device, those cost a synchronisation."""
+    """`check_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
+    _check_kinds(group)
+    for option in _SWITCHES:
+        if group[option] not in (True, False):
+            raise ValueError(f"{option} must be True or False, got {group[option]!r}")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw", "keller", "none"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
     if group["nd"] not in (None, "batch", "flatten", "convolution"):
