@@ -6,6 +6,7 @@ A set that is shorter than the number of steps repeats its last triple.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import TypeAlias
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -86,11 +87,17 @@ def resolve(coefficients: str | Sequence[float] | Sequence[Sequence[float]], ste
             raise ValueError(f"coefficients {coefficients!r} take {EXACT_STEPS[coefficients]} steps, got {steps}")
         triples = COEFFICIENTS[coefficients]
     else:
-        # not of a tensor, which may change after this was looked up
         rows = list(coefficients) if isinstance(coefficients, Sequence) else []
         if rows and not isinstance(rows[0], Sequence):
             rows = [rows]
-        if not rows or any(not isinstance(row, Sequence) or len(row) != 3 for row in rows):
-            raise ValueError(f"coefficients are a name, a triple (a, b, c) or a list of triples, got {coefficients!r}")
+        if not rows or not all(map(_is_triple, rows)):
+            raise ValueError(
+                f"coefficients are a name, a triple (a, b, c) of numbers or a list of triples, got {coefficients!r}"
+            )
         triples = tuple((float(row[0]), float(row[1]), float(row[2])) for row in rows)  # type: ignore[index]
     return tuple(triples[min(i, len(triples) - 1)] for i in range(steps))
+
+
+def _is_triple(row: object) -> bool:
+    # no tensors, which may change after this was looked up
+    return isinstance(row, Sequence) and len(row) == 3 and all(isinstance(number, Real) for number in row)
