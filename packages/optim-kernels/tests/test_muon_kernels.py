@@ -463,6 +463,22 @@ def test_replay_takes_new_hyperparameters_and_gradients() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_matrices_on_several_devices_all_move() -> None:
+    """Recorded on the first one first, and in both replayed."""
+    value, grads = torch.randn(256, 512), torch.randn(5, 256, 512)
+    params = [nn.Parameter(value.to(f"cuda:{i}", copy=True)) for i in range(2)]
+    optimizer = TritonMuon(params, lr=0.1)
+    for grad in grads:
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.grad = grad.to(p.device)
+        optimizer.step()
+        assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+        assert torch.equal(params[0].cpu(), params[1].cpu())
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_does_not_synchronise_and_can_be_captured() -> None:
     p = nn.Parameter(torch.randn(256, 512, device="cuda"))

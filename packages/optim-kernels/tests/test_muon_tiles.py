@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from optim_kernels._newton_schulz import product_launches, tile_choice
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tiles import Tile, general_tile, symmetric_tile
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional import muon_plan
 from optim_kernels.functional._muon_tables import families_of
 from optim_kernels.functional.muon_plan import MuonPlan
 
@@ -231,13 +234,31 @@ def test_a_step_that_copies_gradients_is_not_made_again_of_the_copies() -> None:
     assert not planner.again()
 
 
-def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    (group, (entry,)) = entries_of([(8, 12)], torch.float32, impl="triton", ns_dtype=torch.float32)
-    planner, outcomes, replayed = MuonPlanner(), [MemoryError("no room"), None], []
+class Graph:
+    replayed: ClassVar[list[Graph]] = []
 
-    class Graph:
-        def replay(self) -> None:
-            replayed.append(self)
+    def replay(self) -> None:
+        self.replayed.append(self)
+
+
+def seemingly_on_a_gpu(monkeypatch: pytest.MonkeyPatch, recording: Any) -> MuonPlanner:
+    """A planner whose first step seems to have been on the second GPU; ``recording`` is its ``torch.cuda.graph``."""
+    (group, (entry,)) = entries_of([(8, 12)], torch.float32, impl="triton", ns_dtype=torch.float32)
+    planner, gpu = MuonPlanner(), torch.device("cuda", 1)
+    planner.step([(group, [entry])])
+    (plan,) = planner.plans
+    monkeypatch.setattr(plan, "_device", gpu)
+    monkeypatch.setattr(Graph, "replayed", [])
+    monkeypatch.setattr(muon_plan, "side_stream", lambda device: SimpleNamespace(device=device), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.index)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    return planner
+
+
+def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [MemoryError("no room"), None]
 
     @contextmanager
     def recording(graph: Graph, **_: Any) -> Iterator[None]:
@@ -245,13 +266,8 @@ def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.Mon
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    planner.step([(group, [entry])])
-    (plan,) = planner.plans
-    monkeypatch.setattr(plan, "_device", torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
+    planner = seemingly_on_a_gpu(monkeypatch, recording)
+    replayed = Graph.replayed
     with pytest.raises(MemoryError):
         planner.again()
     assert not replayed
@@ -260,3 +276,42 @@ def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.Mon
     assert not outcomes, "recorded"
     assert len(replayed) == 2
     assert replayed[0] is replayed[1]
+
+
+def test_a_step_is_recorded_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that torch records on otherwise is on the device where the process recorded first."""
+    streams = []
+
+    @contextmanager
+    def recording(graph: Graph, *, stream: Any = None, **_: Any) -> Iterator[None]:
+        streams.append(stream)
+        yield
+
+    assert seemingly_on_a_gpu(monkeypatch, recording).again()
+    (stream,) = streams
+    assert stream.device == torch.device("cuda", 1)
+
+
+def test_threads_record_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have one capture under way."""
+    under_way, together = [], []
+
+    @contextmanager
+    def recording(graph: Graph, **_: Any) -> Iterator[None]:
+        under_way.append(graph)
+        # until the other one is here, too
+        time.sleep(0.2)
+        together.append(len(under_way))
+        under_way.remove(graph)
+        yield
+
+    planners = [seemingly_on_a_gpu(monkeypatch, recording) for _ in range(2)]
+    for planner in planners:
+        # the interpreter has one thread
+        monkeypatch.setattr(planner.plans[0]._launches, "launch", lambda **_: None)
+    threads = [threading.Thread(target=planner.again) for planner in planners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [1, 1]

@@ -18,10 +18,8 @@ place is seen again. Memory that a call holds is its own, so replays of one grap
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -35,13 +33,12 @@ from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
+from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
 MOST_REPLAYED_FLOPS = 6e11
 # Places in memory for which a plan keeps a graph.
 NUM_GRAPHS = 16
-# Calls may come from several threads, and there is one stream to record on.
-_one_at_a_time = threading.Lock()
 
 
 def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
@@ -127,7 +124,7 @@ class Plan:
         buffers = self._movable
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
         place = room.data_ptr()
-        with _one_at_a_time:
+        with ONE_AT_A_TIME:
             graph = self._graphs.get(place)
             if graph is None or self._movable_start is None:
                 squares, xs = buffers.of(room)
@@ -170,16 +167,10 @@ class Plan:
     def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_side_stream(self._device)):
+        with torch.cuda.stream(side_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._multiply(squares, xs, scales)
             finally:
                 graph.capture_end()
         return graph
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on, for the default one cannot be."""
-    return torch.cuda.Stream(device)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
+from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 from optim_kernels.functional._adamw_tensor import check_apart
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
@@ -154,9 +155,9 @@ class MuonPlan:
             self._has_run = True
             return
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), side_stream(self._device)
             pool = None if self._workspace is None else self._workspace.pool(self._device)
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            with ONE_AT_A_TIME, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 # a branch takes memory that another stream, as those of other graphs are, does not find again
                 self._launches.launch(may_branch=self._workspace is None)
             # not before: what could not be recorded cannot be replayed
