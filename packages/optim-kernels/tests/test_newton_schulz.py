@@ -286,6 +286,15 @@ def test_a_whole_number_before_others() -> None:
         assert relative_error(newton_schulz(x, norm_scale=norm_scale), expected) <= 1e-2
 
 
+def test_outs_that_do_not_fit_are_refused_before_one_is_written() -> None:
+    first = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"out has shape \(4, 3\) for x of shape \(3, 4\)"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(4, 3)])
+    with pytest.raises(TypeError, match="out must be a tensor for each x, got NoneType"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, None])  # type: ignore[list-item]
+    assert not first.any()
+
+
 def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match="matrices"):
         newton_schulz(torch.randn(4))

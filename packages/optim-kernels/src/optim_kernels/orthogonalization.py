@@ -128,13 +128,11 @@ def newton_schulz(
             return results
         if len(out) != len(results):
             raise ValueError(f"out has {len(out)} tensors for {len(results)} matrices")
-        return [_into(target, result) for target, result in zip(out, results)]
+        # all of them before the first is written
+        targets = [_checked_out(target, result) for target, result in zip(out, results)]
+        return [target.copy_(result) for target, result in zip(targets, results)]
     result = _one(x, values, impl)
-    if out is None:
-        return result
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out must be a tensor when x is one, got {type(out).__name__}")
-    return _into(out, result)
+    return result if out is None else _checked_out(out, result).copy_(result)
 
 
 orthogonalize = newton_schulz
@@ -145,10 +143,12 @@ def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tens
     return _one(x, _values(config), impl)
 
 
-def _into(out: Tensor, result: Tensor) -> Tensor:
+def _checked_out(out: Any, result: Tensor) -> Tensor:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor for each x, got {type(out).__name__}")
     if out.shape != result.shape:
         raise ValueError(f"out has shape {tuple(out.shape)} for x of shape {tuple(result.shape)}")
-    return out.copy_(result)
+    return out
 
 
 # The fields of an `NSConfig`, in their order.
