@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 def is_dtensor(tensor: object) -> bool:
     """Whether the tensor is spread over ranks."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def has_dtensors(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of the tensors is spread over ranks; asked of their few classes, in less time than of all of them."""
+    return any(map(is_dtensor, set(map(type, tensors))))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -25,6 +31,25 @@ def local(tensor: Any) -> Any:
 def whole(tensor: Any) -> Any:
     """All of a DTensor, on every rank; any other tensor (or ``None``) itself."""
     return tensor.full_tensor() if tensor is not None and is_dtensor(tensor) else tensor
+
+
+def spread_as(tensor: Any, like: Any) -> Any:
+    """A DTensor with the placements of another, where sums over ranks are done; any other tensor (or ``None``) itself.
+
+    The gradient of a replicated parameter is a pending sum where its input was sharded (sequence parallelism).
+    """
+    if tensor is None or not is_dtensor(tensor) or tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of parameters, each spread over ranks as its parameter is; to be asked for once in a step.
+
+    Ranks that asked more often than others would wait for them.
+    """
+    grads = [param.grad for param in params]
+    return list(map(spread_as, grads, params)) if has_dtensors(grads) else grads
 
 
 def placed_like(part: Tensor, tensor: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
@@ -203,7 +204,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
-        grads = [param.grad for param in params]
+        grads = gradients_of(params)
         prepare = partial(self._prepare, params, grads)
         prepared, seen = prepared_for(
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
@@ -223,8 +224,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
         for group, places, own in prepared.with_torch:
+            own_grads: list[Any] = [grads[place] for place in places]
             own_states = [self._own_state[param] for param in own]
-            step_with_torch(group, own, own_states, places, grad_scale, found_inf, clip_factor)
+            step_with_torch(group, own, own_grads, own_states, places, grad_scale, found_inf, clip_factor)
         if prepared.followed:
             self._writes.note_step(prepared.followed)
         return loss

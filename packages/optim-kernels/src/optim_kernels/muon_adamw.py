@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_kernels._dtensors import local
+from optim_kernels._dtensors import gradients_of, local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
@@ -151,7 +151,7 @@ class TritonMuonAdamW(MuonGroups):
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
         # what it refuses it refuses before Muon has moved anything
         params = [p for group in adamw_groups for p in group["params"]]
-        grads = [p.grad for p in params]
+        grads = gradients_of(params)
         prepare = partial(self._prepare_adamw, adamw_groups, params, grads)
         adamw, seen = prepared_for(
             adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare

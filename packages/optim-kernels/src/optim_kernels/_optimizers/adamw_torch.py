@@ -17,6 +17,7 @@ from optim_utils.low_bit import LowBitTensor
 def step_with_torch(
     group: dict[str, Any],
     params: list[Tensor],
+    grads: list[Tensor],
     states: list[dict[str, Any]],
     places: list[int],
     grad_scale: Tensor | None,
@@ -24,32 +25,33 @@ def step_with_torch(
     clip_factor: Tensor | None,
 ) -> None:
     """Update the parameters of one group; ``places`` are their numbers among all, for random rounding."""
-    if _is_plain(group, params, states):
-        _torch_step(group, params, states, grad_scale, found_inf, clip_factor)
+    if _is_plain(group, params, grads, states):
+        _torch_step(group, params, grads, states, grad_scale, found_inf, clip_factor)
         return
     if group["differentiable"] or any(param.is_complex() for param in params):
         raise RuntimeError(
             "complex parameters and differentiable=True are left to torch's own code, which has neither stochastic "
             "rounding, nor master weights, nor moments of another dtype than the parameter's"
         )
-    _reference_step(group, params, states, places, grad_scale, found_inf, clip_factor)
+    _reference_step(group, params, grads, states, places, grad_scale, found_inf, clip_factor)
 
 
-def _is_plain(group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> bool:
+def _is_plain(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
     """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
     return not group["stochastic_rounding"] and not any(
         {"master", "master_low"} & state.keys()
-        or (param.grad is not None and param.grad.dtype != param.dtype)
+        or grad.dtype != param.dtype
         or any(
             state[key].dtype != param.dtype or isinstance(state[key], LowBitTensor) for key in MOMENTS if key in state
         )
-        for param, state in zip(params, states)
+        for param, grad, state in zip(params, grads, states)
     )
 
 
 def _torch_step(
     group: dict[str, Any],
     params: list[Tensor],
+    grads: list[Tensor],
     states: list[dict[str, Any]],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -57,7 +59,6 @@ def _torch_step(
 ) -> None:
     if found_inf is not None and bool(found_inf.item()):
         return
-    grads: list[Tensor] = [param.grad for param in params]  # type: ignore[misc]
     scale = reference.gradient_scale(clip_factor, grad_scale)
     with torch.set_grad_enabled(group["differentiable"]):
         torch_adamw(
@@ -96,6 +97,7 @@ def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
 def _reference_step(
     group: dict[str, Any],
     params: list[Tensor],
+    grads: list[Tensor],
     states: list[dict[str, Any]],
     places: list[int],
     grad_scale: Tensor | None,
@@ -105,7 +107,7 @@ def _reference_step(
     # of DTensors what is here: the update is elementwise
     reference.adamw_(
         [local(param) for param in params],
-        [local(param.grad) for param in params],
+        [local(grad) for grad in grads],
         [local(state["exp_avg"]) for state in states],
         [local(state["exp_avg_sq"]) for state in states],
         steps=[state["step"] for state in states],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import local
+from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.adamw_state import (
     drop_other_masters,
@@ -28,7 +28,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has."""
     convert_state(param, group, state)
     if "momentum_buffer" not in state:
-        like = param if param.grad is None else param.grad
+        like = param if param.grad is None else spread_as(param.grad, param)
         # other classes may store parameters in ways that cannot hold a momentum
         laid_out_as = param if type(param) in PLAIN_TYPES else like
         state["momentum_buffer"] = torch.zeros_like(
@@ -72,7 +72,7 @@ def placed_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any])
 
 
 def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:
-    """The gradient to use, ``None`` where the parameter is skipped; never allocates ``.grad``."""
+    """The gradient to use, spread as the parameter is; ``None`` where that is skipped; never allocates ``.grad``."""
     grad = param.grad
     if grad is None:
         # zeros would move a frozen parameter by its momentum, and decay it
@@ -83,7 +83,7 @@ def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | 
         return torch.zeros_like(param) if group["missing_grad"] == "zero" else None
     if grad.is_sparse:
         raise RuntimeError(f"Muon does not support sparse gradients, got one for {name}; densify it: p.grad.to_dense()")
-    return grad
+    return spread_as(grad, param)
 
 
 @dataclass(frozen=True, slots=True)
