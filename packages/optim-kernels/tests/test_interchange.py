@@ -346,6 +346,10 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
         TritonAdamW([sharded], state_dtype="int8")
     with pytest.raises(ValueError, match="is a DTensor; clip with optim_dist"):
         TritonMuonAdamW([{"kind": "adamw", "params": [sharded]}], max_norm=1.0)
+    for late in (TritonAdamW([sharded]), TritonMuonAdamW([{"kind": "adamw", "params": [sharded]}])):
+        late.param_groups[0]["max_norm"] = 1.0
+        with pytest.raises(ValueError, match="is a DTensor; clip with optim_dist"):
+            late.step()
     assert sharded.grad is not None
     expected = torch.nn.utils.get_total_norm([whole.grad.float()])
     norms = GradientNorms("triton" if is_interpreted() else "auto")

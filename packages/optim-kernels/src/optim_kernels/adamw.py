@@ -43,7 +43,7 @@ from optim_kernels._optimizers.base import (
     run_closure,
     text_table,
 )
-from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.functional.adamw_plan import AdamWPlan
@@ -215,6 +215,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         if max_norm is not None:
             if clip_factor is not None:
                 raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
+            check_here(self, grads)
             all_grads = [grad for grad in grads if grad is not None] if prepared.with_torch else seen
             self.grad_norm, clip_factor = norm_and_factor(self._norms, all_grads, max_norm, norm_type, grad_scale)
         if prepared.followed:

@@ -30,7 +30,7 @@ from optim_kernels._optimizers.base import (
     run_closure,
     text_table,
 )
-from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
@@ -168,6 +168,7 @@ class TritonMuonAdamW(MuonGroups):
             return None
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         given = [grad for grad in grads if grad is not None]
+        check_here(self, given)
         self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
         return factor
 

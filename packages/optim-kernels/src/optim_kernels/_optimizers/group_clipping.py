@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels import reference
-from optim_kernels._dtensors import is_dtensor
+from optim_kernels._dtensors import has_dtensors, is_dtensor
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels.multi_tensor import TensorList
@@ -49,6 +49,13 @@ def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
         for group in optimizer.param_groups:
             check_clipping(optimizer, group)
     return each[0]
+
+
+def check_here(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> None:
+    """As `check_clipping`, where gradients are spread over ranks: a limit of the norm may have come since."""
+    if has_dtensors(grads):
+        for group in optimizer.param_groups:
+            check_clipping(optimizer, group)
 
 
 def norm_and_factor(
