@@ -316,6 +316,21 @@ def test_states_that_hold_nothing() -> None:
     assert len(optimizers[0].to_torch_state_dict()["state"]) == 1
 
 
+def test_a_state_may_have_entries_of_the_users() -> None:
+    """torch saves and loads what is in a state beside the parameters'."""
+    param = torch.nn.Parameter(torch.ones(5))
+    param.grad = torch.ones(5)
+    optimizer = TritonAdamW([param])
+    optimizer.step()
+    optimizer.state["calls"] = 3
+    for target in (optimizer, torch.optim.AdamW([param])):
+        for saved in (optimizer.state_dict(), optimizer.to_torch_state_dict()):
+            target.load_state_dict(saved)
+            assert target.state["calls"] == 3
+    optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 2
+
+
 def test_moments_of_dtypes_that_cannot_hold_them_are_refused() -> None:
     with pytest.raises(ValueError, match="state_dtype must be None, one of"):
         TritonAdamW(make(), state_dtype=torch.float8_e4m3fn)

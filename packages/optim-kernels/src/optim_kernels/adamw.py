@@ -340,20 +340,25 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
     """Codes and dtypes in their plain form, and step counts where torch's state dict has them."""
     content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
-    content["state"] = {key: plain_state(state) for key, state in content["state"].items()}
+    # beside the parameters' there may be entries of the user's
+    content["state"] = dict(content["state"])
     for group in content["param_groups"]:
-        if group["capturable"] or group["fused"]:
-            continue
+        on_device = group["capturable"] or group["fused"]
         for key in group["params"]:
-            state = content["state"].get(key, {})
-            if "step" in state:
-                content["state"][key] = {**state, "step": state["step"].cpu()}
+            if key in content["state"]:
+                state = content["state"][key] = plain_state(content["state"][key])
+                if "step" in state and not on_device:
+                    state["step"] = state["step"].cpu()
 
 
 def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
     """Floats of the parameters' dtypes, and torch's options alone."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    content["state"] = {key: torch_state(params[key], value) for key, value in content["state"].items() if value}
+    params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
+    content["state"] = {
+        key: torch_state(params[key], value) if key in params else value
+        for key, value in content["state"].items()
+        if value or key not in params
+    }
     own = optimizer.defaults.keys() - torch.optim.AdamW([torch.zeros(1)]).defaults.keys()
     content["param_groups"] = [
         {name: value for name, value in group.items() if name not in own} for group in content["param_groups"]
