@@ -162,6 +162,12 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
         check_impl(group["impl"])
         check_seed(group["seed"])
+        # what torch writes into groups to tell AdamW's from Adam's, whose decay is a part of the gradient
+        if not group.get("decoupled_weight_decay", True):
+            raise ValueError(
+                "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and TritonAdamW would decay "
+                "its parameters as AdamW does; leave the option out, or give the group to torch.optim.Adam"
+            )
         for param in group["params"]:
             if is_lazy(param):
                 # what it will be nobody knows: the first step that it has a gradient in looks at it
