@@ -303,6 +303,34 @@ def test_what_adamw_refuses_it_refuses_before_muon_has_moved(impl: Any) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["moved", "loaded"])
+def test_the_order_in_memory_of_an_adamw_parameter_may_change(is_loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``model.to(memory_format=torch.channels_last)``, say, or from a checkpoint of before."""
+    params = [nn.Parameter(torch.randn(4, 3, 5, 5, device=DEVICE))]
+    reference = copy.deepcopy(params)
+
+    def make(of: list[nn.Parameter]) -> TritonMuonAdamW:
+        return TritonMuonAdamW([{"params": of, "kind": "adamw"}], impl="triton")
+
+    optimizer, other = make(params), make(reference)
+    for step in range(3):
+        if step == 1:
+            params[0].data = params[0].data.to(memory_format=torch.channels_last)
+            if is_loaded:
+                saved = optimizer.state_dict()
+                optimizer = make(params)
+                optimizer.load_state_dict(saved)
+        give_gradients(reference, step)
+        params[0].grad = reference[0].grad
+        if step == 1:
+            with monkeypatch.context() as capture, pytest.raises(RuntimeError, match=r"exp_avg and exp_avg_sq.* order"):
+                capture.setattr("optim_kernels.muon_adamw.is_capturing", lambda device: True)
+                optimizer.step()
+        optimizer.step()
+        other.step()
+    assert torch.equal(params[0], reference[0])
+
+
 def test_clipping_is_what_the_groups_say() -> None:
     matrices, rest = matrices_and_rest()
     optimizer = mixed(matrices, rest)

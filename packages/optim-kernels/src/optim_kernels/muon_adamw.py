@@ -20,7 +20,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_paths import why_not_stored
-from optim_kernels._optimizers.adamw_state import new_count
+from optim_kernels._optimizers.adamw_state import laid_out, new_count
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -37,7 +37,7 @@ from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._lists import check_scalars
 from optim_kernels.functional._muon_workspace import workspace_for
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels.multi_tensor import TensorList, is_capturing
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
@@ -217,6 +217,7 @@ class TritonMuonAdamW(MuonGroups):
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
             if reason is None:
+                self._lay_out(p, names[p])
                 places.append(place)
             elif group["impl"] == "triton":
                 raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
@@ -230,6 +231,16 @@ class TritonMuonAdamW(MuonGroups):
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         # a loaded count is on the CPU, or nanochat's int
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+
+    def _lay_out(self, p: Tensor, name: str) -> None:
+        """Bring moments into the parameter's order in memory, in which the kernels go through both."""
+        moved = laid_out(p, self._own_state[p])
+        if moved and is_capturing(p.device):
+            raise RuntimeError(
+                f"a step is being captured into a CUDA graph, but {' and '.join(moved)} of {name} have another order "
+                "in memory than it has, and every replay would copy them anew; run a step before the capture"
+            )
+        self._own_state[p].update(moved)
 
     def state_dict(self, *, layout: Literal["separate", "nanochat"] = "separate") -> dict[str, Any]:
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
