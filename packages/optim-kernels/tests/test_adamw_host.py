@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from optim_kernels import TritonAdamW, TritonMuon, multi_tensor, reference
+from optim_utils.testing import run_ranks
 
 
 @pytest.fixture
@@ -297,6 +298,26 @@ def test_profiles_name_the_step() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     assert "Optimizer.step#TritonAdamW.step" in {event.name for event in profile.events()}
+
+
+def test_a_step_of_dtensors_is_planned_once() -> None:
+    """Also when somebody has read the state, so that each step looks whether that is still the same."""
+    run_ranks(_steps_of_dtensors, 1, backend="gloo")
+
+
+def _steps_of_dtensors(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)]))
+    param.grad = DTensor.from_local(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)])
+    optimizer = TritonAdamW([param], impl="triton")
+    optimizer.step()
+    assert optimizer.state[param]
+    optimizer.step()
+    prepared = optimizer._prepared
+    optimizer.step()
+    assert optimizer._prepared is prepared
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -210,7 +210,12 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
-        grads = gradients_of(params)
+        self._update(params, gradients_of(params), clip_factor)
+        return loss
+
+    # Else each look at what is here of a DTensor would make a view of it. Differentiable steps enable gradients again.
+    @torch.no_grad()
+    def _update(self, params: list[Tensor], grads: list[Tensor | None], clip_factor: Tensor | None) -> None:
         prepare = partial(self._prepare, params, grads)
         prepared, seen = prepared_for(
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
@@ -236,7 +241,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             step_with_torch(group, own, own_grads, own_states, places, grad_scale, found_inf, clip_factor)
         if prepared.followed:
             self._writes.note_step(prepared.followed)
-        return loss
 
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
