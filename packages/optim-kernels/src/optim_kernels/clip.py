@@ -72,7 +72,7 @@ def get_total_norm(
     """The norm of all tensors as if they were one vector: 0-d, fp32 (fp64 if a tensor is), on the first one's device.
 
     Args:
-        norm_type: the order p; ``inf`` for the largest magnitude.
+        norm_type: the order p; ``inf`` for the largest magnitude; 0 counts, as in torch, tensors that are not zero.
         foreach: as in torch: ``True`` asks for its foreach functions, whose norm is in the tensors' own dtype;
             ``False`` for one call a tensor.
 

@@ -23,7 +23,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all tensors as if they were one vector: 0-d fp32, or fp64 if a tensor is."""
+    """The norm of the tensors' norms, which is that of all as one vector unless p is 0: 0-d fp32, or fp64 if one is."""
     if not tensors:
         return torch.tensor(0.0)
     if norm_type == 2:
