@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from optim_dist._reduction import peers
-from optim_dist._reduction.collectives import Communicator, new_group
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import new_group
 
 
 class _File:

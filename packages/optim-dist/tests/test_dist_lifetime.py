@@ -45,6 +45,63 @@ def groups_added_later(rank, world_size):
     assert_same(values(net), values(twin))
 
 
+def num_groups():
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+@scenario(2)
+def optimizers_have_the_groups_of_closed_ones(rank, world_size):
+    """Each has sockets and threads, or a communicator of NCCL, that nothing frees before the process ends."""
+    counts, found = [], []
+    for number in range(6):
+        net, optimizer = build(rank, accumulation_steps=1, timeout=101 + number % 2)
+        for step in range(2):
+            net(batch(rank, step)).backward()
+            optimizer.step()
+            net.zero_grad()
+        found.append(values(net))
+        optimizer.close()
+        counts.append(num_groups())
+    assert counts[0] < counts[1]
+    assert counts[2:] == [counts[1]] * 4
+    for each in found[1:]:
+        assert_same(each, found[0])
+
+
+@scenario(2)
+def groups_are_not_given_away_before_all_ranks_are_done(rank, world_size):
+    options = {"accumulation_steps": 1, "timeout": 103}  # of nobody else here
+    net, optimizer = build(rank, **options)
+    _, beside = build(rank, **options)
+    if rank == 0:
+        beside.close()  # alone
+    before = num_groups()
+    other, later = build(rank, **options)
+    assert num_groups() > before
+    for model, each in ((net, optimizer), (other, later)):
+        model(batch(rank, 0)).backward()
+        each.step()
+    assert_same(values(net), values(other))
+    optimizer.close()
+    later.close()
+    beside.close()
+
+
+@scenario(2)
+def groups_in_which_something_may_be_under_way_are_not_given_away(rank, world_size):
+    options = {"accumulation_steps": 1, "timeout": 104}
+    net, optimizer = build(rank, **options)
+    if rank == 0:
+        net(batch(rank, 0)).backward()  # the other rank launches nothing
+    optimizer.close()
+    before = num_groups()
+    net, optimizer = build(rank, **options)
+    assert num_groups() > before
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.close()
+
+
 @scenario(1, 2)
 def a_refused_group_leaves_everything_as_it_was(rank, world_size):
     device = device_of(rank)

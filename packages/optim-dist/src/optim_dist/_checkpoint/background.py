@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from optim_dist._reduction.collectives import Communicator, new_group
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import new_group
 
 # between the fastest disk and the slowest; a rank that has died is noticed at once
 PATIENCE = timedelta(minutes=30)

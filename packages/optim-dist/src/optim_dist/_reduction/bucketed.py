@@ -319,6 +319,10 @@ class BucketedParameters:
         self.wait()
         check_replicas(self.buckets, self._communicator, context)
 
+    @property
+    def _groups(self) -> list[Communicator]:
+        return [self._communicator, *([] if self._apart is None else [self._apart])]
+
     def detach(self, is_failed: bool = False, is_everywhere: bool = False) -> bool:
         """Release hooks. Finish what is under way, unless this rank has failed or lost the others.
 
@@ -327,8 +331,7 @@ class BucketedParameters:
 
         Returns whether nothing is under way any more.
         """
-        groups = [self._communicator, *([] if self._apart is None else [self._apart])]
-        is_finished = not is_failed and all(group.is_usable for group in groups)
+        is_finished = not is_failed and all(group.is_usable for group in self._groups)
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
@@ -374,7 +377,7 @@ class BucketedParameters:
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        is_finished = False
+        is_finished, was_started = False, self.started
         try:
             is_finished = self.detach(is_failed, is_everywhere=True)
         finally:
@@ -388,6 +391,9 @@ class BucketedParameters:
                 self.reduction.clear()
                 del self.reduction.reducer
                 self._reducer = None
+            if is_finished and not was_started:
+                for group in self._groups:
+                    group.give_back()
 
     def _finish(self, bucket: ParameterBucket) -> Tensor:
         assert self.reduction is not None, "buckets come with their reduction"

@@ -16,18 +16,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUMBER_IN_NAME = "number in the name of a process group"
+from optim_dist._reduction import groups
 
 # torch 2.13 renamed the flat collectives and warns about the old names
 _reduce_scatter_flat = (
@@ -76,6 +73,7 @@ class Communicator:
         beside: Communicator | None = None,
     ) -> None:
         self._world, self._process = _world(), os.getpid()
+        self._kind: groups.Kind | None = None  # of a group that was made for this one
         if self._world is None:
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
@@ -86,7 +84,7 @@ class Communicator:
             if self.rank < 0:
                 raise ValueError("this rank is not a member of the optimizer's process group")
             if (timeout is not None or beside is not None) and self.world_size > 1:
-                group = _like(group, device, timeout)
+                group, self._kind = groups.own_group(group, Communicator(group, device), device, timeout)
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
@@ -106,6 +104,13 @@ class Communicator:
         self.is_lost = True
         if self.device.type == "cpu":
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+
+    def give_back(self) -> None:
+        """Leave a group that was made for this one to the next that wants one alike; nothing is under way in it."""
+        if self._kind is not None and self.is_usable:
+            assert self.group is not None, "it was made"
+            groups.give_back(self._kind, self.group)
+        self._kind = None
 
     def is_beside(self, other: Communicator) -> bool:
         """Whether both were made in one default process group."""
@@ -294,70 +299,3 @@ def _refuse_lone_ranks() -> None:
             f"torchrun started {os.environ['WORLD_SIZE']} ranks, but there is no process group; call "
             "torch.distributed.init_process_group() before building the optimizer"
         )
-
-
-def new_group(
-    ranks: Sequence[int],
-    met: Sequence[Communicator],
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-) -> dist.ProcessGroup:
-    """A process group that ``ranks`` make without the others; ``met`` connect them. Collective among them alone."""
-    with _one_name(met):
-        try:
-            return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"ranks {list(ranks)} did not meet to make a process group of their own: one of them has ended or "
-                "raised an error, which says why, or was given another timeout= or accumulation_steps= "
-                f"(torch: {error})"
-            ) from error
-
-
-@contextmanager
-def _one_name(met: Sequence[Communicator]) -> Iterator[None]:
-    """Let the next group have one name on all ranks: torch puts a number into it that each rank counts by itself, and
-    ranks with different names wait for each other.
-
-    Up to torch 2.13 that is how many groups a rank is in: those in fewer make groups of themselves, which wait for
-    nobody, until they are in as many. Later it is how many a rank took part in making, and every other group's name has
-    that number, too: torch is lent one that nothing else counts up to, so that a rank that takes no part goes on
-    counting like the others.
-    """
-    world = dist.distributed_c10d._world
-    if torch.__version__ < "2.14":  # compared as versions
-        num_groups = len(world.pg_names)
-        for _ in range(_largest(met, num_groups) - num_groups):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        yield
-        return
-    count, world.group_count = world.group_count, _largest(met, secrets.randbits(62))
-    try:
-        yield
-    finally:
-        world.group_count = count
-
-
-def _largest(met: Sequence[Communicator], number: int) -> int:
-    """Of the numbers of all ranks that make a group."""
-    for communicator in met:
-        numbers = communicator.gather_json({NUMBER_IN_NAME: number})
-        for rank, found in zip(communicator.ranks, numbers):
-            if not isinstance(found, dict) or NUMBER_IN_NAME not in found:
-                raise RuntimeError(
-                    f"rank {rank} does not make a process group for its optimizer as this one does; give every rank "
-                    "the same timeout= and accumulation_steps=, and the first no_sync() in the same step"
-                )
-        number = max(found[NUMBER_IN_NAME] for found in numbers)
-    return number
-
-
-def _like(given: dist.ProcessGroup | None, device: torch.device, timeout: float | None) -> dist.ProcessGroup:
-    """A new group of the same ranks and backend."""
-    group = given or dist.group.WORLD
-    assert group is not None, "torch.distributed is initialized"
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-    if ranks != sorted(ranks):
-        raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
-    limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
-    return new_group(ranks, [Communicator(given, device)], limit, backend)

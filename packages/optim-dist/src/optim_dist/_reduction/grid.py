@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._reduction.collectives import Communicator, Recorded, Waitable, new_group
+from optim_dist._reduction.collectives import Communicator, Recorded, Waitable
+from optim_dist._reduction.groups import new_group
 
 
 class GridCommunicator(Communicator):
@@ -51,6 +52,10 @@ class GridCommunicator(Communicator):
         super().abandon()
         for each in (self._replicate, self._shard):
             each.abandon()
+
+    def give_back(self) -> None:
+        for each in (self._line, self._replicate, self._shard):
+            each.give_back()
 
     def chunk_of(self, member: int) -> int:
         return self._chunks[member]
