@@ -133,3 +133,10 @@ def test_errors_name_the_tensor() -> None:
     assert redistribute_many([]) == []
     with pytest.raises(ValueError, match="bucket_bytes"):
         redistribute_many([], bucket_bytes=0)
+
+
+def test_no_tensors_come_as_asked_for() -> None:
+    assert redistribute_many([]) == []
+    assert redistribute_many({}) == {}
+    assert redistribute_many([], async_op=True).wait() == []
+    assert redistribute_many({}, async_op=True).wait() == {}

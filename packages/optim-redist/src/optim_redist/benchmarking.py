@@ -141,7 +141,7 @@ def _measure_row(
     )
 
 
-def _ours(made: Plan, local: Tensor) -> Callable[[], Tensor]:
+def _ours(made: Plan, local: Tensor) -> Callable[[], Tensor | None]:
     program = program_for(made)
     return lambda: program(local)
 
@@ -157,8 +157,9 @@ def _local_tensor(layout: Layout, shape: Sequence[int], device: torch.device) ->
     return torch.randint(-8, 8, local_shape, device=device, generator=generator).to(torch.bfloat16)
 
 
-def _agree(ours: Tensor, theirs: Tensor) -> bool:
+def _agree(ours: Tensor | None, theirs: Tensor) -> bool:
     """Whether both tensors are equal on every rank."""
+    assert ours is not None, "every rank has a part"
     wrong = torch.tensor([not torch.equal(ours, theirs)], dtype=torch.int32, device=ours.device)
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     return not wrong.item()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,9 +17,69 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Program, compile
+from optim_redist.program import Handle, Program, compile
 
 _programs: Recent[tuple[object, Program]] = Recent(1024)
+
+
+@overload
+def redistribute_local(
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    group: ProcessGroup | None = ...,
+    out: Tensor | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | None = ...,
+    async_op: Literal[False] = ...,
+    cost_model: CommModel | None = ...,
+    topology: Topology | None = ...,
+    memory_limit: int | None = ...,
+    donate: bool = ...,
+    copy: bool = ...,
+) -> Tensor | None: ...
+
+
+@overload
+def redistribute_local(
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    group: ProcessGroup | None = ...,
+    out: Tensor | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | None = ...,
+    async_op: Literal[True],
+    cost_model: CommModel | None = ...,
+    topology: Topology | None = ...,
+    memory_limit: int | None = ...,
+    donate: bool = ...,
+    copy: bool = ...,
+) -> Handle[Tensor | None]: ...
+
+
+@overload
+def redistribute_local(
+    tensor: Tensor | None,
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    group: ProcessGroup | None = ...,
+    out: Tensor | None = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | None = ...,
+    async_op: bool,
+    cost_model: CommModel | None = ...,
+    topology: Topology | None = ...,
+    memory_limit: int | None = ...,
+    donate: bool = ...,
+    copy: bool = ...,
+) -> Tensor | Handle[Tensor | None] | None: ...
 
 
 def redistribute_local(
@@ -38,7 +98,7 @@ def redistribute_local(
     memory_limit: int | None = None,
     donate: bool = False,
     copy: bool = True,
-) -> Any:
+) -> Tensor | Handle[Tensor | None] | None:
     """This rank's part of the target layout, given its part of the source layout.
 
     Every rank of either layout calls. Ranks outside the source pass ``None`` and say the ``dtype``; ranks outside the
@@ -89,7 +149,7 @@ def redistribute_local(
     made = plan(
         shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit, donate=donate
     )
-    return program_for(made, group)(tensor, out, async_op, copy=copy, device=device)
+    return program_for(made, group)(tensor, out, async_op=async_op, copy=copy, device=device)
 
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:

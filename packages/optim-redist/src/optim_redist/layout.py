@@ -26,6 +26,7 @@ from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
     from optim_redist.dtensor import Placements
     from optim_redist.multi_axis import MultiAxisDist
@@ -197,9 +198,9 @@ class Layout:
     def from_placements(
         cls,
         device_mesh: DeviceMesh | Mesh,
-        placements: Sequence[Any],
+        placements: Sequence[TorchPlacement],
         shape: Sequence[int],
-        shard_order: Any = None,
+        shard_order: Mapping[int, Sequence[int]] | Sequence[tuple[int, Sequence[int]]] | None = None,
         *,
         strided: Literal["replay", "ordered"] = "replay",
     ) -> Layout:

@@ -8,7 +8,7 @@ Training mesh to inference mesh, and a checkpoint at another world size, are one
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
-from optim_redist.program import Handle
+from optim_redist.program import Handle, done
 
 _ALIGNMENT = 16  # bytes: the widest element
 _CACHE_SIZE = 64
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Item(NamedTuple):
@@ -230,8 +232,74 @@ def _fill_buckets(plans: Sequence[Plan], bucket_bytes: int) -> list[list[int]]:
 _programs: Recent[tuple[object, ManyProgram]] = Recent(_CACHE_SIZE)
 
 
+@overload
 def redistribute_many(
-    items: Mapping[str, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
+    items: Mapping[Name, Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    cost_model: CommModel | None = ...,
+) -> dict[Name, Tensor | None]: ...
+
+
+@overload
+def redistribute_many(
+    items: Sequence[Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    cost_model: CommModel | None = ...,
+) -> list[Tensor | None]: ...
+
+
+@overload
+def redistribute_many(
+    items: Mapping[Name, Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    cost_model: CommModel | None = ...,
+) -> Handle[dict[Name, Tensor | None]]: ...
+
+
+@overload
+def redistribute_many(
+    items: Sequence[Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    cost_model: CommModel | None = ...,
+) -> Handle[list[Tensor | None]]: ...
+
+
+@overload
+def redistribute_many(
+    items: Mapping[Name, Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: bool,
+    cost_model: CommModel | None = ...,
+) -> dict[Name, Tensor | None] | Handle[dict[Name, Tensor | None]]: ...
+
+
+@overload
+def redistribute_many(
+    items: Sequence[Item | tuple[Any, ...]],
+    *,
+    bucket_bytes: int = ...,
+    group: ProcessGroup | None = ...,
+    async_op: bool,
+    cost_model: CommModel | None = ...,
+) -> list[Tensor | None] | Handle[list[Tensor | None]]: ...
+
+
+def redistribute_many(
+    items: Mapping[Name, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
     *,
     bucket_bytes: int = 256 * 2**20,
     group: ProcessGroup | None = None,
@@ -261,7 +329,8 @@ def redistribute_many(
     names = _in_order(items) if isinstance(items, Mapping) else list(range(len(items)))
     chosen = [_as_item(name, cast(Any, items)[name]) for name in names]
     if not chosen:
-        return {} if isinstance(items, Mapping) else []
+        nothing: dict[Name, Tensor | None] | list[Tensor | None] = {} if isinstance(items, Mapping) else []
+        return Handle(done(nothing)) if async_op else nothing
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
     # other names need not have a text that is the same on every rank
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import IndexSet, same
@@ -200,7 +200,9 @@ def _rearranged(
         yield sets[place]
 
 
-def as_shard_order(order: Any) -> ShardOrder | None:
+def as_shard_order(
+    order: Mapping[int, Sequence[int]] | Sequence[tuple[int, Sequence[int]]] | None,
+) -> ShardOrder | None:
     """A shard order as a dictionary, from one or from torch's tuple of (tensor_dim, mesh_dims)."""
     if order is None:
         return None

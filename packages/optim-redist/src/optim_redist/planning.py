@@ -31,6 +31,8 @@ from optim_redist.planners import candidates
 from optim_redist.problem import Problem, check_layouts
 
 if TYPE_CHECKING:
+    import torch
+
     from optim_redist.pictures import PictureFormat
 
 _FORMAT = "optim-redist.plan"
@@ -214,7 +216,7 @@ def clear_cache() -> None:
 
 def plan(
     shape: Sequence[int],
-    dtype: Any,
+    dtype: torch.dtype | str,
     src: Layout,
     dst: Layout,
     *,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optim_redist._inside import Groups, Part
 from optim_redist._lazy import lazy
@@ -38,7 +38,7 @@ _NOTHING = (0, 0)
 _WHOLE: Division = (None, ())
 
 
-def check_layouts(src: Any, dst: Any) -> None:
+def check_layouts(src: object, dst: object) -> None:
     """Raise ``LayoutError`` for what is no ``Layout``, a text for example."""
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from optim_redist.planning import Plan
 
 
-class Handle:
+Result = TypeVar("Result")
+
+
+class Handle(Generic[Result]):
     """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
 
     It may read the source until then, so nobody writes to it, as to what torch's asynchronous collectives are given.
@@ -43,17 +46,17 @@ class Handle:
     buffers were taken, so that they are not taken again before they have been read. The stream that waits follows.
     """
 
-    def __init__(self, steps: Generator[Waitable | None, None, Any], device: torch.device | None = None) -> None:
+    def __init__(self, steps: Generator[Waitable | None, None, Result], device: torch.device | None = None) -> None:
         """``device``: where the buffers are, None where all is done when ``wait`` returns."""
         self._is_inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-        self._result: Any = None
+        self._result: Result
         self._error: BaseException | None = None
         self._work = next(steps, None)
         # the generator owns the source, the buffers and the target
-        self._steps: Generator[Waitable | None, None, Any] | None = steps
+        self._steps: Generator[Waitable | None, None, Result] | None = steps
 
-    def wait(self) -> Any:
+    def wait(self) -> Result:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
         if steps is not None:
@@ -65,7 +68,7 @@ class Handle:
             raise self._error
         return self._result
 
-    def _finish(self, steps: Generator[Waitable | None, None, Any]) -> None:
+    def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
         work, self._work = self._work, None
         while True:
             try:
@@ -130,6 +133,39 @@ class Program:
         """
         return self._compared and (self.team is None or self.team.is_nccl)
 
+    @overload
+    def __call__(
+        self,
+        x: Tensor | None,
+        out: Tensor | None = ...,
+        async_op: Literal[False] = ...,
+        *,
+        copy: bool = ...,
+        device: torch.device | None = ...,
+    ) -> Tensor | None: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor | None,
+        out: Tensor | None = ...,
+        *,
+        async_op: Literal[True],
+        copy: bool = ...,
+        device: torch.device | None = ...,
+    ) -> Handle[Tensor | None]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor | None,
+        out: Tensor | None = ...,
+        async_op: bool = ...,
+        *,
+        copy: bool = ...,
+        device: torch.device | None = ...,
+    ) -> Tensor | Handle[Tensor | None] | None: ...
+
     def __call__(
         self,
         x: Tensor | None,
@@ -138,7 +174,7 @@ class Program:
         *,
         copy: bool = True,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> Tensor | Handle[Tensor | None] | None:
         """This rank's part of the target; a ``Handle`` to it with ``async_op``.
 
         Without ``out``, a tensor that stays what it is comes back itself, and with ``copy=False`` a part of it may
@@ -147,7 +183,7 @@ class Program:
         """
         self._check(x, out)
         if out is not None and out is x:
-            return Handle(_done(x)) if async_op else x
+            return Handle(done(x)) if async_op else x
         if self._kept is not None and x is not None and out is None and not async_op:
             if self._keeps_all:
                 return x
@@ -315,7 +351,7 @@ def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
                 tensor.record_stream(current)
 
 
-def _done(result: Tensor) -> Generator[None, None, Tensor]:
+def done(result: Result) -> Generator[None, None, Result]:
     """The steps of a redistribution that has none."""
     yield None
     return result

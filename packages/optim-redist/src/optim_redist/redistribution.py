@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -66,6 +66,48 @@ def _stays(source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
     return canonical(source, shape) == canonical(target, shape)
 
 
+@overload
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = ...,
+    placements: Sequence[Placement] | None = ...,
+    *,
+    async_op: Literal[False] = ...,
+    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
+    forward_dtype: torch.dtype | None = ...,
+    backward_dtype: torch.dtype | None = ...,
+    memory_limit: int | None = ...,
+) -> DTensor: ...
+
+
+@overload
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = ...,
+    placements: Sequence[Placement] | None = ...,
+    *,
+    async_op: Literal[True],
+    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
+    forward_dtype: torch.dtype | None = ...,
+    backward_dtype: torch.dtype | None = ...,
+    memory_limit: int | None = ...,
+) -> Handle[DTensor]: ...
+
+
+@overload
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = ...,
+    placements: Sequence[Placement] | None = ...,
+    *,
+    async_op: bool,
+    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
+    forward_dtype: torch.dtype | None = ...,
+    backward_dtype: torch.dtype | None = ...,
+    memory_limit: int | None = ...,
+) -> DTensor | Handle[DTensor]: ...
+
+
 def redistribute(
     dtensor: DTensor,
     device_mesh: DeviceMesh | None = None,
@@ -76,7 +118,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     memory_limit: int | None = None,
-) -> Any:
+) -> DTensor | Handle[DTensor]:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
     Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there. What stays on all ranks
@@ -147,7 +189,17 @@ class _Redistribute(torch.autograd.Function):
         return _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit), None, None, None
 
 
-def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False) -> Any:
+@overload
+def _move(dtensor: DTensor, place: _Place, memory_limit: int | None) -> DTensor: ...
+
+
+@overload
+def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: Literal[True]) -> Handle[DTensor]: ...
+
+
+def _move(
+    dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False
+) -> DTensor | Handle[DTensor]:
     source = from_dtensor(dtensor)
     shape, local = tuple(dtensor.shape), dtensor._local_tensor.detach()
     if place.dtype is not None and place.dtype != local.dtype:
@@ -166,12 +218,14 @@ def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op
         async_op=async_op,
         memory_limit=memory_limit,
     )
-    if async_op:
+    if isinstance(moved, Handle):
         return Handle(_when_arrived(moved, dtensor, place, local))
     return _wrapped(moved, dtensor, place, local)
 
 
-def _when_arrived(handle: Handle, dtensor: DTensor, place: _Place, local: Tensor) -> Generator[None, None, DTensor]:
+def _when_arrived(
+    handle: Handle[Tensor | None], dtensor: DTensor, place: _Place, local: Tensor
+) -> Generator[None, None, DTensor]:
     yield None
     return _wrapped(handle.wait(), dtensor, place, local)
 

@@ -138,6 +138,7 @@ def exchange(
         moved.append(stream)
     arrived = redistribute_many(items, group=group) if items else {}
     for stream, target in zip(moved, arrived.values()):
+        assert target is not None, "every rank is in the mesh"
         own = list(stream.own(stream.after, rank))
         for (name, _), part in zip(own, target.split([part.stop - part.start for _, part in own])):
             parts.setdefault(name, {})[stream.key] = part

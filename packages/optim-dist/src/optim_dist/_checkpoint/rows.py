@@ -79,7 +79,7 @@ def _moved(
         source = before[part.name]
         here = part.local if rank in source.mesh.ranks else None
         items.append(Item(here, part.shape, source, after[part.name], part.local.dtype))
-    arrived: list[Tensor | None] = redistribute_many(items, group=communicator.group)
+    arrived = redistribute_many(items, group=communicator.group)
     for part, found in zip(parts, arrived, strict=True):
         yield part._replace(local=part.local.new_empty(0) if found is None else found)
 

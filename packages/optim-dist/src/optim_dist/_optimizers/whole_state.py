@@ -104,13 +104,17 @@ def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: i
     Of a DTensor on some of the ranks, whose replicas others hold, those who hold it have to call.
     """
     target, ranks = communicator.ranks[to], layout.mesh.ranks
+    here: Tensor | None = value
     if isinstance(value, DTensor):
         is_everywhere = len(ranks) == communicator.world_size
         there = Layout(Mesh(1, ranks=[target if target in ranks else ranks[0]]), [None] * value.ndim)
         group = communicator.group if is_everywhere else None
-        value = redistribute_local(local(value), value.shape, layout, there, group=group)
+        here = redistribute_local(local(value), value.shape, layout, there, group=group)
+    if communicator.rank != to:
+        return None
+    assert here is not None, "its owner has it whole"
     # a copy also where it is on the CPU already: the next step changes it
-    return value.to("cpu", copy=True) if communicator.rank == to else None
+    return here.to("cpu", copy=True)
 
 
 def cut_full_state_dict(
