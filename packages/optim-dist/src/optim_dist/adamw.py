@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
@@ -125,7 +126,7 @@ class TritonDistAdamW(DistOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT | Mapping[str, Tensor],
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
@@ -95,7 +96,7 @@ class TritonDistMuon(DistOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT | Mapping[str, Tensor],
         lr: float | Tensor = 0.02,
         momentum: float = 0.95,
         *,
