@@ -93,9 +93,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """``mypy --strict`` over the sources of all packages."""
+    """``mypy --strict`` over the sources of all packages, and over programs that say what users' checkers see."""
     _install(session, *map(_source, PACKAGES), *_groups("type"))
-    session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+    typed = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/typed_*.py"))
+    session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES), *typed)
 
 
 @nox.session

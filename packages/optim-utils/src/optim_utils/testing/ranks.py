@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,22 @@ _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.te
 PRELOAD_VARIABLE = "RANKS_PRELOAD"
 
 
+Result = TypeVar("Result")
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time; the text holds every failed rank's traceback."""
 
 
 def run_ranks(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     world_size: int,
     *args: Any,
     backend: str = "gloo",
     timeout: float = 120.0,
     environment: dict[str, str] | None = None,
     init_process_group: bool = True,
-) -> list[Any]:
+) -> list[Result]:
     """The results of ``function(rank, world_size, *args)`` on each rank, in rank order.
 
     Every rank has one thread, an initialised process group (and, for ``backend="nccl"``, its own CUDA device) and

@@ -1,0 +1,31 @@
+"""What type checkers see of the public functions: checked by the session ``typecheck``, not run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+from optim_utils import MOMENT8, LowBitTensor, quantize, route_parameters
+from optim_utils.testing import run_ranks
+
+
+def sums(rank: int, world: int) -> float:
+    return rank / world
+
+
+def ranks() -> None:
+    assert_type(run_ranks(sums, 2), list[float])
+
+
+def low_bit(x: Tensor) -> None:
+    codes = quantize(x, MOMENT8)
+    assert_type(codes, LowBitTensor)
+    assert_type(codes.dequantize(), Tensor)
+    assert_type(codes.dequantize(torch.bfloat16), Tensor)
+
+
+def routes(model: nn.Module) -> None:
+    for route in route_parameters(model):
+        assert_type(route.name, str)
