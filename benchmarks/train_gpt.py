@@ -50,8 +50,11 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         f"{len(corpus.train):,} training and {len(corpus.validation):,} validation bytes"
     )
     runs = [(arm, lr) for arm in options.arms for lr in _learning_rates(arm, options)]
+    folders = [_checkpoints(arm, lr, options) for arm, lr in runs]
     if not options.resume:
-        _remove_earlier_run([_checkpoints(arm, lr, options) for arm, lr in runs], is_first_rank)
+        _remove_earlier_run(folders, is_first_rank)
+    elif missing := [folder.name for folder in folders if not any(folder.glob("step-*"))]:
+        display.note(f"--resume found no {' and no '.join(missing)} in {options.out}: begins at step 0 there")
     results = [_run(arm, lr, settings, corpus, options, display) for arm, lr in runs]
     if is_first_rank and all(r.history.validation for r in results):
         display.table(HEADER, [r.row() for r in results])

@@ -61,6 +61,17 @@ def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict, capsys
     assert losses(run(tmp_path, "--resume")) == losses(one_rank)
 
 
+def test_resuming_where_nothing_is_says_so_and_begins(
+    tmp_path: Path, one_rank: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert losses(run(tmp_path, "--resume", "--arms", "adamw"))["adamw"] == losses(one_rank)["adamw"]
+    assert f"--resume found no checkpoints-adamw in {tmp_path}: begins at step 0 there\n" in capsys.readouterr().out
+    assert losses(run(tmp_path, "--resume")) == losses(one_rank)
+    assert f"--resume found no checkpoints-muon in {tmp_path}: begins at step 0 there\n" in capsys.readouterr().out
+    run(tmp_path, "--resume")
+    assert "--resume found" not in capsys.readouterr().out
+
+
 def test_interrupted_run_resumes_from_nothing_of_an_earlier_one(
     tmp_path: Path, one_rank: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
