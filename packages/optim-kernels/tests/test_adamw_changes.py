@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -296,6 +297,52 @@ def test_options_that_are_wrong_by_now_are_refused(option: str, value: Any, word
         optimizer.step()
     for p, expected in zip(params, before, strict=True):
         assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("lr", None, "lr must be a number"),
+        ("lr", "0.1", "lr must be a number"),
+        ("eps", "1e-8", "eps must be a number"),
+        ("weight_decay", None, "weight_decay must be a number"),
+        ("betas", None, "betas must be a pair, got None"),
+        ("betas", (0.9,), r"betas must be a pair, got \(0.9,\)"),
+        ("betas", ("0.9", 0.99), "beta.* must be a number .*, got '0.9'"),
+        ("max_norm", "1.0", "max_norm must be a number"),
+        ("norm_type", "2", "norm_type must be a number"),
+        ("stochastic_rounding", "no", "stochastic_rounding must be True or False, got 'no'"),
+    ],
+)
+@pytest.mark.parametrize("impls", [("triton", "triton"), ("triton", "torch"), ("torch", "torch")], ids="-".join)
+def test_what_is_no_number_and_no_switch_by_now_is_refused_before_anything_moves(
+    impls: tuple[str, str], option: str, value: Any, words: str
+) -> None:
+    params = make_params(((6, 5), (4, 3)))
+    optimizer = TritonAdamW([{"params": [p], "impl": impl} for p, impl in zip(params, impls)])
+    optimizer.step()
+    optimizer.step()
+    for group in optimizer.param_groups if "norm" in option else optimizer.param_groups[1:]:
+        group[option] = value
+    before = [p.detach().clone() for p in params]
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"stochastic_rounding": "no"}, "stochastic_rounding must be True or False, got 'no'"),
+        ({"max_norm": "1"}, "max_norm must be a number"),
+        ({"max_norm": 1.0, "norm_type": "2"}, "norm_type must be a number"),
+        ({"max_norm": 1.0, "norm_type": math.nan}, "norm_type must be the order of a norm, got nan"),
+    ],
+    ids=str,
+)
+def test_texts_are_no_switches_and_no_numbers(option: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        TritonAdamW(make_params(((6, 5),)), **option)
 
 
 def test_the_limit_of_the_norm_may_change() -> None:

@@ -293,6 +293,39 @@ def test_numbers_that_must_be_tensors_are_refused_by_name(name: str, impl: Any) 
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"lr": "12"}, "lr must be a number"),
+        ({"lr": [0.1, None]}, "lr must be a number"),
+        ({"eps": None}, "eps must be a number"),
+        ({"weight_decay": "00"}, "weight_decay must be a number"),
+        ({"betas": ("0.9", 0.9)}, r"betas\[0\] must be a number"),
+        ({"betas": 0.9}, "betas must be a pair, or one for each of the params, got 0.9"),
+        ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
+        ({"stochastic_rounding": "no"}, "stochastic_rounding must be True or False, got 'no'"),
+        ({"seed": "1"}, "seed must be an int, got '1'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_and_no_switch_is_refused_by_name(option: dict[str, Any], words: str, impl: Any) -> None:
+    tensors = [[torch.ones(4, 3, device=DEVICE) for _ in range(2)] for _ in range(4)]
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        adamw_(*tensors, **{"steps": torch.zeros((), device=DEVICE), **OPTIONS, **option}, impl=impl)
+    assert all(torch.equal(x, torch.ones_like(x)) for each in tensors for x in each)
+
+
+@pytest.mark.parametrize(
+    "option", ["nesterov", "maximize", "cautious", "row_equilibrate", "renormalize", "stochastic_rounding"]
+)
+def test_muon_takes_no_text_for_a_switch(option: str) -> None:
+    tensors = [[torch.ones(4, 3, device=DEVICE)] for _ in range(3)]
+    with pytest.raises(ValueError, match=f"^{option} must be True or False, got 'no'"):
+        muon_(*tensors, lr=0.1, steps=[1], **{option: "no"})
+    assert all(torch.equal(x, torch.ones_like(x)) for (x,) in tensors)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("steps", [0, [0.0]], ids=str)
 def test_step_counts_that_are_no_tensors_are_refused(steps: Any, impl: Any) -> None:
     tensors = [[torch.ones(4, device=DEVICE)] for _ in range(4)]

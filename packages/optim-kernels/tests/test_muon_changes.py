@@ -152,6 +152,69 @@ def test_a_learning_rate_that_is_no_number_by_now_leaves_other_groups_alone(lr: 
 
 
 @IMPLS
+@pytest.mark.parametrize(
+    ("name", "bad"), [("lr", None), ("lr", "0.1"), ("weight_decay", "0"), ("momentum", None), ("beta2", "0.9")]
+)
+def test_no_plan_moves_where_a_hyperparameter_of_another_is_no_number_by_now(impl: str, name: str, bad: Any) -> None:
+    p, q = parameter(8, 12), parameter(8, 12)
+    optimizer = muon([{"params": [p]}, {"params": [q], "beta2": 0.9}], impl)
+    # what repeats is not looked at as the first step is
+    steps(optimizer, count=3)
+    before = [p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()]
+    optimizer.param_groups[1][name] = bad
+    with pytest.raises(TypeError, match=f"^{name} must be a number or a 1-element tensor, got {bad!r}$"):
+        steps(optimizer)
+    torch.testing.assert_close([p.detach(), optimizer.state[p]["momentum_buffer"]], before, rtol=0, atol=0)
+
+
+class Unread(torch.Tensor):
+    """A number on a device: to ask whether it is zero, say, would wait for it."""
+
+    def __bool__(self) -> bool:
+        raise AssertionError("the host has asked")
+
+
+def test_the_host_does_not_ask_for_beta2() -> None:
+    optimizer = muon([parameter(8, 12)], "triton", beta2=0.9)
+    optimizer.param_groups[0]["beta2"] = torch.tensor(0.9).as_subclass(Unread)
+    steps(optimizer, count=3)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("name", "bad", "words"),
+    [
+        ("lr", None, "lr must be a number"),
+        ("lr", "0.1", "lr must be a number"),
+        ("eps", "1e-8", "eps must be a number"),
+        ("betas", None, "betas must be a pair, got None"),
+        ("betas", ("0.9", 0.9), r"betas\[0\] must be a number"),
+    ],
+)
+def test_muon_does_not_move_where_a_hyperparameter_of_adamw_is_no_number_by_now(
+    impl: Any, name: str, bad: Any, words: str
+) -> None:
+    p, q = parameter(8, 12), parameter(4, 4)
+    groups = [{"params": [p], "kind": "muon"}, {"params": [q], "kind": "adamw"}]
+    optimizer = TritonMuonAdamW(groups, impl=impl)
+    for _ in range(3):
+        give_gradients(p, q)
+        optimizer.step()
+    before = [p.detach().clone(), q.detach().clone()]
+    optimizer.param_groups[1][name] = bad
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        optimizer.step()
+    torch.testing.assert_close([p.detach(), q.detach()], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_text_is_no_switch(kind: str) -> None:
+    groups = [{"params": [parameter(4, 4)], "kind": kind}]
+    with pytest.raises(ValueError, match=r"^capturable must be True or False, got 'no'$"):
+        TritonMuonAdamW(groups, capturable="no")  # type: ignore[arg-type]
+
+
+@IMPLS
 def test_a_parameter_follows_the_options_of_the_group_it_moves_to(impl: str) -> None:
     p, q = parameter(8, 12), parameter(4, 6)
     optimizer = muon([{"params": [p]}, {"params": [q], "split_rows": 2}], impl)

@@ -35,7 +35,6 @@ from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import step_with_torch
 from optim_kernels._optimizers.base import (
     check_capture,
-    check_seed,
     checked_factor,
     hooked_step,
     launches_line,
@@ -46,6 +45,7 @@ from optim_kernels._optimizers.base import (
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels._options import check_adamw_scalars, check_scalars, check_seed, check_switches
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
 
@@ -118,6 +118,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         impl: Impl = "auto",
     ) -> None:
         check_impl(impl)
+        # of which float would make a number
+        check_scalars(norm_type=norm_type)
         # Held until the first group is added, inside the next call; from then on they are among the defaults.
         self._new_defaults = {
             "state_dtype": state_dtype,
@@ -162,6 +164,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
         check_impl(group["impl"])
         check_seed(group["seed"])
+        check_switches(stochastic_rounding=group["stochastic_rounding"])
         # what torch writes into groups to tell AdamW's from Adam's, whose decay is a part of the gradient
         if not group.get("decoupled_weight_decay", True):
             raise ValueError(
@@ -221,6 +224,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
         )
         self._prepared = prepared
+        # torch's loop would find it when the kernels, or another group, have moved
+        for group, _, _ in prepared.with_torch:
+            check_adamw_scalars(group)
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:

@@ -7,7 +7,7 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -34,8 +34,8 @@ from optim_kernels._optimizers.group_clipping import check_clipping, check_here,
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels._options import check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_
-from optim_kernels.functional._lists import check_scalars
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import TensorList, is_capturing
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
@@ -149,7 +149,9 @@ class TritonMuonAdamW(MuonGroups):
         clip_factor = self._clip(grad_scale) if clip_factor is None else clip_factor
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
-        # what it refuses it refuses before Muon has moved anything
+        # what is refused of AdamW is refused before Muon has moved anything
+        for group in adamw_groups:
+            check_adamw_scalars(group)
         params = [p for group in adamw_groups for p in group["params"]]
         grads = gradients_of(params)
         prepare = partial(self._prepare_adamw, adamw_groups, params, grads)
@@ -313,12 +315,8 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
 def _check_choices(group: dict[str, Any]) -> None:
     """`_check_adamw_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
     check_impl(group["impl"])
-    check_scalars(lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas must be a pair, got {betas!r}")
-    for i, beta in enumerate(betas):
-        check_scalars(**{f"betas[{i}]": beta})
+    check_switches(capturable=group["capturable"])
+    check_adamw_scalars(group)
     for option in _NOT_HERE:
         if group.get(option):
             raise ValueError(

@@ -13,6 +13,7 @@ from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
+from optim_kernels._options import check_adamw_scalars
 from optim_kernels.functional._lists import check_numbers
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
@@ -98,17 +99,23 @@ class AdamWStep:
     ) -> None:
         """One step, with the hyperparameters that the groups have now."""
         check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
-        scalars = [
-            AdamWScalars(
-                group["lr"],
-                group["betas"][0],
-                group["betas"][1],
-                group["eps"],
-                group["weight_decay"],
-                bool(group.get("maximize")),
-            )
-            for group in groups
-        ]
+        try:
+            scalars = [
+                AdamWScalars(
+                    group["lr"],
+                    group["betas"][0],
+                    group["betas"][1],
+                    group["eps"],
+                    group["weight_decay"],
+                    bool(group.get("maximize")),
+                )
+                for group in groups
+            ]
+        except (TypeError, IndexError):
+            # which group it is that has no pair of betas
+            for group in groups:
+                check_adamw_scalars(group)
+            raise
         self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from inspect import unwrap
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -199,12 +198,6 @@ def checked_factor(clip_factor: Any) -> Tensor | None:
     check_numbers(clip_factor=clip_factor)
     factor: Tensor | None = whole(clip_factor)
     return factor
-
-
-def check_seed(seed: Any) -> None:
-    """Raise ``ValueError`` unless a group's ``seed`` is a whole number, of Python's or NumPy's."""
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed must be an int, got {seed!r}")
 
 
 def check_capture(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from optim_kernels import reference
 from optim_kernels._dtensors import has_dtensors, is_dtensor
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._optimizers.base import StatefulOptimizer
+from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.multi_tensor import TensorList
 
 # The largest norm, or None, and its order; where groups do not name one, it is 2.
@@ -23,9 +24,14 @@ def _clipping_of(group: Mapping[str, Any]) -> Clipping:
 
 def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the group is clipped as the first one is, by a norm that can be formed here."""
-    max_norm, _ = _clipping_of(group)
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive or None, got {max_norm}")
+    max_norm, norm_type = _clipping_of(group)
+    check_scalars(norm_type=norm_type)
+    if norm_type != norm_type:
+        raise ValueError(f"norm_type must be the order of a norm, got {norm_type}")
+    if max_norm is not None:
+        check_scalars(max_norm=max_norm)
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be positive or None, got {max_norm}")
     first = optimizer.param_groups[0]
     for option, wanted, found in zip(("max_norm", "norm_type"), _clipping_of(first), _clipping_of(group)):
         if found != wanted:
@@ -44,8 +50,9 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
 def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
     """What all groups say by now, where they agree; as `check_clipping` where not."""
     each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
-    max_norm, _ = each[0]
-    if (max_norm is not None and not max_norm > 0) or any(other != each[0] for other in each):
+    max_norm, norm_type = each[0]
+    are_plain = are_numbers((norm_type,) if max_norm is None else each[0])
+    if not are_plain or (max_norm is not None and not max_norm > 0) or any(other != each[0] for other in each):
         for group in optimizer.param_groups:
             check_clipping(optimizer, group)
     return each[0]

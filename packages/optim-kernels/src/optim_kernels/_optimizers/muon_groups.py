@@ -18,8 +18,7 @@ from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
-from optim_kernels._optimizers.base import check_seed
-from optim_kernels.functional._lists import check_scalars
+from optim_kernels._options import check_scalars, check_seed, check_switches
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
 
@@ -178,9 +177,7 @@ def _check_kinds(group: Mapping[str, Any]) -> None:
 def check_choices(group: Mapping[str, Any]) -> None:
     """`check_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
     _check_kinds(group)
-    for option in _SWITCHES:
-        if group[option] not in (True, False):
-            raise ValueError(f"{option} must be True or False, got {group[option]!r}")
+    check_switches(**{option: group[option] for option in _SWITCHES})
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw", "keller", "none"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
     if group["nd"] not in (None, "batch", "flatten", "convolution"):

@@ -21,6 +21,7 @@ from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
 from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, SteadyStep
+from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.reference.adamw import gradient_scale
 
 if TYPE_CHECKING:
@@ -127,11 +128,12 @@ class MuonPlanner:
         self._steady = self._done = None
         # what they refuse they refuse before anything has moved
         self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
+        hypers = [_hypers_of(batch.groups) for batch in batches.values()]
         for group, rest in others:
             step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         factor = gradient_scale(clip_factor, grad_scale)
-        for plan, batch in zip(self._latest, batches.values()):
-            plan.run([_hyper_of(group) for group in batch.groups], factor=factor, found_inf=found_inf)
+        for plan, hyper in zip(self._latest, hypers):
+            plan.run(hyper, factor=factor, found_inf=found_inf)
         # copies are of what gradients were
         if not others and not any(plan.num_copied for plan in self._latest):
             self._done = [(plan, batch.groups) for plan, batch in zip(self._latest, batches.values())]
@@ -158,9 +160,10 @@ class MuonPlanner:
         if self._steady is None or grads is None:
             return False
         factor = gradient_scale(clip_factor, grad_scale)
-        for (plan, its_groups), its_grads in zip(self._steady.plans, grads):
+        hypers = [_hypers_of(its_groups) for _, its_groups in self._steady.plans]
+        for (plan, _), its_grads, hyper in zip(self._steady.plans, grads, hypers):
             plan.refresh(its_grads, same_layout=True)
-            plan.run([_hyper_of(group) for group in its_groups], factor=factor, found_inf=found_inf)
+            plan.run(hyper, factor=factor, found_inf=found_inf)
         return True
 
     def again(
@@ -178,8 +181,9 @@ class MuonPlanner:
         if self._done is None or not self._options.are_unchanged():
             return False
         factor = gradient_scale(clip_factor, grad_scale)
-        for plan, groups in self._done:
-            plan.run([_hyper_of(group) for group in groups], factor=factor, found_inf=found_inf)
+        hypers = [_hypers_of(groups) for _, groups in self._done]
+        for (plan, _), hyper in zip(self._done, hypers):
+            plan.run(hyper, factor=factor, found_inf=found_inf)
         return True
 
     def forget(self) -> None:
@@ -296,5 +300,17 @@ def _options_of(group: Mapping[str, Any]) -> _Options:
     return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
 
 
-def _hyper_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return group["lr"], group["weight_decay"], group["momentum"], group["beta2"] or 0.0
+_HYPER = ("lr", "weight_decay", "momentum", "beta2")
+
+
+def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
+    """The groups' hyperparameters; what is no number is refused, so nothing may have moved yet."""
+    hypers = []
+    for group in groups:
+        beta2 = group["beta2"]
+        # which the device is not asked for
+        hyper = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
+        if not are_numbers(hyper):
+            check_scalars(**dict(zip(_HYPER, hyper)))
+        hypers.append(hyper)
+    return hypers

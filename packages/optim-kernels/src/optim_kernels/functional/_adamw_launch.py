@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
-from optim_kernels.functional._adamw_scalars import are_numbers, hyperparameter_rows, readable, write_betas
+from optim_kernels._options import are_numbers, check_scalars
+from optim_kernels.functional._adamw_scalars import hyperparameter_rows, readable, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, description
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
 from optim_kernels.functional._device_scalars import on_device
@@ -209,7 +210,10 @@ class AdamWLaunch:
         clip_factor: Tensor | None,
     ) -> None:
         """Put on the device what ``run`` reads, with the gradients of the last ``refresh``."""
-        numbers = are_numbers(scalars)
+        numbers = are_numbers(chain.from_iterable(scalars))
+        if not numbers:
+            for each in scalars:
+                check_scalars(**each._replace(maximize=bool(each.maximize))._asdict())
         if not numbers or scalars != self._scalars:
             self._set_scalars(scalars, numbers)
         if not self._is_uploaded:

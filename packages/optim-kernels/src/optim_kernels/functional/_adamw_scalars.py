@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars, Scalar
-
-_NUMBERS = {float, int, bool}
-
-
-def are_numbers(scalars: Iterable[AdamWScalars]) -> bool:
-    """Whether all of them are Python numbers, which can be compared; a tensor may change unseen."""
-    return _NUMBERS.issuperset(map(type, chain.from_iterable(scalars)))
 
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:

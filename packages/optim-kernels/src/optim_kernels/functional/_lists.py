@@ -36,20 +36,6 @@ def check_numbers(**numbers: Any) -> None:
             )
 
 
-def check_scalars(**scalars: Any) -> None:
-    """Raise unless each hyperparameter is a number, of Python's or a tensor's; the device is not asked for it.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for a tensor of several, in torch's words.
-    """
-    for name, scalar in scalars.items():
-        if not hasattr(scalar, "__float__"):
-            raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
-        if isinstance(scalar, Tensor) and scalar.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
-
-
 def check_floating(**lists: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` unless each tensor holds real floating-point numbers."""
     for name, each in lists.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_counts,
     check_floating,
@@ -82,6 +83,7 @@ def adamw_(
     if not params:
         return
     check_impl(impl)
+    check_switches(stochastic_rounding=stochastic_rounding)
     check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     # what a plan was made for, the kernels can update
     planned = plan is not None and impl != "torch" and plan.is_for(params)
@@ -89,6 +91,8 @@ def adamw_(
     max_exp_avg_sqs, masters = max_exp_avg_sqs or None, masters or None
     starts, present = starts or None, present or None
     if not planned:
+        check_seed(seed)
+        _check_hyperparameters(lr, betas, eps, weight_decay, maximize)
         check_counts(steps)
         check_lengths(
             len(params),
@@ -170,7 +174,25 @@ def adamw_(
 
 def _listed(value: Any) -> Sequence[Any] | None:
     """A hyperparameter that is given one a tensor; None for one that all share."""
-    return value if isinstance(value, Sequence) else None
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else None
+
+
+def _check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any, maximize: Any) -> None:
+    """Raise where one that all share, or one of those that are given one a tensor, is of another kind."""
+    for check, name, value in (
+        (check_scalars, "lr", lr),
+        (check_scalars, "eps", eps),
+        (check_scalars, "weight_decay", weight_decay),
+        (check_switches, "maximize", maximize),
+    ):
+        values = _listed(value) or [value]
+        if not are_numbers(values):
+            for each in values:
+                check(**{name: each})
+    for pair in betas if _listed(betas) and _listed(betas[0]) else [betas]:
+        if _listed(pair) is None or len(pair) != 2:
+            raise ValueError(f"betas must be a pair, or one for each of the params, got {betas!r}")
+        check_scalars(**{"betas[0]": pair[0], "betas[1]": pair[1]})
 
 
 def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

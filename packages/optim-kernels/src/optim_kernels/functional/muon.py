@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels._options import check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
     check_masters,
     check_numbers,
-    check_scalars,
     check_shapes,
 )
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
@@ -95,6 +95,8 @@ def muon_(
         TypeError: what is no number, no view or no `NSConfig`, likewise.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
+    check_switches(stochastic_rounding=stochastic_rounding)
+    check_seed(seed)
     if stochastic_rounding and steps is None:
         raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
     check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
@@ -231,6 +233,7 @@ def apply_muon_update_(
     Raises: as `muon_`.
     """
     check_scale(scale)
+    check_switches(cautious=cautious)
     check_scalars(lr=lr, weight_decay=weight_decay)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
     check_shapes(params, "params", updates=updates, masters=masters)

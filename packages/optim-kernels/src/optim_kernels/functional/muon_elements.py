@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import why_not_triton
+from optim_kernels._options import check_switches
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
 from optim_kernels.functional._lists import check_lengths, check_numbers
 from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
@@ -79,6 +80,7 @@ class MuonMomenta:
             RuntimeError: where there is no Triton, or tensors are where it cannot run.
         """
         check_numbers(clip_factor=clip_factor, grad_scale=grad_scale)
+        check_switches(nesterov=nesterov, maximize=maximize)
         if not grads:
             check_lengths(0, "grads", buffers=buffers, us=us)
             return
@@ -144,6 +146,7 @@ class MuonUpdates:
         if not params:
             check_lengths(0, "params", updates=updates, scales=scales, masters=masters, steps=steps)
             return
+        check_switches(cautious=cautious)
         count, launch = len(params), self._launch
         check_lengths(count, "params", updates=updates, scales=scales, indices=indices, starts=starts)
         rates, decays = _list_of(lr), _list_of(weight_decay)

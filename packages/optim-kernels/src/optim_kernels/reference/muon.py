@@ -28,6 +28,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from optim_kernels._options import check_switches
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 Scalar: TypeAlias = float | Tensor
@@ -56,6 +57,13 @@ class MuonRule:
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
+        check_switches(
+            nesterov=self.nesterov,
+            row_equilibrate=self.row_equilibrate,
+            renormalize=self.renormalize,
+            cautious=self.cautious,
+            maximize=self.maximize,
+        )
 
 
 def check_scale(rule: str) -> None:
