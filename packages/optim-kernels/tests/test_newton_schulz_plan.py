@@ -18,6 +18,7 @@ from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain_jobs import jobs_of
 from optim_kernels._newton_schulz.iterations import apply_row_factors
 from optim_kernels.orthogonalization import _operator, _taken_apart, _values
+from optim_utils.testing import run_ranks
 
 gpu = pytest.mark.gpu
 
@@ -155,15 +156,37 @@ def test_it_is_compiled_without_a_break() -> None:
     ("x", "message"),
     [
         (torch.randn(3, 4).to_sparse(), "dense matrices, got layout torch.sparse_coo"),
+        (torch.randn(3, 4).to(torch.float8_e4m3fn), "matrices of 16 bits or more, got torch.float8_e4m3fn"),
         ([torch.randn(3, 4), "x"], "sequence of tensors, got list"),
         (None, "sequence of tensors, got NoneType"),
         ("x", "sequence of tensors, got str"),
     ],
-    ids=["sparse", "list", "none", "text"],
+    ids=["sparse", "fp8", "list", "none", "text"],
 )
 def test_what_is_no_matrix_is_refused(x: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         newton_schulz(x)
+
+
+def _dtensors_are_refused(rank: int, world: int) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    for placement in (Shard(0), Replicate()):
+        x = DTensor.from_local(torch.ones(3, 4), init_device_mesh("cpu", (1,)), [placement])
+        for each in (x, x.requires_grad_(), [x]):
+            with pytest.raises(TypeError, match=r"whole, got a DTensor of shape \(3, 4\); give its full_tensor\(\)"):
+                newton_schulz(each)
+
+
+def test_a_dtensor_is_refused_with_what_to_give_instead() -> None:
+    run_ranks(_dtensors_are_refused, 1)
+
+
+def test_row_factors_have_no_gradient() -> None:
+    x = torch.randn(4, 6, device=DEVICE, requires_grad=True)
+    y = newton_schulz(x, 4, coefficients="aol4")
+    with pytest.raises(NotImplementedError, match="coefficients='aol4' have no backward; use another set"):
+        y.sum().backward()
 
 
 def test_tangents_are_refused() -> None:

@@ -25,9 +25,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import is_dtensor
 from optim_kernels._impl import Impl, check_impl, is_plain, is_transformed, use_triton
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
+    COMPUTE_DTYPES,
     Coefficients,
     EpsMode,
     Method,
@@ -108,15 +110,16 @@ def newton_schulz(
     ``dtype``).
 
     Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
-    used. ``torch.func`` transforms it too (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape,
-    any dtype and strides) receives the result.
+    used. The row factors of ``"aol4"`` have none, and are refused in the backward pass. ``torch.func`` transforms it
+    too (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape, any dtype and strides) receives the
+    result.
 
     A list gives a list. On CUDA its matrices of one shape are done together where that is faster, and their results
     are parts of one tensor.
 
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
-        TypeError: integer, complex or sparse input, or what is no tensor.
+        TypeError: integer, complex, 8-bit, quantised or sparse input, a DTensor, or what is no tensor.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_impl(impl)
@@ -187,10 +190,16 @@ def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
 def _check(x: Tensor) -> None:
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices [..., M, N], got shape {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"newton_schulz takes floating-point matrices, got {x.dtype}")
+    if x.dtype not in COMPUTE_DTYPES:
+        raise TypeError(f"newton_schulz takes floating-point matrices of 16 bits or more, got {x.dtype}")
     if x.layout is not torch.strided:
         raise TypeError(f"newton_schulz takes dense matrices, got layout {x.layout}; call to_dense() first")
+    # what is traced may stand for anything
+    if not torch.compiler.is_compiling() and is_dtensor(x):
+        raise TypeError(
+            f"newton_schulz takes matrices that are whole, got a DTensor of shape {tuple(x.shape)}; give its "
+            "full_tensor(), or the to_local() of one that every rank has whole"
+        )
 
 
 def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
