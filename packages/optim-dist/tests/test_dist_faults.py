@@ -40,6 +40,29 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
         run_ranks(lose_a_rank, 3, str(tmp_path), timeout=60)
 
 
+def refuse_alone(rank, world_size):
+    model = nn.Linear(8, 8)
+    bad = {"lr": -1.0} if rank == 1 else {"lr": 1.0}
+    for build in (
+        lambda: TritonDistAdamW(model.parameters(), **bad, timeout=20),
+        lambda: TritonDistMuon([{"params": [model.weight], **bad}]),
+    ):
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"^(Invalid learning rate: -1.0|Learning rate should be >= 0 but is)"):
+                build()
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"^the optimizer was not built, for it was refused by rank 1: ValueError: .*-1\.0$"
+            ):
+                build()
+    # and nothing is left behind
+    TritonDistAdamW(model.parameters())
+
+
+def test_what_one_rank_refuses_when_it_builds_the_others_name():
+    run_ranks(refuse_alone, 3, timeout=60)
+
+
 def stall(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)], timeout=1)

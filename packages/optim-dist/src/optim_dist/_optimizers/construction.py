@@ -31,6 +31,14 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     return _distinct(items)
 
 
+def device_of(given: Any) -> torch.device:
+    """The device of the first of the parameters, in lists, pairs with names or groups; the CPU if there is none."""
+    if isinstance(given, Tensor):
+        return given.device
+    within = given.get("params", ()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else ()
+    return next((device_of(each) for each in within if not isinstance(each, str)), torch.device("cpu"))
+
+
 def find_entries(
     groups: Sequence[dict[str, Any]],
     routes: Sequence[RouteName],

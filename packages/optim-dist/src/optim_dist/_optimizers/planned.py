@@ -29,14 +29,22 @@ from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
 
+NOT_BUILT = "the optimizer was not built"
+
 
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         self._options = options
-        construction.check_model(options.model)
-        super().__init__(construction.without_duplicates(params), defaults)
+        given: list[Any] = []
+        try:
+            construction.check_model(options.model)
+            given = construction.without_duplicates(params)
+            super().__init__(given, defaults)
+        except Exception as error:
+            # the others wait for this rank to connect
+            agreement.raise_if_refused(error, NOT_BUILT, options.communicator(construction.device_of(given)))
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
@@ -66,6 +74,7 @@ class PlannedOptimizer(LiveOptimizer):
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), torch.device("cpu"))
         self._communicator = self._options.communicator(device)
+        agreement.raise_if_refused(None, NOT_BUILT, self._communicator)
         self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options)
