@@ -18,6 +18,7 @@ from torch import Tensor
 from optim_kernels import NSConfig, TritonMuon
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels.functional._muon_workspace import Workspace
 from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
@@ -240,11 +241,16 @@ class Graph:
     def replay(self) -> None:
         self.replayed.append(self)
 
+    def pool(self) -> tuple[int, int]:
+        return (id(self), 0)
 
-def seemingly_on_a_gpu(monkeypatch: pytest.MonkeyPatch, recording: Any) -> MuonPlanner:
+
+def seemingly_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, recording: Any, workspace: Workspace | None = None
+) -> MuonPlanner:
     """A planner whose first step seems to have been on the second GPU; ``recording`` is its ``torch.cuda.graph``."""
     (group, (entry,)) = entries_of([(8, 12)], torch.float32, impl="triton", ns_dtype=torch.float32)
-    planner, gpu = MuonPlanner(), torch.device("cuda", 1)
+    planner, gpu = MuonPlanner(workspace=workspace), torch.device("cuda", 1)
     planner.step([(group, [entry])])
     (plan,) = planner.plans
     monkeypatch.setattr(plan, "_device", gpu)
@@ -276,6 +282,29 @@ def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.Mon
     assert not outcomes, "recorded"
     assert len(replayed) == 2
     assert replayed[0] is replayed[1]
+
+
+def test_graphs_allocate_where_others_do_that_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pool whose graphs have all gone torch makes no other."""
+    pools = []
+
+    @contextmanager
+    def recording(graph: Graph, *, pool: Any = None, **_: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    planner = seemingly_on_a_gpu(monkeypatch, recording, Workspace(2**20))
+    (plan,) = planner.plans
+    assert planner.again()
+    (first,) = Graph.replayed
+    plan._forget_recorded()
+    assert planner.again()
+    assert pools == [None, first.pool()]
+    del first
+    Graph.replayed.clear()
+    plan._forget_recorded()
+    assert planner.again()
+    assert pools[2:] == [None]
 
 
 def test_a_step_is_recorded_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

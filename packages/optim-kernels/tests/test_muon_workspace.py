@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 import torch
 from random_tensors import give_gradients, random_parameters
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW
-from optim_kernels.muon_groups import MuonPlanner
+from optim_kernels.muon_groups import MuonPlanner, ns_config_of
 
 pytest.importorskip("triton")
 from optim_kernels.functional._muon_workspace import nbytes_of
+from optim_kernels.functional.muon_plan import MuonPlan
 
 SHAPES = ((16, 40), (40, 16), (24, 24), (16, 40), (24, 24), (8, 16))
 EXACT: dict[str, Any] = {"ns_dtype": torch.float32, "impl": "triton", "lr": 0.1}
@@ -45,6 +50,12 @@ def room_of(optimizer: TritonMuon | TritonMuonAdamW) -> Tensor:
     assert workspace is not None
     (room,) = workspace._rooms.values()
     return room
+
+
+def rooms_of(plans: Iterable[MuonPlan]) -> set[int]:
+    """Where all X of plans are."""
+    batches = [batch for plan in plans for family in plan._launches._families for batch in family]
+    return {x.untyped_storage().data_ptr() for batch in batches for x in (batch.x, batch.other)}
 
 
 def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
@@ -81,6 +92,98 @@ def test_rows_that_end_anywhere() -> None:
     for p, q in zip(*runs, strict=True):
         # whether X is stored before parameters are updated by it depends on what a plan has
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_all_plans_have_x_in_one_room() -> None:
+    """Whatever the order of their sizes, and wherever rows end."""
+    params = parameters(*[(16, 9 + 7 * i) for i in range(8)])
+    optimizer = TritonMuon(params, **EXACT, ns_workspace_mb=1 / MB)
+    step(optimizer, params, 0)
+    assert len(optimizer.plans()) == len(params)
+    assert rooms_of(optimizer.plans()) == {room_of(optimizer).data_ptr()}
+
+
+def test_a_room_that_is_too_small_goes() -> None:
+    """For plans of every planner, and before there is a larger one."""
+    optimizer, params = trained(LARGEST)
+    _, expected = trained(None, steps=4)
+    planner = optimizer._planner
+    assert planner._workspace is not None
+    small = weakref.ref(room_of(optimizer).untyped_storage())
+    other = parameters((48, 48))
+    beside = TritonMuon(other, **EXACT)
+    beside._planner = MuonPlanner(workspace=planner._workspace)
+    step(beside, other, 5)
+    gc.collect()  # of what is interpreted
+    assert small() is None
+    for seed in (2, 3):
+        step(optimizer, params, seed)
+    assert rooms_of([*optimizer.plans(), *beside.plans()]) == {room_of(optimizer).data_ptr()}
+    assert_same(params, expected)
+
+
+def test_parts_that_are_no_more_are_given_up() -> None:
+    optimizer, params = trained(1)
+    plans = [weakref.ref(plan) for plan in optimizer.plans()]
+    assert len(plans) == len(params)
+    optimizer.zero_grad()
+    step(optimizer, params[:2], 2)
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) <= len(optimizer.plans()) == 2
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes of matrices that were there at a time, of those that were made meanwhile, ``room`` apart."""
+
+    def __init__(self, room: Tensor) -> None:
+        super().__init__()
+        self.most = self.now = 0
+        self._known = {room.untyped_storage()._cdata}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.new_empty.default:
+            gc.collect()  # what is interpreted refers to itself
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 3:
+            storage = result.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return result
+
+    def _forget(self, place: int, nbytes: int) -> None:
+        self._known.remove(place)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ns_method": "gram"}, {"ns_coefficients": "aol4", "ns_steps": 4}, {"ns_coefficients": (1.5, -0.5, 0.0)}],
+    ids=str,
+)
+def test_a_matrix_takes_no_more_than_is_said(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    params = parameters((17, 128))
+    optimizer = TritonMuon(params, **{**EXACT, **options, "ns_dtype": dtype}, ns_workspace_mb=1)
+    step(optimizer, params, 0)
+    (plan,) = optimizer.plans()
+    orthogonalize, allocations = plan._launches._orthogonalize, Allocations(room_of(optimizer))
+
+    def watched(*args: Any) -> None:
+        with allocations:
+            orthogonalize(*args)
+
+    monkeypatch.setattr(plan._launches, "_orthogonalize", watched)
+    gc.freeze()  # for collections to be quick
+    step(optimizer, params, 1)
+    gc.unfreeze()
+    assert allocations.most > 0
+    said = nbytes_of(17, 128, ns_config_of(optimizer.param_groups[0]), dtype)
+    assert room_of(optimizer).numel() + allocations.most <= said
 
 
 def test_parts_are_alike() -> None:

@@ -218,7 +218,7 @@ def apply_row_factors(xs: Sequence[Tensor], gram: Tensor) -> tuple[list[Tensor],
     sums = gram.abs().sum(-1, keepdim=True, dtype=torch.float64 if gram.dtype == torch.float64 else torch.float32)
     # a NaN stays one
     factors = torch.where(sums == 0, torch.zeros_like(sums), sums.rsqrt())
-    scaled = [x.copy_(x * d) for d, x in _split(factors, xs)]
+    scaled = [x.mul_(d) for d, x in _split(factors, xs)]
     return scaled, gram.copy_(gram * factors * factors.mT)
 
 

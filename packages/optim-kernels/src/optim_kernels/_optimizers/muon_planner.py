@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from optim_kernels._impl import has_triton
@@ -35,18 +36,23 @@ _Key = tuple[Hashable, ...]
 
 @dataclass
 class _Batch:
-    """What one plan updates: tensors, and the groups whose hyperparameters they use."""
+    """What one plan updates: tensors, and the groups whose hyperparameters they use.
+
+    Args:
+        nbytes_of_x: what X takes of a workspace.
+    """
 
     groups: list[Mapping[str, Any]]
     tensors: list[MuonTensors]
     entries: list[MuonEntry]
+    nbytes_of_x: int = 0
 
     def parts(self, limit: int) -> list[_Batch]:
         """The batch in parts that take so many bytes of a workspace, or have one parameter; matrices alike together."""
         from optim_kernels.functional.muon_plan import workspace_of
 
         rule, ns = rule_of(self.groups[0]), ns_config_of(self.groups[0])
-        sizes = [workspace_of(tensors, rule, ns) for tensors in self.tensors]
+        sizes, of_x = zip(*(workspace_of(tensors, rule, ns) for tensors in self.tensors))
         # of one size, so that none is left with what does not fill a chip
         share = sum(sizes) / cdiv(sum(sizes), limit)
         parts: list[list[int]] = []
@@ -58,13 +64,14 @@ class _Batch:
                 taken = 0
             parts[-1].append(number)
             taken += sizes[number]
-        return [self._part(sorted(numbers)) for numbers in parts]
+        return [self._part(sorted(numbers), sum(of_x[number] for number in numbers)) for numbers in parts]
 
-    def _part(self, numbers: Sequence[int]) -> _Batch:
+    def _part(self, numbers: Sequence[int], nbytes_of_x: int) -> _Batch:
         used = dict.fromkeys(self.tensors[number].group for number in numbers)
         rows = {group: row for row, group in enumerate(used)}
         tensors = [replace(self.tensors[number], group=rows[self.tensors[number].group]) for number in numbers]
-        return _Batch([self.groups[group] for group in used], tensors, [self.entries[number] for number in numbers])
+        entries = [self.entries[number] for number in numbers]
+        return _Batch([self.groups[group] for group in used], tensors, entries, nbytes_of_x)
 
 
 class MuonPlanner:
@@ -95,6 +102,8 @@ class MuonPlanner:
         self._done: list[tuple[MuonPlan, Groups]] | None = None
         self._options = KnownOptions([])
         self._steady: SteadyStep | None = None
+        if workspace is not None:
+            workspace.add_planner(self)
 
     def step(
         self,
@@ -122,8 +131,7 @@ class MuonPlanner:
             if rest:
                 others.append((group, rest))
         if self._workspace is not None:
-            limit = self._workspace.limit
-            batches = {(*key, i): part for key, each in batches.items() for i, part in enumerate(each.parts(limit))}
+            batches = self._in_parts(batches, self._workspace)
         self._drop_outdated()
         self._steady = self._done = None
         # what they refuse they refuse before anything has moved
@@ -202,8 +210,25 @@ class MuonPlanner:
         for key, groups in list(self._groups.items()):
             options, *_ = key
             if all(_options_of(group) != options for group in groups):
-                self._put_aside(key)
-                del self._plans[key], self._groups[key]
+                self._drop(key)
+
+    def _in_parts(self, batches: Mapping[_Key, _Batch], workspace: Workspace) -> dict[_Key, _Batch]:
+        """The batches in numbered parts, for which there is room; plans of more parts than these are given up."""
+        parts = {(*key, i): part for key, each in batches.items() for i, part in enumerate(each.parts(workspace.limit))}
+        for key in [key for key in self._plans if key not in parts and key[:-1] in batches]:
+            self._drop(key)
+        rooms: dict[torch.device, int] = {}
+        for part in parts.values():
+            device = part.tensors[0].param.device
+            rooms[device] = max(rooms.get(device, 0), part.nbytes_of_x)
+        for device, nbytes in rooms.items():
+            workspace.reserve(nbytes, device)
+        return parts
+
+    def _drop(self, key: _Key) -> None:
+        """Give back the memory of a plan."""
+        self._put_aside(key)
+        del self._plans[key], self._groups[key]
 
     def _plan_for(self, key: _Key, batch: _Batch) -> MuonPlan:
         from optim_kernels.functional.muon_plan import MuonPlan

@@ -140,9 +140,7 @@ def _unchained(
         families.append([])
         for n, count in shapes:
             padded = cdiv(n, ROW_STEP) * ROW_STEP
-            # zeros, where tiles are read with what lies beyond a matrix's columns
-            room = memory if padded == n else torch.zeros
-            x, other = (room(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+            x, other = (memory(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
             chosen_for = 1 if tiles == "shape" else count
             families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x, chosen_for), chosen_for))
             first += count

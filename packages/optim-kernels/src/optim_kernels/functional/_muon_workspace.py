@@ -9,16 +9,18 @@ pool that the graphs share, for no plan keeps any from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.chain_jobs import BLOCK, jobs_of, num_squares
 from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.copy_engine import ALIGNMENT as ROW_ALIGNMENT
 from optim_kernels._newton_schulz.tiles import cdiv
 
 # Where a buffer begins: addresses that the copy engine takes.
@@ -27,8 +29,6 @@ ALIGNMENT = 256
 STANDARD_SQUARES, GRAM_SQUARES = 3, 5
 _MOST_MB = 2.0**40  # instead of infinity
 
-Laid = TypeVar("Laid")
-
 
 class Memory(Protocol):
     """Gives room for X."""
@@ -36,8 +36,14 @@ class Memory(Protocol):
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
 
+class _Planner(Protocol):
+    def forget(self) -> None: ...
+
+
 class Workspace:
     """What the plans of an optimizer share, which run one after another, in one stream or in streams that wait.
+
+    There is one memory for X a device. What graphs of the caller's read stays where it is, when that becomes another.
 
     Args:
         limit: bytes that all of a plan's matrices may take at a time; those of one parameter may take more.
@@ -46,23 +52,34 @@ class Workspace:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._rooms: dict[torch.device, Tensor] = {}
-        self._pools: dict[torch.device, Any] = {}
+        self._planners: WeakSet[_Planner] = WeakSet()
+        self._graphs: dict[torch.device, WeakSet[torch.cuda.CUDAGraph]] = {}
 
-    def lay_out(self, lay_out: Callable[[Memory], Laid], device: torch.device) -> Laid:
-        """What ``lay_out`` makes in this memory; it is called twice, first to see how much it takes."""
-        measured = _Measured()
-        lay_out(measured)
-        room = self._rooms.get(device)
-        if room is None or len(room) < measured.nbytes:
-            # plans that have the smaller one keep it
-            room = self._rooms[device] = torch.empty(measured.nbytes, dtype=torch.uint8, device=device)
-        return lay_out(_Carved(room))
+    def add_planner(self, planner: _Planner) -> None:
+        """Let it forget its plans when X gets other memory, for that of before to be free."""
+        self._planners.add(planner)
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Have so much memory for X; if that is more than there was, all plans are forgotten."""
+        if device in self._rooms and len(self._rooms[device]) >= nbytes:
+            return
+        self._rooms.pop(device, None)
+        for planner in self._planners:
+            planner.forget()
+        self._rooms[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def memory(self, device: torch.device) -> Memory:
+        """All of the memory for X, for one plan; `reserve` comes first."""
+        return _Carved(self._rooms[device])
 
     def pool(self, device: torch.device) -> Any:
-        """Where graphs of recorded launches allocate."""
-        if device not in self._pools:
-            self._pools[device] = torch.cuda.graph_pool_handle()
-        return self._pools[device]
+        """Where graphs of recorded launches allocate; ``None`` for memory that is new."""
+        # no handle of our own: torch takes none again whose graphs have all gone
+        return next((graph.pool() for graph in self._graphs.get(device, ())), None)
+
+    def add_graph(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        """Let graphs to come allocate where this one did, as long as it is there."""
+        self._graphs.setdefault(device, WeakSet()).add(graph)
 
 
 def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
@@ -83,26 +100,24 @@ def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
 
 def nbytes_of(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     """The most that a matrix with short side m and long side n takes, X in ``dtype``."""
+    return nbytes_of_x(m, n, dtype) + _nbytes_of_factors(m, n, ns, dtype)
+
+
+def nbytes_of_x(m: int, n: int, dtype: torch.dtype) -> int:
+    """The most that X takes of that, in its two buffers."""
+    return 2 * dtype.itemsize * m * cdiv(n, BLOCK) * BLOCK
+
+
+@lru_cache(maxsize=1024)
+def _nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     squares = GRAM_SQUARES if ns.method_for(m, n) == "gram" else STANDARD_SQUARES
-    in_chain = num_squares(jobs_of(ns, m, n, in_factors=True)) if ns.steps else 0
-    xs = 3 if ns.row_factors else 2
-    return dtype.itemsize * (xs * m * cdiv(n, BLOCK) * BLOCK + max(squares, in_chain) * m * m)
-
-
-def _nbytes_between(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a buffer, up to where the next may begin."""
-    return cdiv(prod(shape) * dtype.itemsize, ALIGNMENT) * ALIGNMENT
-
-
-class _Measured:
-    """Counts what is asked for, and gives what has the shape, and no memory."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.nbytes += _nbytes_between(shape, dtype)
-        return torch.empty((), dtype=dtype, device=device).expand(shape)
+    if ns.steps:
+        squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))
+    if ns.row_factors:
+        # A, and two products with the factors in fp32
+        squares = max(squares, 1 + 2 * torch.float32.itemsize // dtype.itemsize)
+    row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return squares * m * row
 
 
 class _Carved:
@@ -113,5 +128,5 @@ class _Carved:
 
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = prod(shape) * dtype.itemsize
-        piece, self._rest = self._rest[:size], self._rest[_nbytes_between(shape, dtype) :]
+        piece, self._rest = self._rest[:size], self._rest[cdiv(size, ALIGNMENT) * ALIGNMENT :]
         return piece.view(dtype).view(shape)

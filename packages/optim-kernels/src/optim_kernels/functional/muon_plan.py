@@ -17,7 +17,6 @@ tables, so a step with new ones replays the same graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from optim_kernels.functional._muon_matrices import (
     why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
-from optim_kernels.functional._muon_workspace import Workspace, nbytes_of
+from optim_kernels.functional._muon_workspace import Workspace, nbytes_of, nbytes_of_x
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
@@ -60,7 +59,7 @@ class MuonPlan:
         tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
             others there are. With ``"shape"`` they depend on its own shape, as long as `alignment_of` all is the same.
         spare: multiprocessors that stay free beside launches which last; see `MuonPlanner`.
-        workspace: where X and the factors are; by default memory of the plan's own.
+        workspace: where X and the factors are, with room for X (`Workspace.reserve`); by default memory of its own.
     """
 
     def __init__(
@@ -104,17 +103,14 @@ class MuonPlan:
             tiles=tiles,
             spare=spare,
         )
-        lay_out = partial(
-            families_of,
+        families, chains = families_of(
             self._matrices,
             ns,
             options.x_dtype,
             self._device,
             stores_last=not options.updates_in_last_product,
             tiles=tiles,
-        )
-        families, chains = (
-            lay_out() if workspace is None else workspace.lay_out(lambda memory: lay_out(memory=memory), self._device)
+            memory=torch.zeros if workspace is None else workspace.memory(self._device),
         )
         self._workspace = workspace
         self._tile_words = tile_words(families, chains, tiles)
@@ -162,6 +158,8 @@ class MuonPlan:
                 self._launches.launch(may_branch=self._workspace is None)
             # not before: what could not be recorded cannot be replayed
             self._graph = graph
+            if self._workspace is not None:
+                self._workspace.add_graph(graph, self._device)
         self._graph.replay()
 
     def refresh(self, grads: Sequence[Tensor], *, same_layout: bool = False) -> None:
@@ -224,11 +222,12 @@ class MuonPlan:
         return self._address_key
 
 
-def workspace_of(tensors: MuonTensors, rule: MuonRule, ns: NSConfig) -> int:
-    """The most bytes of a workspace that a parameter's matrices take."""
+def workspace_of(tensors: MuonTensors, rule: MuonRule, ns: NSConfig) -> tuple[int, int]:
+    """The most bytes of a workspace that a parameter's matrices take: in all, and for X."""
     config = ns.of(tensors.param)
     dtype = config.compute_dtype(tensors.param)
-    return sum(nbytes_of(*matrix.shape, config, dtype) for matrix in matrices_of(0, tensors, rule))
+    shapes = [matrix.shape for matrix in matrices_of(0, tensors, rule)]
+    return sum(nbytes_of(m, n, config, dtype) for m, n in shapes), sum(nbytes_of_x(m, n, dtype) for m, n in shapes)
 
 
 def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> bool:
