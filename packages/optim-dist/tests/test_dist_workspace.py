@@ -1,5 +1,8 @@
 """Newton-Schulz in one memory of limited size for all buckets; kernels are interpreted where there is no GPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from dist_cases import BACKENDS, device_of, normal
@@ -32,6 +35,11 @@ def trained(rank, limit, kind="muon", **options):
     return params, optimizer, plans
 
 
+def rooms_of(plan):
+    """The memory in which a plan has X."""
+    return [batch.x.untyped_storage() for family in plan._launches._families for batch in family]
+
+
 def compare(rank, world_size, kind):
     expected, alone, plans = trained(rank, None, kind)
     assert all(len(each) <= 1 for each in plans)
@@ -49,7 +57,13 @@ def compare(rank, world_size, kind):
         rooms = list(optimizer._workspace._rooms.values())
         assert len(rooms) == (1 if own else 0)
         assert limit == 1e-6 or all(room.numel() <= limit * MB for room in rooms)
+        found_in = {room.data_ptr() for each in plans for plan in each for room in rooms_of(plan)}
+        assert found_in == {room.data_ptr() for room in rooms}
+        rooms = [weakref.ref(room) for room in rooms]
+        del plans
         optimizer.close()
+        gc.collect()  # what is interpreted refers to itself
+        assert not any(room() is not None for room in rooms)
 
 
 @pytest.mark.parametrize("kind", ["muon", "both"])

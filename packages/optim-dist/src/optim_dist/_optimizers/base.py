@@ -86,7 +86,7 @@ class DistOptimizer(StatefulOptimizer):
             super().close()
         finally:
             self._caches.clear()
-            self._kept = None
+            self._kept = self._workspace = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
