@@ -245,6 +245,21 @@ class Graph:
         return (id(self), 0)
 
 
+class Current:
+    """As ``torch.cuda.stream``."""
+
+    stream: ClassVar[Any] = None
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before, Current.stream = Current.stream, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        Current.stream = self._before
+
+
 def seemingly_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, recording: Any, workspace: Workspace | None = None
 ) -> MuonPlanner:
@@ -260,6 +275,7 @@ def seemingly_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "stream", Current)
     return planner
 
 
@@ -282,6 +298,22 @@ def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.Mon
     assert not outcomes, "recorded"
     assert len(replayed) == 2
     assert replayed[0] is replayed[1]
+
+
+def test_a_recording_that_cannot_end_leaves_the_current_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.cuda.graph` ends one before it goes back to the stream that was."""
+
+    @contextmanager
+    def recording(graph: Graph, *, stream: Any = None, **_: Any) -> Iterator[None]:
+        Current.stream = stream
+        yield
+        raise RuntimeError("capture_end")
+
+    planner = seemingly_on_a_gpu(monkeypatch, recording)
+    monkeypatch.setattr(Current, "stream", "the user's")
+    with pytest.raises(RuntimeError, match="capture_end"):
+        planner.again()
+    assert Current.stream == "the user's"
 
 
 def test_graphs_allocate_where_others_do_that_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,9 @@ class MuonPlan:
         if self._graph is None:
             graph, stream = torch.cuda.CUDAGraph(), side_stream(self._device)
             pool = None if self._workspace is None else self._workspace.pool(self._device)
-            with ONE_AT_A_TIME, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            # where torch cannot begin or end a recording it leaves its stream the current one
+            with ONE_AT_A_TIME, torch.cuda.stream(stream), recording:
                 # a branch takes memory that another stream, as those of other graphs are, does not find again
                 self._launches.launch(may_branch=self._workspace is None)
             # not before: what could not be recorded cannot be replayed
