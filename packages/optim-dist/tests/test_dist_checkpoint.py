@@ -557,12 +557,8 @@ def test_ranks_that_name_parameters_differently_are_refused(tmp_path):
 
 def save_and_load_by_different_paths(rank, world_size, folder):
     model, optimizer = build()
-    texts = []
-    # as a name with the time in it comes out, or a disk of each machine's own
-    for path in (f"{folder}/at-{rank}", f"{folder}/disk-{rank}/x"):
-        with pytest.raises(RuntimeError) as raised:
-            checkpoint.save(path, model, optimizer)
-        texts.append(str(raised.value))
+    with pytest.raises(RuntimeError) as saved:
+        checkpoint.save(f"{folder}/at-{rank}", model, optimizer)  # as a name with the time in it comes out
     for number in range(2):
         steps(model, optimizer, rank, [number])
         checkpoint.save(f"{folder}/step-{number}", model, optimizer)
@@ -570,15 +566,13 @@ def save_and_load_by_different_paths(rank, world_size, folder):
     with pytest.raises(checkpoint.CheckpointError) as raised:
         checkpoint.load(f"{folder}/step-{rank}", model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return [*texts, str(raised.value)]
+    return str(saved.value), str(raised.value)
 
 
 def test_ranks_with_different_paths_are_refused(tmp_path):
-    for different, apart, loaded in run_ranks(save_and_load_by_different_paths, 2, str(tmp_path)):
+    for different, loaded in run_ranks(save_and_load_by_different_paths, 2, str(tmp_path)):
         assert "ranks were given different paths, that end in at-0, at-1" in different
-        assert "rank-00001.pt of other ranks cannot be seen in" in apart
         assert f"ranks read different checkpoints: {tmp_path}/step-0, {tmp_path}/step-1" in loaded
-    assert sorted(file.name for file in tmp_path.glob("disk-0/*")) == []
     assert not list(tmp_path.glob("at-*"))
 
 

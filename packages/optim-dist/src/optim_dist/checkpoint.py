@@ -3,9 +3,10 @@
     save   each rank writes what it owns, the first one the rest and a manifest; all into a hidden folder that gets its
            name only when everything is on the disk, so that a crash leaves the previous checkpoint whole; what a
            killed save leaves is removed by the next one to the same path. ``async_=True`` copies, and writes while
-           training goes on
+           training goes on. Where ranks do not share a disk each host has what its ranks wrote, and with ``copies=n``
+           what those of n - 1 others did
     load   names, shapes, dtypes, routes, sizes and digests first, all problems in one error on every rank; then the
-           files, each read by one rank; then, if ranks or plan differ, one exchange by ``optim_redist``
+           files, each read by one rank that has it; then, if ranks or plan differ, one exchange by ``optim_redist``
 
 Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 """
@@ -17,7 +18,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import IO, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,10 @@ from optim_dist._checkpoint.contents import (
     restore,
 )
 from optim_dist._checkpoint.faults import described
-from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter, read_manifest
+from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.reshard import exchange, streams
+from optim_dist._checkpoint.sites import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist.plan import ParameterSpec
@@ -62,6 +64,7 @@ def save(
     *,
     async_: Literal[False] = ...,
     keep: int | None = ...,
+    copies: int = ...,
 ) -> Path: ...
 
 
@@ -74,12 +77,20 @@ def save(
     *,
     async_: Literal[True],
     keep: int | None = ...,
+    copies: int = ...,
 ) -> Saving: ...
 
 
 @overload
 def save(
-    path: Path_, model: nn.Module | None, opt: DistOptimizer, extra: Any = ..., *, async_: bool, keep: int | None = ...
+    path: Path_,
+    model: nn.Module | None,
+    opt: DistOptimizer,
+    extra: Any = ...,
+    *,
+    async_: bool,
+    keep: int | None = ...,
+    copies: int = ...,
 ) -> Path | Saving: ...
 
 
@@ -91,6 +102,7 @@ def save(
     *,
     async_: bool = False,
     keep: int | None = None,
+    copies: int = 1,
 ) -> Path | Saving:
     """Write model, optimizer and ``extra`` into the new folder ``path``; collective.
 
@@ -101,26 +113,35 @@ def save(
             going on. The next ``save`` or ``load`` waits for it.
         keep: how many of the newest checkpoints in the directory of ``path`` stay, this one included, once it is
             complete; None keeps all. Other folders stay in any case.
+        copies: on how many hosts each rank's file is to be, where ``path`` is a folder of each host's own: with 2 the
+            checkpoint is whole without any one of them.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists or is not the same folder for all, if ranks give models with
-            other names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read ``extra``,
-            a group or the rest of the model again, if a rank could not write, or if an earlier save in the background
-            has failed and nobody has waited for it. With ``async_`` the ``Saving`` says what could not be written.
+        RuntimeError: on every rank: if ``path`` exists or does not end alike for all, if ranks give models with other
+            names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read ``extra``, a
+            group or the rest of the model again, if a rank could not write, if there are not as many folders as
+            ``copies``, or if an earlier save in the background has failed and nobody has waited for it. With ``async_``
+            the ``Saving`` says what could not be written.
     """
     faults = []
     if keep is not None and (type(keep) is not int or keep < 1):
         faults.append(f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}")
     if not isinstance(async_, bool):
         faults.append(f"async_ must be True or False, got {async_!r}")
+    if type(copies) is not int or copies < 1:
+        faults.append(f"copies must be at least 1, got {copies!r}")
     old = None if keep is None else all_but_the_newest(keep)
-    options = {"async_": async_, "keep": keep}
-    saving = saves.save(Path(path), model, opt, extra, async_=async_, old=old, options=options, faults=faults)
+    options = {"async_": async_, "keep": keep, "copies": copies}
+    saving = saves.save(
+        Path(path), model, opt, extra, async_=async_, old=old, copies=copies, options=options, faults=faults
+    )
     return Path(path) if saving is None else saving
 
 
 def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     """Bring model and optimizer to the saved state, whatever the number of ranks; returns ``extra``. Collective.
+
+    Each rank looks into its own ``path``: every file has to be in one of them, and a rank need not have any.
 
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
@@ -132,45 +153,46 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     rest: dict[str, Any] = {}
     specs: list[ParameterSpec] = []
     problems: list[str] = []
-    manifest: Manifest | None = None
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
     saved: list[SavedParameter] = []
-    identity: str | None = None
     cause: Exception | None = None
     opt.wait()  # what is on its way would overwrite what is loaded
+    found = survey(folder, communicator)
+    manifest = found.manifest
+    sent = found.common_file(folder, communicator)
     try:
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
-        manifest, identity = read_manifest(folder), manifests.file_digest(folder / manifests.MANIFEST)
-        problems += manifests.compare(manifest, specs)
-        saved_ranks = range(communicator.rank, manifest.world_size, communicator.world_size)
-        names = [manifests.COMMON, *map(manifests.rank_file, saved_ranks)]
-        with ThreadPoolExecutor(NUM_VERIFIED) as pool:
-            # of files that follow while one is read
-            verified = [pool.submit(manifests.verify_file, folder, name, manifest) for name in names]
-            common = _read(folder, names[0], verified[0])
-            problems += compare_rest(common["model"], rest)
-            # those of version 0.3 have no members
-            problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
-            for saved_rank, name, faults in zip(saved_ranks, names[1:], verified[1:], strict=True):
-                contents[saved_rank] = _read(folder, name, faults)
-                problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
-        if not problems:
-            saved = with_numbers(manifest.parameters, specs, contents)
+        problems += found.problems
+        if manifest is not None:
+            problems += manifests.compare(manifest, specs)
+            saved_ranks = [number for number, reader in enumerate(found.readers) if reader == communicator.rank]
+            names = [manifests.COMMON, *map(manifests.rank_file, saved_ranks)]
+            with ThreadPoolExecutor(NUM_VERIFIED) as pool:
+                # of files that follow while one is read
+                verified = [pool.submit(manifests.verify_file, folder, name, manifest) for name in names]
+                if sent is not None:
+                    verified[0] = pool.submit(manifests.verify_content, sent.getbuffer(), names[0], manifest)
+                common = _read(folder, names[0], verified[0], sent)
+                problems += compare_rest(common["model"], rest)
+                # those of version 0.3 have no members
+                problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
+                for saved_rank, name, faults in zip(saved_ranks, names[1:], verified[1:], strict=True):
+                    contents[saved_rank] = _read(folder, name, faults)
+                    problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
+            if not problems:
+                saved = with_numbers(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems += error.problems if isinstance(error, CheckpointError) else [described(communicator.rank, error)]
         cause = error
-    found, identities = zip(*communicator.gather_json([problems, identity]))
-    if len({each for each in identities if each is not None}) > 1:
-        folders = communicator.gather_json(str(folder))
-        found += ([f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"],)
-    if any(found):
-        raise CheckpointError(folder, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
-    assert manifest is not None, "reading it was no problem"
+    every = communicator.gather_json(problems)
+    if any(every):
+        raise CheckpointError(folder, list(dict.fromkeys(problem for rank in every for problem in rank))) from cause
+    assert manifest is not None, "to have none is a problem"
     index = {spec.name: place for place, spec in enumerate(specs)}
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         parts = exchange(
-            streams(saved, communicator.world_size, lambda name: pieces_of(opt, index[name])),
+            streams(saved, found.readers, lambda name: pieces_of(opt, index[name])),
             lambda file, name, key: contents[file][name][key],
             communicator.rank,
             communicator.ranks,
@@ -236,7 +258,10 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
 
 
 def latest(directory: Path_) -> Path | None:
-    """The newest complete checkpoint in ``directory``: the one that ``save`` finished last; None if there is none."""
+    """The newest complete checkpoint in ``directory``: the one that ``save`` finished last; None if there is none.
+
+    Of hosts with disks of their own each knows its own: let one choose the name for all.
+    """
     folder = Path(directory)
     pointer = folder / LATEST
     if pointer.is_file():
@@ -248,11 +273,11 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
 
 
-def _read(folder: Path, name: str, verified: Future[list[str]]) -> Any:
-    """A file's content, once its size and digest are right."""
+def _read(folder: Path, name: str, verified: Future[list[str]], sent: IO[bytes] | None = None) -> Any:
+    """A file's content, once its size and digest are right; that of ``sent``, if another rank has sent it."""
     try:
         problems = verified.result()
-        content = None if problems else torch.load(folder / name, map_location="cpu", weights_only=True)
+        content = None if problems else torch.load(sent or folder / name, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(folder, [f"{name}: {error}"]) from error
     if problems:
@@ -263,7 +288,7 @@ def _read(folder: Path, name: str, verified: Future[list[str]]) -> Any:
 def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:
     """Whether a rank's file holds what the manifest says, element for element."""
     problems = []
-    for stream in streams(manifest.parameters, 1):
+    for stream in streams(manifest.parameters, [0] * manifest.world_size):
         for name, part in stream.own(stream.before, 0):
             if part.file != saved_rank:
                 continue

@@ -118,7 +118,7 @@ def wait_for_last() -> None:
 
 def on_cpu(communicator: Communicator) -> Communicator:
     """The same ranks in a group of their own on the CPU; collective, the first time by making it."""
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 or communicator is _known(communicator):
         return communicator
     known = _known(communicator)
     if known is None:

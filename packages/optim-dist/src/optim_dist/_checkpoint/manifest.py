@@ -28,6 +28,7 @@ CODED_FORMAT = "optim-dist.checkpoint/2"  # with 8-bit codes, which version 0.5 
 MANIFEST = "manifest.json"
 DIGEST = "sha256"  # of the rest of the manifest
 COMMON = "common.pt"
+ABSENT = f"there is no {MANIFEST}: no checkpoint, or one that was never finished"
 NONCE = 12  # hexadecimal digits in the names of hidden folders
 
 
@@ -89,9 +90,9 @@ class Manifest:
     files: dict[str, list[Any]]  # name: [bytes, sha256]
     parameters: list[SavedParameter]
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, torch_version: str) -> None:
         is_coded = any(state.format for entry in self.parameters for state in entry.state.values())
-        described = {"format": CODED_FORMAT if is_coded else FORMAT, "torch": torch.__version__, **asdict(self)}
+        described = {"format": CODED_FORMAT if is_coded else FORMAT, "torch": torch_version, **asdict(self)}
         for entry, saved in zip(described["parameters"], self.parameters, strict=True):
             entry["state"] = {key: state.describe() for key, state in saved.state.items()}
         described[DIGEST] = _digest(described)
@@ -107,9 +108,18 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST
     if not file.is_file():
-        raise CheckpointError(folder, [f"there is no {MANIFEST}: no checkpoint, or one that was never finished"])
+        raise CheckpointError(folder, [ABSENT])
+    return understood(folder, file.read_bytes())
+
+
+def understood(folder: Path, content: bytes | bytearray) -> Manifest:
+    """What the manifest's bytes say.
+
+    Raises:
+        CheckpointError: if they cannot be understood.
+    """
     try:
-        described = json.loads(file.read_bytes())
+        described = json.loads(content)
         if described["format"] not in (FORMAT, CODED_FORMAT):
             known = f"{FORMAT!r} and {CODED_FORMAT!r}"
             raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {known}"])
@@ -170,12 +180,21 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> list[str]:
     found = file.stat().st_size
     if found != size:
         return [f"{name}: {found} bytes, expected {size}; it is truncated or was overwritten"]
-    return [] if file_digest(file) == expected else [f"{name}: its contents were altered (SHA-256 differs)"]
+    return [] if file_digest(file) == expected else [_altered(name)]
+
+
+def verify_content(content: memoryview, name: str, manifest: Manifest) -> list[str]:
+    """What is wrong with a file's bytes, if anything."""
+    return [] if hashlib.sha256(content).hexdigest() == manifest.files[name][1] else [_altered(name)]
 
 
 def file_digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _altered(name: str) -> str:
+    return f"{name}: its contents were altered (SHA-256 differs)"
 
 
 def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> list[Any]:

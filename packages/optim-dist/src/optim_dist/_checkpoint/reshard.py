@@ -1,7 +1,7 @@
 """From the pieces that files hold to the pieces that ranks own: one exchange by ``optim_redist``.
 
-All parameters of a state key and dtype are one long flat tensor, in the order of the manifest. Saved rank i's file is
-read by rank i mod W; what a rank has read and what it is to own are sets of intervals of that tensor:
+All parameters of a state key and dtype are one long flat tensor, in the order of the manifest. Each saved rank's file
+is read by one rank; what a rank has read and what it is to own are sets of intervals of that tensor:
 
     source   rows[r] = intervals of the files that r reads        target   rows[r] = intervals that r owns
 
@@ -78,14 +78,19 @@ class Stream:
 
 def streams(
     saved: Sequence[SavedParameter],
-    world_size: int,
+    readers: Sequence[int],
     pieces: Callable[[str], Sequence[Piece]] = lambda name: (),
     *,
     with_values: bool = True,
 ) -> list[Stream]:
-    """The flat tensors of a checkpoint, the same on every rank; ``pieces`` are a parameter's new ones, if it is read.
+    """The flat tensors of a checkpoint, the same on every rank.
 
-    State that is not in pieces goes to the first piece's rank. ``with_values=False`` leaves out the parameters.
+    State that is not in pieces goes to the first piece's rank.
+
+    Args:
+        readers: which rank reads, or has, each saved rank's file.
+        pieces: a parameter's new ones, if it is read.
+        with_values: whether parameters are among them, beside their state.
     """
     found: dict[tuple[str, str], Stream] = {}
     for entry in saved:
@@ -94,11 +99,11 @@ def streams(
             stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
             numel = prod(state.shape)
             if state.in_pieces:
-                before = [Segment(rank % world_size, *blocks_of(state, *part), rank) for rank, *part in entry.pieces]
+                before = [Segment(readers[rank], *blocks_of(state, *part), rank) for rank, *part in entry.pieces]
                 after = [Segment(p.rank, *blocks_of(state, p.start, p.stop)) for p in pieces(entry.name)]
             else:
                 owner = entry.pieces[0][0]
-                before = [Segment(owner % world_size, 0, numel, owner)]
+                before = [Segment(readers[owner], 0, numel, owner)]
                 after = [Segment(piece.rank, 0, numel) for piece in pieces(entry.name)[:1]]
             stream.names.append(entry.name)
             stream.sizes.append(numel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from optim_dist._checkpoint.contents import (
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import Choice
 from optim_dist._checkpoint.staging import Staging, on_host
-from optim_dist._checkpoint.writing import LATEST, Contents, Destination, clean, write
+from optim_dist._checkpoint.writing import LATEST, Contents, Destination, write
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._reduction.collectives import Communicator
@@ -43,6 +44,7 @@ def save(
     *,
     async_: bool,
     old: Choice | None = None,
+    copies: int = 1,
     options: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Saving | None:
@@ -50,12 +52,13 @@ def save(
 
     Args:
         old: which checkpoints beside it are removed once it is complete.
+        copies: in how many folders that ranks do not share each rank's file is to be.
         options: names and values that have to be the same on all ranks.
         faults: what is wrong with them on this one.
     """
     communicator = opt.communicator
     communicator.check_ranks()
-    destination = _agreed(folder, opt, options, faults, old)
+    destination = _agreed(Destination(folder, "", old, copies), opt, options, faults)
     opt.wait()
     with raised_together(communicator, destination.failed):
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
@@ -76,7 +79,7 @@ def save(
         communicator.world_size,
         opt.plan.hash,
         specs,
-        [pieces_of(opt, index) for index in range(len(specs))] if is_first else [],
+        [pieces_of(opt, index) for index in range(len(specs))],
         parts,
         describe_state(opt, specs),
         common if is_first else {},
@@ -88,11 +91,9 @@ def save(
     return background.start(folder, lambda: write(contents, destination, apart))
 
 
-def _agreed(
-    folder: Path, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str], old: Choice | None
-) -> Destination:
+def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str]) -> Destination:
     """One destination for all ranks, once nothing is in the way of a save."""
-    communicator, failed = opt.communicator, Destination(folder, "").failed
+    communicator, folder, failed = opt.communicator, wanted.folder, wanted.failed
     is_between_steps = opt.is_between_steps
     with raised_together(communicator, failed) as problems:
         problems += faults
@@ -109,16 +110,13 @@ def _agreed(
             problems.append(
                 f"{pointer} has to be the file that says which checkpoint is newest, not a folder; rename it"
             )
-        # before this save has a temporary folder itself
-        if communicator.rank == 0:
-            clean(folder)
     described = {name: str(value) for name, value in options.items()}
     nonces, ends, given = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, described]))
     if len(set(ends)) > 1:
         raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
     check_options(given)
     # a thread may outlive the directory that a relative path begins in
-    return Destination(folder.absolute(), nonces[0], old)
+    return replace(wanted, folder=folder.absolute(), nonce=nonces[0])
 
 
 def _check_names(specs: Iterable[ParameterSpec], communicator: Communicator, failed: str) -> None:

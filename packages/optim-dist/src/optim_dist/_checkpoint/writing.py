@@ -1,9 +1,10 @@
 """From what every rank has to say to a folder with a name: the half of a save that may run in the background.
 
-    1. each rank its file, the first one ``common.pt``, into a hidden folder
-    2. sizes and digests to all
-    3. the first rank the manifest, then the name
-    4. the first rank removes old checkpoints, if any are to go
+    1. each rank its file, still empty, into a hidden folder: those who find each other's there are one site
+    2. each rank its file, the first one ``common.pt``
+    3. sizes and digests to all; if there are several sites, the common file to each, and copies from one to another
+    4. the head of each site, its lowest rank, the manifest, then the name
+    5. the heads remove old checkpoints, if any are to go
 
 Nothing here looks at the optimizer or the model, which may have gone on.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import glob
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ import torch
 from torch import Tensor
 
 from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint.background import on_cpu
 from optim_dist._checkpoint.common import packed_readable, without_tensors_of_model
 from optim_dist._checkpoint.contents import saved_parameters
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.manifest import NONCE, Manifest
 from optim_dist._checkpoint.removal import Choice, remove_leftovers, remove_old
+from optim_dist._checkpoint.sending import Courier
+from optim_dist._checkpoint.sites import as_set, copies_of, in_sites, seen_in
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Piece
 
@@ -34,7 +38,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank writes; ``common`` and ``pieces`` are the first one's alone."""
+    """What one rank writes; ``common`` is the first one's alone."""
 
     rank: int
     world_size: int
@@ -53,6 +57,7 @@ class Destination:
     folder: Path
     nonce: str
     old: Choice | None = None  # None keeps all
+    copies: int = 1  # of each rank's file, in as many sites
 
     @property
     def temporary(self) -> Path:
@@ -70,55 +75,64 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
     Raises:
         RuntimeError: on every rank, with what failed on any.
     """
-    temporary, rank, is_first = to.temporary, contents.rank, contents.rank == 0
-    written: dict[str, list[Any]] = {}
+    temporary, rank = to.temporary, contents.rank
+    is_first = is_head = rank == 0
+    file, written = manifests.rank_file(rank), {}
     try:
         with raised_together(communicator, to.failed, rank):
             temporary.mkdir(parents=True, exist_ok=True)
-            file = manifests.rank_file(rank)
+            (temporary / file).touch()
+        with raised_together(communicator, to.failed, rank):
+            seen = seen_in(temporary, contents.world_size)
+            is_head = seen[0] == rank
+            if is_head:
+                _clean(to)
             written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(contents.parts, stream))
             if is_first:
                 packed_readable(without_tensors_of_model(contents.common))
                 written[manifests.COMMON] = manifests.write_durably(
                     temporary / manifests.COMMON, lambda stream: torch.save(contents.common, stream)
                 )
-        every = sorted(communicator.gather_json([rank, written, contents.state]), key=lambda found: found[0])
+        gathered = communicator.gather_json([rank, written, contents.state, as_set(seen), torch.__version__])
+        every = sorted(gathered, key=lambda found: found[0])
+        files = {name: entry for _, found, *_ in every for name, entry in found.items()}
+        try:
+            copies = copies_of(in_sites([its for *_, its, _ in every]), to.copies)
+        except ValueError as error:
+            raise RuntimeError(f"{to.failed}:\n  {error}") from error
+        if copies:
+            ranks = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
+            wire = on_cpu(communicator)
+            courier = Courier(temporary, files, rank=rank, addresses=ranks, communicator=wire)
+            courier.copy(copies)
+            # over the wire, where those who are ready are patient
+            wire.raise_together(courier.problems, to.failed)
         with raised_together(communicator, to.failed, rank):
-            if is_first:
-                files = {name: entry for _, found, _ in every for name, entry in found.items()}
-                _check_shared(temporary, files)
-                parameters = saved_parameters(contents.specs, contents.pieces, [state for *_, state in every])
-                Manifest(contents.world_size, contents.plan, files, parameters).write(temporary)
+            if is_head:
+                parameters = saved_parameters(contents.specs, contents.pieces, [state for _, _, state, *_ in every])
+                # the same bytes in every site, whatever is installed there
+                Manifest(contents.world_size, contents.plan, files, parameters).write(temporary, every[0][-1])
                 _finish(temporary, to.folder)
     finally:
         # by the rank that renames it, when all went well: another that gave up waiting would remove what gets its name
-        if is_first:
+        if is_head:
             shutil.rmtree(temporary, ignore_errors=True)
     if to.old is not None:
         failed = f"checkpoint {to.folder} is complete, but older ones were not removed"
         with raised_together(communicator, failed, rank):
-            if is_first:
+            if is_head:
                 remove_old(to.folder, to.old)
 
 
-def clean(folder: Path) -> None:
+def _clean(to: Destination) -> None:
     """Remove what killed saves to this path have left, and killed removals beside it.
 
     Temporary folders of other paths may still be written.
     """
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * NONCE}.tmp"):
-        shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
-    remove_leftovers(folder.parent)
-
-
-def _check_shared(folder: Path, files: Iterable[str]) -> None:
-    """Refuse a folder in which the first rank does not see what the others have written."""
-    elsewhere = [name for name in files if not (folder / name).is_file()]
-    if elsewhere:
-        raise FileNotFoundError(
-            f"{', '.join(elsewhere)} of other ranks cannot be seen in {folder}; give every rank the same path, on a "
-            "disk that all of them share"
-        )
+    for left in to.folder.parent.glob(f".{glob.escape(to.folder.name)}.{'[0-9a-f]' * NONCE}.tmp"):
+        if left != to.temporary:
+            shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
+    remove_leftovers(to.folder.parent)
 
 
 def _finish(temporary: Path, folder: Path) -> None:

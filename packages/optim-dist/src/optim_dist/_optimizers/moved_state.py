@@ -92,7 +92,9 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
         return mine[name].pop(key)
 
     moved = MovedState(known, {})
-    for stream in streams(saved, communicator.world_size, lambda name: plan.ranges(moving[name]), with_values=False):
+    for stream in streams(
+        saved, range(communicator.world_size), lambda name: plan.ranges(moving[name]), with_values=False
+    ):
         place = communicator.rank, communicator.ranks, communicator.group, communicator.device
         for name, parts in exchange([stream], read, *place).items():
             moved.parts.setdefault(name, {}).update(parts)

@@ -208,6 +208,18 @@ class Communicator:
             work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[source], group=self.group, async_op=True)
             self._started(work, "broadcast", flat).wait()
 
+    def send(self, flat: Tensor, to: int) -> Waitable:
+        """Send ``flat [N]`` to a global rank, which receives as many elements."""
+        self.traffic.num_calls += 1
+        self.traffic.bytes_sent += flat.nbytes
+        work = dist.isend(flat, to, group=self.group)
+        return self._started(work, f"sending to rank {to}", flat)
+
+    def receive(self, flat: Tensor, source: int) -> Waitable:
+        """Overwrite ``flat [N]`` by what a global rank sends."""
+        work = dist.irecv(flat, source, group=self.group)
+        return self._started(work, f"receiving from rank {source}", flat)
+
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
         if self.world_size == 1:

@@ -1,0 +1,331 @@
+"""Checkpoints of ranks that share no disk: found out by themselves, and whole without any one host if copied.
+
+A host is a directory of its own here. Hosts are given by rank, so that ``(0, 0, 1)`` are two.
+"""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from dist_cases import assert_equal, assert_same_state
+from dist_loops import Net, batch, make
+from torch.distributed.device_mesh import DeviceMesh
+
+from optim_dist import checkpoint
+from optim_dist._checkpoint import manifest, sending, sites, writing
+from optim_utils.testing import RankFailure, run_ranks
+
+APART = (0, 1, 2)
+IN_PAIRS = (0, 0, 1, 1)
+
+
+def build(scale=1.0, **options):
+    net = Net("cpu")
+    net.register_buffer("seen", torch.full((3,), scale))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(scale)
+    return net, make(net, "muon", reducer="exact", timeout=60, **options)
+
+
+def step(net, optimizer, rank, number):
+    net(batch(rank, number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net.seen += 1
+
+
+def everything(net, optimizer):
+    optimizer.wait()
+    return {name: value.clone() for name, value in net.state_dict().items()}, optimizer.full_state_dict()
+
+
+def save(rank, world_size, folder, hosts, options):
+    sending.PIECE = 512  # bytes: a file has several
+    net, optimizer = build()
+    step(net, optimizer, rank, 0)
+    saved = everything(net, optimizer)
+    saving = checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, extra={"step": 1}, **options)
+    if isinstance(saving, checkpoint.Saving):
+        step(net, optimizer, rank, 1)
+        saving.wait()
+    return saved
+
+
+def load(rank, world_size, folder, hosts):
+    sending.PIECE = 512
+    net, optimizer = build(scale=3.0)
+    try:
+        extra = checkpoint.load(f"{folder}/{hosts[rank]}/x", net, optimizer)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    assert extra == {"step": 1}
+    return everything(net, optimizer)
+
+
+def saved_by(hosts, folder, **options):
+    return run_ranks(save, len(hosts), str(folder), hosts, options, timeout=120)[0]
+
+
+def loaded_by(hosts, folder):
+    return run_ranks(load, len(hosts), str(folder), hosts, timeout=120)
+
+
+def assert_loaded(found, saved):
+    for rank, (parameters, state) in enumerate(found):
+        assert_equal(list(parameters.values()), list(saved[0].values()), f"of rank {rank}")
+        if rank == 0:
+            assert_same_state(state, saved[1])
+
+
+def files_at(folder, host):
+    return sorted(file.name for file in (Path(folder) / str(host) / "x").glob("rank-*"))
+
+
+def names(*ranks):
+    return [manifest.rank_file(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("hosts", [APART, IN_PAIRS])
+def test_a_lost_host_does_not_cost_what_was_copied(tmp_path, hosts, async_):
+    saved = saved_by(hosts, tmp_path, copies=2, async_=async_)
+    if hosts == APART:
+        assert [files_at(tmp_path, host) for host in range(3)] == [names(0, 2), names(0, 1), names(1, 2)]
+    else:
+        assert [files_at(tmp_path, host) for host in range(2)] == [names(0, 1, 2, 3)] * 2
+    for host in set(hosts):
+        assert sorted(os.listdir(tmp_path / str(host))) == ["latest", "x"]
+    assert_loaded(loaded_by(hosts, tmp_path), saved)
+    for lost in set(hosts):
+        shutil.copytree(tmp_path, tmp_path.with_name("without"))
+        shutil.rmtree(tmp_path.with_name("without") / str(lost))
+        # the host is back with an empty disk, or gone and another number of ranks goes on
+        left = tuple(host for host in hosts if host != lost)
+        found = (hosts, left, (*left, *left, left[0]))[lost]
+        assert_loaded(loaded_by(found, tmp_path.with_name("without")), saved)
+        shutil.rmtree(tmp_path.with_name("without"))
+
+
+def test_what_was_not_copied_is_loaded_by_any_ranks_that_have_it(tmp_path):
+    saved = saved_by(IN_PAIRS, tmp_path)
+    assert [files_at(tmp_path, host) for host in range(2)] == [names(0, 1), names(2, 3)]
+    # in another order, by fewer and by more, also such as have nothing
+    for hosts in (IN_PAIRS, (1, 1, 0, 0), (1, 0), (2, 1, 0, 2, 1)):
+        assert_loaded(loaded_by(hosts, tmp_path), saved)
+    for file in (tmp_path / "1" / "x").glob("rank-*"):
+        file.rename(tmp_path / "0" / "x" / file.name)
+    assert_loaded(loaded_by((0,), tmp_path), saved)
+
+
+def test_what_is_lost_is_named_and_who_looked_where(tmp_path):
+    saved_by(IN_PAIRS, tmp_path)
+    shutil.rmtree(tmp_path / "1")
+    for text in loaded_by(IN_PAIRS, tmp_path):
+        assert "rank-00002.pt, rank-00003.pt: not whole on any rank; ranks [0, 1] looked in " in text
+        assert f"{tmp_path}/0/x on " in text
+        assert f"; ranks [2, 3] looked in {tmp_path}/1/x on " in text
+
+
+def shorten(file):
+    os.truncate(file, file.stat().st_size - 7)
+
+
+def test_of_copies_one_that_is_whole_is_taken(tmp_path):
+    saved = saved_by(APART, tmp_path, copies=2)
+    shorten(tmp_path / "0" / "x" / "rank-00000.pt")
+    shorten(tmp_path / "2" / "x" / manifest.COMMON)
+    (tmp_path / "1" / "x" / manifest.MANIFEST).unlink()
+    shutil.copytree(tmp_path / "1" / "x", tmp_path / "3" / "x")
+    for text in loaded_by(APART, tmp_path):
+        # of a folder without a manifest nothing is known
+        assert "rank-00000.pt: not whole on any rank" in text
+        assert "expected" in text
+    shutil.copy(tmp_path / "0" / "x" / manifest.MANIFEST, tmp_path / "1" / "x")
+    assert_loaded(loaded_by(APART, tmp_path), saved)
+    shorten(tmp_path / "1" / "x" / "rank-00000.pt")
+    for text in loaded_by(APART, tmp_path):
+        assert "rank-00000.pt: not whole on any rank" in text
+
+
+def test_another_checkpoint_of_the_same_name_is_refused(tmp_path):
+    for place in ("a", "b"):
+        saved_by(APART, tmp_path / place, copies=2)
+    run = tmp_path / "a"
+    file = tmp_path / "b" / "1" / "x" / manifest.MANIFEST
+    file.write_bytes(file.read_bytes() + b" ")
+    shutil.copy(file, run / "1" / "x")
+    for text in loaded_by(APART, run):
+        assert f"ranks read different checkpoints: {run}/0/x, {run}/1/x, {run}/2/x; let one" in text
+
+
+def save_otherwise(rank, world_size, folder):
+    """Chunks in another order than ranks, and another torch on one host."""
+    net, optimizer = build(mesh=DeviceMesh("cpu", torch.arange(world_size).view(2, -1)))
+    torch.__version__ += f"+{rank}"
+    saved = everything(net, optimizer)
+    for number, async_ in enumerate((False, True)):
+        saving = checkpoint.save(f"{folder}/{rank}/{number}/x", net, optimizer, {"step": 1}, copies=2, async_=async_)
+        if isinstance(saving, checkpoint.Saving):
+            saving.wait()
+    return optimizer.communicator.rank, saved
+
+
+def test_ranks_may_be_numbered_otherwise_and_have_another_torch(tmp_path):
+    chunks, saved = zip(*run_ranks(save_otherwise, 4, str(tmp_path)))
+    assert chunks == (0, 2, 1, 3)
+    for number in range(2):
+        shutil.rmtree(tmp_path / "1" / str(number))
+        assert_loaded(loaded_by([f"{host}/{number}" for host in (0, 2, 3)], tmp_path), saved[0])
+
+
+def save_too_often(rank, world_size, folder, hosts):
+    net, optimizer = build()
+    texts = []
+    for options in ({"copies": 3}, {"copies": 3, "async_": True}, {"copies": 0}, {"copies": "2"}, {"copies": 1 + rank}):
+        with pytest.raises(RuntimeError) as raised:
+            saving = checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, **options)
+            saving.wait()
+        texts.append(str(raised.value))
+    checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, copies=2)
+    return texts
+
+
+def test_more_copies_than_hosts_are_refused(tmp_path):
+    hosts = (0, 1, 1)
+    for texts in run_ranks(save_too_often, 3, str(tmp_path), hosts):
+        for text in texts[:2]:
+            assert text.endswith(
+                "/x was not saved:\n  copies=3 takes as many folders that ranks do not share, on hosts of their own; "
+                "there are 2, of ranks [0], of ranks [1, 2]"
+            )
+        assert "copies must be at least 1, got 0" in texts[2]
+        assert "copies must be at least 1, got '2'" in texts[3]
+        assert "copies is 1 on rank 0, 2 on rank 1" in texts[4]
+    for host in hosts:
+        assert sorted(os.listdir(tmp_path / str(host))) == ["latest", "x"]
+
+
+def save_on_a_full_disk(rank, world_size, folder, hosts):
+    net, optimizer = build()
+    sending.PIECE = 512
+    write, read = manifest.write_durably, sending.Courier._read
+    texts = []
+
+    def write_or_fail(file, *args):
+        if rank == world_size - 1 and file.name in names(0, 1):
+            raise OSError("no space left")
+        return write(file, *args)
+
+    def read_wrongly(courier, *args):
+        found = read(courier, *args)
+        found[-1] ^= rank == 1
+        return found
+
+    def read_or_fail(courier, copy, *args):
+        return read(courier, copy._replace(name="gone") if rank == 1 else copy, *args)
+
+    for owner, name, broken in (
+        (manifest, "write_durably", write_or_fail),
+        (sending.Courier, "_read", read_wrongly),
+        (sending.Courier, "_read", read_or_fail),
+    ):
+        for async_ in (False, True):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as raised:
+                patch.setattr(owner, name, broken)
+                checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, copies=2, async_=async_).wait()
+            texts.append(str(raised.value))
+            optimizer.communicator.barrier()
+            assert os.listdir(f"{folder}/{hosts[rank]}") == []
+    checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, copies=2)
+    return texts
+
+
+@pytest.mark.parametrize("hosts", [APART, (0, 1, 1, 2)])
+def test_what_does_not_arrive_is_an_error_on_all_and_leaves_nothing(tmp_path, hosts):
+    for texts in run_ranks(save_on_a_full_disk, len(hosts), str(tmp_path), hosts, timeout=120):
+        for text in texts[:2]:
+            assert f"rank {hosts.index(2)}: OSError: no space left" in text
+        for text in texts[2:]:
+            assert "rank-00001.pt has not arrived as rank 1 had written it" in text
+        for text in texts[4:]:
+            assert "rank 1: FileNotFoundError" in text
+
+
+def save_and_die(rank, world_size, folder, hosts, when, async_):
+    net, optimizer = build()
+    step(net, optimizer, rank, 0)
+    saved = everything(net, optimizer)
+    checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, extra={"step": 1}, copies=2)
+    torch.save(saved, f"{folder}/saved-{rank}")
+    step(net, optimizer, rank, 1)
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        owner, name = {"sending": (sending.Courier, "_read"), "naming": (writing, "_finish")}[when]
+        setattr(owner, name, die)
+    saving = checkpoint.save(f"{folder}/{hosts[rank]}/y", net, optimizer, copies=2, keep=1, async_=async_)
+    if isinstance(saving, checkpoint.Saving):
+        saving.wait()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("when", ["sending", "naming"])
+def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(tmp_path, when, async_):
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(save_and_die, 3, str(tmp_path), APART, when, async_, timeout=60)
+    assert (tmp_path / "2" / "latest").read_text() == "x"
+    assert_loaded(loaded_by(APART, tmp_path), torch.load(tmp_path / "saved-0", weights_only=False))
+
+
+def save_on_one_disk(rank, world_size, folder):
+    net, optimizer = build()
+    writing.on_cpu = sending.sent_to_all = sites.sent_to_all = None  # nobody sends anything
+    for async_ in (False, True):
+        saving = checkpoint.save(f"{folder}/async-{async_}", net, optimizer, keep=1, async_=async_)
+    checkpoint.load(saving.result(), net, optimizer)
+
+
+def test_on_one_disk_nothing_is_sent(tmp_path):
+    run_ranks(save_on_one_disk, 3, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["async-True", "latest"]
+    assert sorted(os.listdir(tmp_path / "async-True")) == ["common.pt", "manifest.json", *names(0, 1, 2)]
+
+
+def test_disks_that_show_some_ranks_less_than_others_are_refused():
+    assert sites.in_sites([sites.as_set(seen) for seen in ((0, 2), (1,), (0, 2))]) == [[0, 2], [1]]
+    with pytest.raises(ValueError, match=r"ranks \[1\] see files of other ranks that do not see all of theirs"):
+        sites.in_sites([sites.as_set(seen) for seen in ((0,), (0, 1))])
+
+
+def test_copies_go_around_and_every_rank_sends_and_receives_once_at_a_time():
+    ring = [[0, 1], [2, 3], [4, 5]]
+    copies = sites.copies_of(ring, 2)
+    assert [copy for copy in copies if copy.name == manifest.COMMON] == [("common.pt", 0, 2), ("common.pt", 0, 4)]
+    assert copies[2:] == [(manifest.rank_file(rank), rank, (rank + 2) % 6) for rank in range(6)]
+    rounds = sending._in_rounds(copies)
+    assert sorted(copy for each in rounds for copy in each) == sorted(copies)
+    for each in rounds:
+        assert len({copy.source for copy in each}) == len({copy.target for copy in each}) == len(each)
+    assert len(rounds) == 3
+
+
+@pytest.mark.parametrize(
+    ("holdings", "readers"),
+    [
+        ([(0, 1, 2, 3, 4)] * 3, [0, 1, 2, 0, 1]),
+        ([(0, 3, 4), (0, 1, 4), (1, 2, 4), (2, 3, 4)], [0, 1, 2, 3, 0]),
+        ([(), (0, 1, 2, 3, 4), (2, 4)], [1, 1, 2, 1, 2]),
+    ],
+)
+def test_files_are_read_by_those_who_have_them_evenly(holdings, readers):
+    found = manifest.Manifest(5, "", {}, [])
+    bits = [sum(1 << number for number in (*numbers, 5)) for numbers in holdings]
+    survey = sites._shared_out(found, bits, [("host", "folder")] * len(bits))
+    assert survey.readers == readers
+    assert survey.problems == []
