@@ -14,7 +14,7 @@ from dist_cases import assert_equal, assert_same_state
 from dist_loops import Net, batch, make
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist import checkpoint
+from optim_dist import checkpoint, elastic
 from optim_dist._checkpoint import manifest, sending, sites, writing
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -329,3 +329,95 @@ def test_files_are_read_by_those_who_have_them_evenly(holdings, readers):
     survey = sites._shared_out(found, bits, [("host", "folder")] * len(bits))
     assert survey.readers == readers
     assert survey.problems == []
+
+
+TOTAL = 8
+
+
+def train(run, rank, before_step=lambda step: None):
+    net, optimizer = build()
+    numbers = []
+    for number in run.steps(net, optimizer, TOTAL):
+        before_step(number)
+        for place, parameter in enumerate(net.parameters()):
+            # the others add zeros, so that not even the order of sums can differ
+            parameter.grad = torch.full_like(parameter, (place + number) % 5 - 2.0 if rank == 0 else 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append(number)
+    return numbers, list(everything(net, optimizer)[0].values())
+
+
+def train_at(rank, world_size, folder, hosts, options, lost=None):
+    def lose(number):
+        if (rank, number) == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return elastic.run(lambda run: train(run, rank, lose), f"{folder}/{hosts[rank]}", every=2, **options)
+
+
+def trained_at(hosts, folder, lost=None, **options):
+    return run_ranks(train_at, len(hosts), str(folder), hosts, options, lost, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return trained_at(APART, tmp_path_factory.mktemp("whole"))[0][1]
+
+
+def assert_trained(found, whole, first):
+    for numbers, parameters in found:
+        assert numbers == list(range(first, TOTAL))
+        assert_equal(parameters, whole, "trained")
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_training_goes_on_without_a_host(tmp_path, whole, async_):
+    with pytest.raises(RankFailure, match="exit code -9"):
+        trained_at(APART, tmp_path, (1, 5), copies=2, async_=async_)
+    shutil.rmtree(tmp_path / "1")
+    saved = [checkpoint.latest(tmp_path / str(host)).name for host in (0, 2)]
+    # two hosts are left, one of which has two ranks
+    found = trained_at((0, 2, 2), tmp_path, copies=2, async_=async_)
+    if not async_:
+        assert saved == ["step-000000004"] * 2
+    assert_trained(found, whole, int(saved[0][-1]))
+    for host in (0, 2):
+        assert sorted(os.listdir(tmp_path / str(host))) == ["latest", *(f"step-{n:09d}" for n in (4, 6, 8))]
+
+
+def lose_step(folder, number):
+    shutil.rmtree(folder / f"step-{number:09d}")
+    (folder / checkpoint.LATEST).write_text(f"step-{number - 2:09d}")
+
+
+@pytest.mark.parametrize(("copies", "first"), [(1, 6), (2, 8)])
+def test_a_host_that_has_missed_the_last_save_does_not_stop_it(tmp_path, whole, copies, first):
+    trained_at(APART, tmp_path, copies=copies)
+    lose_step(tmp_path / "1", 8)
+    (tmp_path / "1" / ".step-000000008.0123456789ab.tmp").mkdir()
+    assert_trained(trained_at(APART, tmp_path, copies=copies), whole, first)
+    assert not list((tmp_path / "1").glob(".*"))
+    assert len(list((tmp_path / "0").glob("step-*"))) == 3
+
+
+def test_the_newest_that_is_complete_somewhere_is_found(tmp_path, whole):
+    trained_at(APART, tmp_path, keep=9)
+    lose_step(tmp_path / "1", 8)
+    shorten(tmp_path / "0" / "step-000000006" / "rank-00000.pt")
+    assert_trained(trained_at(APART, tmp_path, keep=9), whole, 4)
+
+
+def test_an_empty_disk_and_a_damaged_file_do_not_stop_it(tmp_path, whole):
+    trained_at(APART, tmp_path, copies=2)
+    shutil.rmtree(tmp_path / "1")
+    shorten(tmp_path / "0" / "step-000000008" / "rank-00000.pt")
+    assert_trained(trained_at(APART, tmp_path, copies=2), whole, 6)
+    assert_trained(trained_at((1, 2), tmp_path, copies=2), whole, 8)
+
+
+def test_nothing_is_begun_anew_if_no_checkpoint_is_complete(tmp_path):
+    trained_at(APART, tmp_path)
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(RankFailure, match=r"step-000000008 was not loaded:\n  rank-00001.pt: not whole on any rank"):
+        trained_at(APART, tmp_path)

@@ -1,6 +1,7 @@
 """Training that outlives its ranks: every start goes on from the newest checkpoint, at the number of ranks it finds.
 
-    start   join the process group that torchrun describes; load the newest complete checkpoint if there is one
+    start   join the process group that torchrun describes; load the newest checkpoint that is complete on all hosts
+            together, if there is one
     train   the steps that are left; save after every ``every``-th and after the last, in the background if asked to
     stop    on SIGTERM: save at the next poll, leave
 
@@ -10,9 +11,9 @@ left again, and nothing is lost but the steps since the last save. A checkpoint 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,13 +33,17 @@ from optim_dist._checkpoint.background import Saving
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import remove
 from optim_dist._checkpoint.saving import save
+from optim_dist._checkpoint.sites import survey
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._reduction.collectives import Communicator
 
 __all__ = ["Run", "run"]
 
 Result = TypeVar("Result")
+
+_logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-\d{9,}")  # of a save; copies that have others are the user's
 
@@ -56,9 +61,16 @@ class Run:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, every: int, keep: int = 3, poll: int = 10, async_: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int,
+        keep: int = 3,
+        poll: int = 10,
+        async_: bool = False,
+        copies: int = 1,
     ) -> None:
-        for name, value in {"every": every, "keep": keep, "poll": poll}.items():
+        for name, value in {"every": every, "keep": keep, "poll": poll, "copies": copies}.items():
             if value < 1 or value % 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
         if not isinstance(async_, bool):
@@ -66,6 +78,7 @@ class Run:
         # the loop may change the directory that a relative path begins in
         self.directory = Path(directory).absolute()
         self.every, self.keep, self.poll, self.async_ = int(every), int(keep), int(poll), async_
+        self.copies = int(copies)
         self.done = 0
         self.resumed_from: Path | None = None
         self.extra: dict[str, Any] = {}
@@ -80,11 +93,12 @@ class Run:
         through all numbers. The last save is complete when there is no number left.
 
         Raises:
-            CheckpointError: if the newest checkpoint does not fit model and optimizer, or is damaged.
+            CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, or none
+                is complete of those that there are.
             RuntimeError: if ranks were given different numbers.
         """
-        given = {"total": total, "every": self.every, "keep": self.keep, "poll": self.poll, "async_": self.async_}
-        check_options(optimizer.communicator.gather_json({name: str(value) for name, value in given.items()}))
+        given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
+        check_options(optimizer.communicator.gather_json({"total": str(total), **given}))
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
             yield self.done
@@ -114,19 +128,10 @@ class Run:
             signal.signal(signal.SIGTERM, before)
 
     def _resume(self, model: nn.Module | None, optimizer: DistOptimizer) -> int:
-        communicator = optimizer.communicator
         background.wait_for_last()  # of an earlier run in this process
-        newest: Path | None = None
-        with raised_together(communicator, f"training was not resumed from {self.directory}"):
-            # the first rank decides: a shared folder may show itself later to others
-            if communicator.rank == 0:
-                for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
-                    shutil.rmtree(unfinished)
-                newest = checkpoint.latest(self.directory)
-        name = communicator.gather_json(newest.name if newest else None)[0]
-        if name is None:
+        self.resumed_from = self._newest_complete(optimizer.communicator)
+        if self.resumed_from is None:
             return 0
-        self.resumed_from = self.directory / name
         saved = checkpoint.load(self.resumed_from, model, optimizer)
         if not isinstance(saved, dict) or not {"step", "extra"} <= saved.keys():
             raise checkpoint.CheckpointError(
@@ -136,11 +141,37 @@ class Run:
         self.extra = saved["extra"]
         return int(saved["step"])
 
+    def _newest_complete(self, communicator: Communicator) -> Path | None:
+        """The newest checkpoint of which all ranks together have every file, at most as new as the one called latest.
+
+        The newest of all, whose load says what is missing, if none is complete; None if there is none.
+        """
+        failed = f"training was not resumed from {self.directory}"
+        newest: Path | None = None
+        with raised_together(communicator, failed):
+            for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
+                remove(unfinished)
+            newest = checkpoint.latest(self.directory)
+        candidate = first = max(communicator.gather_json(newest.name if newest else ""))
+        while candidate:
+            found = survey(self.directory / candidate, communicator)
+            if not found.problems:
+                return self.directory / candidate
+            _logger.warning(
+                "%s is not complete, and left out: %s", self.directory / candidate, "; ".join(found.problems)
+            )
+            older: list[str] = []
+            with raised_together(communicator, failed):
+                older += [
+                    f.name for f in self.directory.glob("step-*") if _NAME.fullmatch(f.name) and f.name < candidate
+                ]
+            candidate = max(communicator.gather_json(max(older, default="")))
+        return self.directory / first if first else None
+
     def _save(self, model: nn.Module | None, optimizer: DistOptimizer) -> None:
         folder, communicator = self.directory / f"step-{self.done:09d}", optimizer.communicator
         with raised_together(communicator, f"{folder} of an earlier start was not removed"):
-            if communicator.rank == 0 and folder.exists():
-                remove(folder)  # of a run that was killed before it could make this its newest checkpoint
+            remove(folder)  # of a run that was killed before it could make this its newest checkpoint
 
         def old(found: list[Path]) -> list[Path]:
             # those of later steps are of a run that was taken back to an earlier one, and of no use to count
@@ -148,7 +179,9 @@ class Run:
 
         extra = {"step": self.done, "extra": self.extra}
         options = {"async_": self.async_}
-        self._saving = save(folder, model, optimizer, extra, async_=self.async_, old=old, options=options)
+        self._saving = save(
+            folder, model, optimizer, extra, async_=self.async_, old=old, copies=self.copies, options=options
+        )
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
         return any(optimizer.communicator.gather_json(self._sigterm))
@@ -162,22 +195,25 @@ def run(
     keep: int = 3,
     poll: int = 10,
     async_: bool = False,
+    copies: int = 1,
     timeout: float = 300.0,
 ) -> Result:
     """Call ``train(run)`` within the process group that torchrun describes, and return what it returns.
 
     Args:
         train: builds model and optimizer, and loops over ``run.steps(model, optimizer, total)``.
-        directory: of the checkpoints, the same for all ranks.
+        directory: of the checkpoints, the same for all ranks; where they share no disk, on each host.
         every: steps between two saves.
         keep: how many of the newest checkpoints stay.
         poll: steps between two looks at whether any rank has received SIGTERM; a look waits for the device.
         async_: save in the background, while training goes on. All saves are complete when this returns.
+        copies: on how many hosts each rank's file is to be, if they share no disk: with 2 training goes on from the
+            last save without any one of them. As many have to be there.
         timeout: seconds after which a collective, the first one included, is given up.
 
     A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.
     """
-    job = Run(directory, every=every, keep=keep, poll=poll, async_=async_)
+    job = Run(directory, every=every, keep=keep, poll=poll, async_=async_, copies=copies)
     with _process_group(timeout), job.watching_for_sigterm():
         result = train(job)
         job.wait()
