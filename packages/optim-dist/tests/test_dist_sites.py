@@ -228,8 +228,14 @@ def save_on_a_full_disk(rank, world_size, folder, hosts):
     def read_or_fail(courier, copy, *args):
         return read(courier, copy._replace(name="gone") if rank == 1 else copy, *args)
 
+    def write_or_fail_at_the_end(file, *args):
+        if rank == world_size - 1 and file.name == checkpoint.LATEST:
+            raise OSError("no space left")
+        return write(file, *args)
+
     for owner, name, broken in (
         (manifest, "write_durably", write_or_fail),
+        (manifest, "write_durably", write_or_fail_at_the_end),
         (sending.Courier, "_read", read_wrongly),
         (sending.Courier, "_read", read_or_fail),
     ):
@@ -247,11 +253,11 @@ def save_on_a_full_disk(rank, world_size, folder, hosts):
 @pytest.mark.parametrize("hosts", [APART, (0, 1, 1, 2)])
 def test_what_does_not_arrive_is_an_error_on_all_and_leaves_nothing(tmp_path, hosts):
     for texts in run_ranks(save_on_a_full_disk, len(hosts), str(tmp_path), hosts, timeout=120):
-        for text in texts[:2]:
+        for text in texts[:4]:
             assert f"rank {hosts.index(2)}: OSError: no space left" in text
-        for text in texts[2:]:
-            assert "rank-00001.pt has not arrived as rank 1 had written it" in text
         for text in texts[4:]:
+            assert "rank-00001.pt has not arrived as rank 1 had written it" in text
+        for text in texts[6:]:
             assert "rank 1: FileNotFoundError" in text
 
 
@@ -267,7 +273,7 @@ def save_and_die(rank, world_size, folder, hosts, when, async_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 2:
-        owner, name = {"sending": (sending.Courier, "_read"), "naming": (writing, "_finish")}[when]
+        owner, name = {"sending": (sending.Courier, "_read"), "naming": (writing, "_give_name")}[when]
         setattr(owner, name, die)
     saving = checkpoint.save(f"{folder}/{hosts[rank]}/y", net, optimizer, copies=2, keep=1, async_=async_)
     if isinstance(saving, checkpoint.Saving):

@@ -3,7 +3,7 @@
     1. each rank its file, still empty, into a hidden folder: those who find each other's there are one site
     2. each rank its file, the first one ``common.pt``
     3. sizes and digests to all; if there are several sites, the common file to each, and copies from one to another
-    4. the head of each site, its lowest rank, the manifest, then the name
+    4. the head of each site, its lowest rank, the manifest; then, once all sites have all of it, the name
     5. the heads remove old checkpoints, if any are to go
 
 Nothing here looks at the optimizer or the model, which may have gone on.
@@ -100,19 +100,26 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
             copies = copies_of(in_sites([its for *_, its, _ in every]), to.copies)
         except ValueError as error:
             raise RuntimeError(f"{to.failed}:\n  {error}") from error
-        if copies:
-            ranks = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
-            wire = on_cpu(communicator)
-            courier = Courier(temporary, files, rank=rank, addresses=ranks, communicator=wire)
-            courier.copy(copies)
-            # over the wire, where those who are ready are patient
-            wire.raise_together(courier.problems, to.failed)
-        with raised_together(communicator, to.failed, rank):
+        # several sites meet over the wire, where those who are ready are patient
+        wire = on_cpu(communicator) if copies else communicator
+        addresses = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
+        courier = Courier(temporary, files, rank=rank, addresses=addresses, communicator=wire)
+        courier.copy(copies)
+        with raised_together(wire, to.failed, rank) as problems:
+            problems += courier.problems
             if is_head:
                 parameters = saved_parameters(contents.specs, contents.pieces, [state for _, _, state, *_ in every])
                 # the same bytes in every site, whatever is installed there
                 Manifest(contents.world_size, contents.plan, files, parameters).write(temporary, every[0][-1])
-                _finish(temporary, to.folder)
+                manifests.write_durably(temporary / LATEST, lambda stream: stream.write(to.folder.name.encode()))
+                manifests.flush_folder(temporary)
+                if not copies:
+                    _give_name(temporary, to.folder)
+        if copies:
+            # once all of it is on the disks of all sites
+            with raised_together(wire, to.failed, rank):
+                if is_head:
+                    _give_name(temporary, to.folder)
     finally:
         # by the rank that renames it, when all went well: another that gave up waiting would remove what gets its name
         if is_head:
@@ -135,10 +142,8 @@ def _clean(to: Destination) -> None:
     remove_leftovers(to.folder.parent)
 
 
-def _finish(temporary: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name, and make it the latest; what needs space on the disk comes before."""
-    manifests.write_durably(temporary / LATEST, lambda stream: stream.write(folder.name.encode()))
-    manifests.flush_folder(temporary)
+def _give_name(temporary: Path, folder: Path) -> None:
+    """Give a whole checkpoint its name, and make it the latest, which needs no space on the disk any more."""
     temporary.rename(folder)
     (folder / LATEST).replace(folder.parent / LATEST)
     manifests.flush_folder(folder.parent)
