@@ -393,6 +393,30 @@ def test_training_goes_on_without_a_host(tmp_path, whole, async_):
         assert sorted(os.listdir(tmp_path / str(host))) == ["latest", *(f"step-{n:09d}" for n in (4, 6, 8))]
 
 
+def train_and_listen(rank, world_size, folder, hosts, options):
+    said = []
+    writing._logger.warning = lambda text, *values: said.append(text % values)
+    return train_at(rank, world_size, folder, hosts, options), said
+
+
+def test_the_last_host_goes_on_with_fewer_copies(tmp_path, whole):
+    with pytest.raises(RankFailure, match="exit code -9"):
+        trained_at((0, 0, 1), tmp_path, (2, 5), copies=2)
+    shutil.rmtree(tmp_path / "1")
+    found = run_ranks(train_and_listen, 3, str(tmp_path), (0, 0, 0), {"copies": 2}, timeout=120)
+    assert_trained([trained for trained, _ in found], whole, 4)
+    assert [len(said) for _, said in found] == [2, 0, 0]
+    assert "each rank's file is there in 1 copies in place of 2, as ranks have no more folders" in found[0][1][0]
+
+
+def test_that_one_host_has_a_file_alone_is_said(tmp_path):
+    found = run_ranks(train_and_listen, 3, str(tmp_path), APART, {}, timeout=120)
+    assert [len(said) for _, said in found] == [4, 0, 0]
+    assert (
+        "a folder of its own on 3 hosts, and each rank's file is in one alone; copies=2 makes it two" in found[0][1][0]
+    )
+
+
 def lose_step(folder, number):
     shutil.rmtree(folder / f"step-{number:09d}")
     (folder / checkpoint.LATEST).write_text(f"step-{number - 2:09d}")

@@ -179,8 +179,17 @@ class Run:
 
         extra = {"step": self.done, "extra": self.extra}
         options = {"async_": self.async_}
+        # hosts that are left when others have gone are to go on
         self._saving = save(
-            folder, model, optimizer, extra, async_=self.async_, old=old, copies=self.copies, options=options
+            folder,
+            model,
+            optimizer,
+            extra,
+            async_=self.async_,
+            old=old,
+            copies=self.copies,
+            may_be_fewer=True,
+            options=options,
         )
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
@@ -208,7 +217,7 @@ def run(
         poll: steps between two looks at whether any rank has received SIGTERM; a look waits for the device.
         async_: save in the background, while training goes on. All saves are complete when this returns.
         copies: on how many hosts each rank's file is to be, if they share no disk: with 2 training goes on from the
-            last save without any one of them. As many have to be there.
+            last save without any one of them. Fewer, with a warning, as long as there are fewer hosts.
         timeout: seconds after which a collective, the first one included, is given up.
 
     A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.

@@ -45,6 +45,7 @@ def save(
     async_: bool,
     old: Choice | None = None,
     copies: int = 1,
+    may_be_fewer: bool = False,
     options: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Saving | None:
@@ -53,12 +54,13 @@ def save(
     Args:
         old: which checkpoints beside it are removed once it is complete.
         copies: in how many folders that ranks do not share each rank's file is to be.
+        may_be_fewer: if there are fewer such folders, as many copies will do.
         options: names and values that have to be the same on all ranks.
         faults: what is wrong with them on this one.
     """
     communicator = opt.communicator
     communicator.check_ranks()
-    destination = _agreed(Destination(folder, "", old, copies), opt, options, faults)
+    destination = _agreed(Destination(folder, "", old, copies, may_be_fewer), opt, options, faults)
     opt.wait()
     with raised_together(communicator, destination.failed):
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)

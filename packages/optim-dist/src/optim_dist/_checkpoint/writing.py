@@ -12,6 +12,7 @@ Nothing here looks at the optimizer or the model, which may have gone on.
 from __future__ import annotations
 
 import glob
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Piece
 
 LATEST = "latest"
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Destination:
     nonce: str
     old: Choice | None = None  # None keeps all
     copies: int = 1  # of each rank's file, in as many sites
+    may_be_fewer: bool = False  # where there are fewer sites
 
     @property
     def temporary(self) -> Path:
@@ -97,9 +101,12 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         every = sorted(gathered, key=lambda found: found[0])
         files = {name: entry for _, found, *_ in every for name, entry in found.items()}
         try:
-            copies = copies_of(in_sites([its for *_, its, _ in every]), to.copies)
+            sites = in_sites([its for *_, its, _ in every])
+            copies = copies_of(sites, min(to.copies, len(sites)) if to.may_be_fewer else to.copies)
         except ValueError as error:
             raise RuntimeError(f"{to.failed}:\n  {error}") from error
+        if is_first:
+            _warn_of_few(to, len(sites))
         # several sites meet over the wire, where those who are ready are patient
         wire = on_cpu(communicator) if copies else communicator
         addresses = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
@@ -129,6 +136,23 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         with raised_together(communicator, failed, rank):
             if is_head:
                 remove_old(to.folder, to.old)
+
+
+def _warn_of_few(to: Destination, num_sites: int) -> None:
+    """Say what cannot be read any more without one host."""
+    if num_sites < to.copies:
+        _logger.warning(
+            "%s: each rank's file is there in %d copies in place of %d, as ranks have no more folders of their own",
+            to.folder,
+            num_sites,
+            to.copies,
+        )
+    elif num_sites > to.copies == 1:
+        _logger.warning(
+            "%s: that is a folder of its own on %d hosts, and each rank's file is in one alone; copies=2 makes it two",
+            to.folder,
+            num_sites,
+        )
 
 
 def _clean(to: Destination) -> None:
