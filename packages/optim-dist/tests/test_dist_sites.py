@@ -262,6 +262,38 @@ def test_what_does_not_arrive_is_an_error_on_all_and_leaves_nothing(tmp_path, ho
             assert "rank 1: FileNotFoundError" in text
 
 
+def save_where_rank_1_cannot_begin(rank, world_size, folder, hosts):
+    net, optimizer = build()
+    texts = []
+    for owner, name in ((Path, "mkdir"), (Path, "touch"), (writing, "seen_in")):
+        working = getattr(owner, name)
+
+        def work_or_fail(path, *args, _working=working, **options):
+            if path.name.startswith(".x.") or path.parent.name.startswith(".x."):
+                raise OSError("read-only")
+            return _working(path, *args, **options)
+
+        for async_ in (False, True):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as raised:
+                if rank == 1:
+                    patch.setattr(owner, name, work_or_fail)
+                saving = checkpoint.save(f"{folder}/{hosts[rank]}/x", net, optimizer, async_=async_)
+                saving.wait()
+            texts.append(str(raised.value))
+            optimizer.communicator.barrier()
+            path = Path(folder, str(hosts[rank]))
+            assert not path.exists() or os.listdir(path) == []
+            optimizer.communicator.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("hosts", [APART, (0, 0, 1), (0, 1, 1)])
+def test_a_save_that_fails_before_hosts_are_known_leaves_nothing_on_any(tmp_path, hosts):
+    for texts in run_ranks(save_where_rank_1_cannot_begin, len(hosts), str(tmp_path), hosts, timeout=120):
+        for text in texts:
+            assert text.endswith("/x was not saved:\n  rank 1: OSError: read-only")
+
+
 def save_and_die(rank, world_size, folder, hosts, when, async_):
     net, optimizer = build()
     step(net, optimizer, rank, 0)

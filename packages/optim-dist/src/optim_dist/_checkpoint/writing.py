@@ -80,7 +80,7 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         RuntimeError: on every rank, with what failed on any.
     """
     temporary, rank = to.temporary, contents.rank
-    is_first = is_head = rank == 0
+    is_first, is_head = rank == 0, True  # of its site, until it has seen that there are others
     file, written = manifests.rank_file(rank), {}
     try:
         with raised_together(communicator, to.failed, rank):
