@@ -484,3 +484,27 @@ def test_nothing_is_begun_anew_if_no_checkpoint_is_complete(tmp_path):
     shutil.rmtree(tmp_path / "1")
     with pytest.raises(RankFailure, match=r"step-000000008 was not loaded:\n  rank-00001.pt: not whole on any rank"):
         trained_at(APART, tmp_path)
+
+
+def train_where_a_disk_does_not_answer(rank, world_size, folder, hosts):
+    read = Path.read_bytes
+
+    def read_or_fail(path):
+        if rank == 1 and path.parent.name == "step-000000008":
+            raise OSError("stale file handle")
+        return read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read_or_fail)
+        with pytest.raises(checkpoint.CheckpointError) as raised:
+            train_at(rank, world_size, folder, hosts, {"keep": 1 + TOTAL})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), APART])
+def test_a_disk_that_does_not_answer_costs_no_steps(tmp_path, whole, hosts):
+    trained_at(hosts, tmp_path, keep=1 + TOTAL)
+    for text in run_ranks(train_where_a_disk_does_not_answer, len(hosts), str(tmp_path), hosts, timeout=120):
+        assert text.endswith("step-000000008 was not loaded:\n  rank 1: OSError: stale file handle")
+    # what is there is as it was
+    assert_trained(trained_at(hosts, tmp_path, keep=1 + TOTAL), whole, TOTAL)

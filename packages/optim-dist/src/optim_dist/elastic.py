@@ -93,8 +93,8 @@ class Run:
         through all numbers. The last save is complete when there is no number left.
 
         Raises:
-            CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, or none
-                is complete of those that there are.
+            CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, if none
+                is complete of those that there are, or if a disk does not answer.
             RuntimeError: if ranks were given different numbers.
         """
         given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}

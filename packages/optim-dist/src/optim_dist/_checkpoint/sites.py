@@ -105,10 +105,16 @@ class Survey:
 
 
 def survey(folder: Path, communicator: Communicator) -> Survey:
-    """Look for a checkpoint in every rank's ``folder``; collective. Ranks without the manifest get it from another."""
+    """Look for a checkpoint in every rank's ``folder``; collective. Ranks without the manifest get it from another.
+
+    Raises:
+        CheckpointError: on every rank, if any could not look: what a disk does not show may be there all the same.
+    """
     manifest: Manifest | None = None
     identity: str | None = None
-    content, held, problems = b"", "", []
+    content, held = b"", ""
+    problems: list[str] = []
+    failures: list[str] = []
     try:
         # what is not here may be somewhere else
         if (folder / MANIFEST).is_file():
@@ -116,10 +122,14 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
             manifest = manifests.understood(folder, content)
             identity = hashlib.sha256(content).hexdigest()
             held = as_set(_whole_files(folder, manifest))
+    except CheckpointError as error:
+        problems += error.problems
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
-        problems += error.problems if isinstance(error, CheckpointError) else [described(communicator.rank, error)]
-    mine = [identity, len(content), held, problems, platform.node(), str(folder)]
-    identities, sizes, holdings, found, hosts, folders = zip(*communicator.gather_json(mine))
+        failures.append(described(communicator.rank, error))
+    mine = [identity, len(content), held, problems, failures, platform.node(), str(folder)]
+    identities, sizes, holdings, found, failed, hosts, folders = zip(*communicator.gather_json(mine))
+    if any(failed):
+        raise CheckpointError(folder, [failure for rank in failed for failure in rank])
     having = [rank for rank, each in enumerate(identities) if each is not None]
     problems = list(dict.fromkeys(problem for rank in found for problem in rank))
     if not having and not problems:
