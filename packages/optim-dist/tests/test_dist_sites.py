@@ -6,6 +6,7 @@ A host is a directory of its own here. Hosts are given by rank, so that ``(0, 0,
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from optim_dist import checkpoint, elastic
 from optim_dist._checkpoint import manifest, sending, sites, writing
+from optim_dist._reduction.collectives import Communicator
 from optim_utils.testing import RankFailure, run_ranks
 
 APART = (0, 1, 2)
@@ -320,6 +322,39 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(tmp_path, when
         run_ranks(save_and_die, 3, str(tmp_path), APART, when, async_, timeout=60)
     assert (tmp_path / "2" / "latest").read_text() == "x"
     assert_loaded(loaded_by(APART, tmp_path), torch.load(tmp_path / "saved-0", weights_only=False))
+
+
+def send_to_the_dead(rank, world_size, folder):
+    communicator = Communicator(None, torch.device("cpu"))
+    piece = torch.zeros(8, dtype=torch.uint8)
+    if rank == 2:
+        communicator.receive(piece, 1).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        communicator.send(piece, 2).wait()
+        with suppress(RuntimeError):
+            communicator.receive(piece, 2).wait()  # returns when it is gone
+        communicator.is_lost = False
+        lost = []
+        for start in (communicator.send, communicator.receive):
+            with suppress(RuntimeError):
+                start(piece, 2)
+                lost.append("started")
+            lost.append(communicator.is_lost)
+            communicator.is_lost = False
+        files = {"x": (600, "")}
+        courier = sending.Courier(
+            Path(folder), files, rank=1, addresses=dict(enumerate(range(3))), communicator=communicator
+        )
+        with pytest.raises(RuntimeError, match="rank 1 gave up the receiving from rank 2 over 3 ranks"):
+            courier.copy([sending.Copy("x", 2, 1)])
+        torch.save([*lost, courier.problems], f"{folder}/lost")
+
+
+def test_who_sends_to_a_rank_that_has_ended_gives_up_at_once(tmp_path):
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(send_to_the_dead, 3, str(tmp_path), timeout=60)
+    assert torch.load(tmp_path / "lost") == [True, True, []]
 
 
 def save_on_one_disk(rank, world_size, folder):

@@ -212,13 +212,11 @@ class Communicator:
         """Send ``flat [N]`` to a global rank, which receives as many elements."""
         self.traffic.num_calls += 1
         self.traffic.bytes_sent += flat.nbytes
-        work = dist.isend(flat, to, group=self.group)
-        return self._started(work, f"sending to rank {to}", flat)
+        return self._started_to(dist.isend, to, f"sending to rank {to}", flat)
 
     def receive(self, flat: Tensor, source: int) -> Waitable:
         """Overwrite ``flat [N]`` by what a global rank sends."""
-        work = dist.irecv(flat, source, group=self.group)
-        return self._started(work, f"receiving from rank {source}", flat)
+        return self._started_to(dist.irecv, source, f"receiving from rank {source}", flat)
 
     def gather_json(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
@@ -253,6 +251,23 @@ class Communicator:
     def _started(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
         assert work is not None, "an asynchronous collective returns its Work on every member of the group"
         return self.named(work, what, flat)
+
+    def _started_to(self, start: Callable[..., dist.Work | None], rank: int, what: str, flat: Tensor) -> Waitable:
+        try:
+            work = start(flat, rank, group=self.group)
+        except RuntimeError as error:  # of gloo, which has noticed before that the other has ended
+            raise self.given_up(what, flat, error) from error
+        return self._started(work, what, flat)
+
+    def given_up(self, what: str, flat: Tensor | None, error: RuntimeError) -> RuntimeError:
+        """What to raise for ``error`` of the backend; other ranks are lost from now on."""
+        self.is_lost = True
+        size = "" if flat is None else f" ({flat.numel()} {flat.dtype})"
+        return RuntimeError(
+            f"rank {self.ranks[self.rank]} gave up the {what} over {self.world_size} ranks{size}: another "
+            "rank has ended or raised an error, which says why, is late by more than the timeout, or does "
+            f"something else; start all ranks again from the newest checkpoint (the backend: {error})"
+        )
 
     def _own(self, flat: Tensor) -> Tensor:
         chunk = flat.numel() // self.world_size
@@ -295,13 +310,7 @@ class _Named:
         try:
             return self._work.wait()
         except RuntimeError as error:
-            self._communicator.is_lost = True
-            ours, size = self._communicator, "" if self._flat is None else f" ({self._flat.numel()} {self._flat.dtype})"
-            raise RuntimeError(
-                f"rank {ours.ranks[ours.rank]} gave up the {self._what} over {ours.world_size} ranks{size}: another "
-                "rank has ended or raised an error, which says why, is late by more than the timeout, or does "
-                f"something else; start all ranks again from the newest checkpoint (the backend: {error})"
-            ) from error
+            raise self._communicator.given_up(self._what, self._flat, error) from error
 
 
 def _refuse_lone_ranks() -> None:
