@@ -529,8 +529,12 @@ def train_where_a_disk_does_not_answer(rank, world_size, folder, hosts):
             raise OSError("stale file handle")
         return read(path)
 
+    def is_seen(path):  # as Python 3.14 has it
+        return path.exists() and not (rank == 1 and path.parent.name == "step-000000008")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_bytes", read_or_fail)
+        patch.setattr(Path, "is_file", is_seen)
         with pytest.raises(checkpoint.CheckpointError) as raised:
             train_at(rank, world_size, folder, hosts, {"keep": 1 + TOTAL})
     return str(raised.value)
