@@ -129,7 +129,7 @@ def on_cpu(communicator: Communicator) -> Communicator:
 
 
 def has_lost_ranks(communicator: Communicator) -> bool:
-    """Whether an earlier save in the background could not reach the others any more."""
+    """Whether an earlier save, in the background or to several hosts, could not reach the others any more."""
     known = _known(communicator)
     return known is not None and known.is_lost
 

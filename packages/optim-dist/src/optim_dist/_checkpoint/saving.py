@@ -104,7 +104,7 @@ def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any],
         if earlier := background.settle():
             problems.append(f"an earlier one was not, for which nobody has waited since: {earlier}")
         if background.has_lost_ranks(communicator):
-            problems.append("an earlier save in the background has lost other ranks; start all of them again")
+            problems.append("an earlier save has lost other ranks; start all of them again")
         if folder.exists() or folder.is_symlink():
             problems.append(f"{folder} exists; every checkpoint gets a folder of its own")
         pointer = folder.parent / LATEST
