@@ -154,6 +154,26 @@ def test_of_copies_one_that_is_whole_is_taken(tmp_path):
         assert "rank-00000.pt: not whole on any rank" in text
 
 
+def load_from_a_disk_that_fails(rank, world_size, folder, hosts):
+    read = Path.read_bytes
+
+    def fail(file):
+        if rank == 0 and file.name == manifest.COMMON:
+            raise OSError(5, "Input/output error")
+        return read(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        return load(rank, world_size, folder, hosts)
+
+
+def test_who_cannot_read_the_common_file_says_why_on_all_ranks(tmp_path):
+    saved_by(APART, tmp_path, copies=2)
+    (tmp_path / "2" / "x" / manifest.COMMON).unlink()
+    for text in run_ranks(load_from_a_disk_that_fails, 3, str(tmp_path), APART, timeout=120):
+        assert "rank 0: OSError: [Errno 5] Input/output error" in text
+
+
 def test_another_checkpoint_of_the_same_name_is_refused(tmp_path):
     for place in ("a", "b"):
         saved_by(APART, tmp_path / place, copies=2)

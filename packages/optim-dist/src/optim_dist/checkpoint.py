@@ -160,8 +160,8 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     opt.wait()  # what is on its way would overwrite what is loaded
     found = survey(folder, communicator)
     manifest = found.manifest
-    sent = found.common_file(folder, communicator)
     try:
+        sent = found.common_file(folder, communicator)
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
         problems += found.problems
         if manifest is not None:

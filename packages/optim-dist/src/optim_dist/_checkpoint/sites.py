@@ -14,7 +14,6 @@ import io
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,15 +92,23 @@ class Survey:
     common_from: int | None = None
 
     def common_file(self, folder: Path, communicator: Communicator) -> io.BytesIO | None:
-        """The common file as another rank has sent it, if any rank lacks it; collective."""
+        """The common file as another rank has sent it, if any rank lacks it; collective.
+
+        Raises:
+            OSError: on the rank that was to read it, once the others have what they wait for, with a wrong digest.
+        """
         if self.manifest is None or self.common_from is None:
             return None
-        content = b""
+        content, failure = b"", None
         if communicator.rank == self.common_from:
-            # what is not read now is wrong by its digest, on every rank
-            with suppress(OSError):
+            try:
                 content = (folder / COMMON).read_bytes()
-        return io.BytesIO(sent_to_all(content, self.manifest.files[COMMON][0], self.common_from, communicator))
+            except OSError as error:
+                failure = error
+        sent = sent_to_all(content, self.manifest.files[COMMON][0], self.common_from, communicator)
+        if failure is not None:
+            raise failure
+        return io.BytesIO(sent)
 
 
 def survey(folder: Path, communicator: Communicator) -> Survey:
