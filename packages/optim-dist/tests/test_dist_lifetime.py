@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -73,8 +74,17 @@ def groups_are_not_given_away_before_all_ranks_are_done(rank, world_size):
     options = {"accumulation_steps": 1, "timeout": 103}  # of nobody else here
     net, optimizer = build(rank, **options)
     _, beside = build(rank, **options)
+
+    def close_alone():
+        # with an error, which says on a GPU that the other rank may not close
+        with suppress(ZeroDivisionError):
+            try:
+                1 / 0
+            finally:
+                beside.close()
+
     if rank == 0:
-        beside.close()  # alone
+        close_alone()
     before = num_groups()
     other, later = build(rank, **options)
     assert num_groups() > before
@@ -84,7 +94,8 @@ def groups_are_not_given_away_before_all_ranks_are_done(rank, world_size):
     assert_same(values(net), values(other))
     optimizer.close()
     later.close()
-    beside.close()
+    if rank != 0:
+        close_alone()
 
 
 @scenario(2)
@@ -641,6 +652,19 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
     with pytest.raises(ValueError, match="reduced twice"):
         TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario(2)
+def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
+    there = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    nowhere = nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="no collectives for parameters on meta; move the model to c"):
+        TritonDistAdamW([nowhere])
+    with pytest.raises((ValueError, RuntimeError), match="no collectives for parameters on meta"):
+        TritonDistAdamW([nowhere if rank else there])
+    # without a parameter from whose device one could tell
+    with pytest.raises(ValueError, match="empty parameter list"):
+        TritonDistAdamW(iter(()))
 
 
 @scenario(2)

@@ -31,12 +31,14 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     return _distinct(items)
 
 
-def device_of(given: Any) -> torch.device:
-    """The device of the first of the parameters, in lists, pairs with names or groups; the CPU if there is none."""
+def device_of(given: Any) -> torch.device | None:
+    """The device of the first of the parameters, in lists, pairs with names or groups, or in a model."""
     if isinstance(given, Tensor):
         return given.device
+    if isinstance(given, nn.Module):
+        return device_of(list(given.parameters()))
     within = given.get("params", ()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else ()
-    return next((device_of(each) for each in within if not isinstance(each, str)), torch.device("cpu"))
+    return next((device for device in map(device_of, within) if device is not None), None)
 
 
 def find_entries(

@@ -87,8 +87,8 @@ class Options:
         overlap: False keeps every collective inside ``step()``.
         bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
         ns_workspace_mb: 2^20 bytes that Newton-Schulz may take at a time on a rank, at least one parameter's: matrices
-            are stepped in parts that fit, and all buckets use one memory. None: every bucket has what its matrices take
-            together, some 6 bytes an element in 16-bit dtypes.
+            are stepped in parts that fit, and all buckets use one memory. None: every bucket has memory of its own for
+            all its matrices, some 6 bytes an element in 16-bit dtypes.
         max_norm: clip by the global norm inside ``step()``, beside what ``clip_grad_norm_`` did before.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
@@ -118,7 +118,7 @@ class Options:
     accumulation_steps: int | None = None
     overlap: bool = True
     bucket_mb: float | None = None
-    ns_workspace_mb: float | None = None
+    ns_workspace_mb: float | None = 512
     max_norm: float | None = None
     skip_nonfinite: bool = False
     sync_params: str = "broadcast"
@@ -239,6 +239,11 @@ class Options:
         if self.accumulation_steps != 1:
             return self.grad_dtype or torch.promote_types(plan.dtype, torch.float32)
         return (self.reduced_dtype or plan.grad_dtype) if self.reducer == "exact" else plan.wire_dtype
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of the ranks that share the work, or those along one dimension of a mesh; None: the default one."""
+        return self.process_group if self.mesh is None else self.mesh.get_group(0)
 
     def communicator(self, device: torch.device, beside: Communicator | None = None) -> Communicator:
         """The ranks that share the work; see ``Communicator`` for the arguments."""

@@ -23,6 +23,7 @@ from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.bucketed import BucketedParameters
 from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import usable_device
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import ResidentParameters
@@ -44,7 +45,8 @@ class PlannedOptimizer(LiveOptimizer):
             super().__init__(given, defaults)
         except Exception as error:
             # the others wait for this rank to connect
-            agreement.raise_if_refused(error, NOT_BUILT, options.communicator(construction.device_of(given)))
+            device = usable_device(options.group, construction.device_of([given, options.model]))
+            agreement.raise_if_refused(error, NOT_BUILT, options.communicator(device))
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
@@ -72,9 +74,16 @@ class PlannedOptimizer(LiveOptimizer):
         # of a frozen one if all are
         listed = (parameter for group in self.param_groups for parameter in group["params"])
         candidates = chain((entry.parameter for entry in found), listed)
-        device = next((parameter.device for parameter in candidates), torch.device("cpu"))
-        self._communicator = self._options.communicator(device)
-        agreement.raise_if_refused(None, NOT_BUILT, self._communicator)
+        device = next((parameter.device for parameter in candidates), None)
+        usable = usable_device(self._options.group, device)
+        self._communicator = self._options.communicator(usable)
+        refused = None
+        if device is not None and device != usable:
+            refused = ValueError(
+                f"the process group has no collectives for parameters on {device.type}; move the model to "
+                f"{usable.type} before the optimizer is built, or initialize the group with a backend for both"
+            )
+        agreement.raise_if_refused(refused, NOT_BUILT, self._communicator)
         self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options)

@@ -28,6 +28,17 @@ _NUMBER = "number in the name of a process group"
 _SPARE = "names of process groups that were given back"
 
 
+def usable_device(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
+    """``device`` if the group has collectives for tensors there; else where it has: on the CPU, or a current device."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return device or torch.device("cpu")
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    if device is not None and device.type in kinds:
+        return device
+    kind = "cpu" if "cpu" in kinds else kinds[0]
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def own_group(
     given: dist.ProcessGroup | None, met: Communicator, device: torch.device, timeout: float | None
 ) -> tuple[dist.ProcessGroup, Kind]:

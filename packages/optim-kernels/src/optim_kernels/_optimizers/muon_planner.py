@@ -51,8 +51,8 @@ class _Batch:
         """The batch in parts that take so many bytes of a workspace, or have one parameter; matrices alike together."""
         from optim_kernels.functional.muon_plan import workspace_of
 
-        rule, ns = rule_of(self.groups[0]), ns_config_of(self.groups[0])
-        sizes, of_x = zip(*(workspace_of(tensors, rule, ns) for tensors in self.tensors))
+        of_x, of_factors = zip(*workspace_of(self.tensors, **_step_options_of(self.groups[0])))
+        sizes = [sum(both) for both in zip(of_x, of_factors)]
         # of one size, so that none is left with what does not fill a chip
         share = sum(sizes) / cdiv(sum(sizes), limit)
         parts: list[list[int]] = []
@@ -72,6 +72,16 @@ class _Batch:
         tensors = [replace(self.tensors[number], group=rows[self.tensors[number].group]) for number in numbers]
         entries = [self.entries[number] for number in numbers]
         return _Batch([self.groups[group] for group in used], tensors, entries, nbytes_of_x)
+
+
+def _step_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan of the group's parameters computes."""
+    return {
+        "rule": rule_of(group),
+        "ns": ns_config_of(group),
+        "variance": group["beta2"] is not None,
+        "stochastic_rounding": group["stochastic_rounding"],
+    }
 
 
 class MuonPlanner:
@@ -244,10 +254,7 @@ class MuonPlanner:
             group = batch.groups[0]
             plan = MuonPlan(
                 batch.tensors,
-                rule=rule_of(group),
-                ns=ns_config_of(group),
-                variance=group["beta2"] is not None,
-                stochastic_rounding=group["stochastic_rounding"],
+                **_step_options_of(group),
                 num_groups=len(batch.groups),
                 tiles=self._tiles,
                 spare=self._spare,

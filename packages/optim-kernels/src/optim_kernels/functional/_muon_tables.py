@@ -119,7 +119,7 @@ def families_of(
         families += _unchained([family for family in unchained if family], first, m, dtype, device, tiles, memory)
         first += sum(count for family in unchained for _, count in family)
         if chained:
-            moves = [num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0 for n, _ in chained]
+            moves = [moves_in_chain(m, n, ns, stores_last=stores_last) for n, _ in chained]
             chains.append(_chained(chained, moves, first, m, dtype, device, memory))
         first += sum(count for _, count in chained)
     return families, chains
@@ -167,6 +167,11 @@ def _chained(
         batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, count, in_panels=True))
         first, start = first + count, start + size
     return ChainedBatches(batches, x, other)
+
+
+def moves_in_chain(m: int, n: int, ns: NSConfig, *, stores_last: bool) -> bool:
+    """Whether a chain stores X in its other buffer."""
+    return num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0
 
 
 def num_rectangular(shape: Sequence[int], ns: NSConfig, *, in_chain: bool = False) -> int:

@@ -1,10 +1,10 @@
 """Memory in which Muon plans orthogonalize one after another, in place of memory of their own.
 
-    of a matrix m×n at most     2 m n' + k m²  elements
+    of a matrix m×n at most     x m n' + k m²  elements
 
-for X in two buffers, with n rounded up to the chain's panels, and the k factors that live at a time: A and S, or R, Z,
-P, Q and new ones. All plans have X in one piece of memory. Factors are made by launches, and in recorded ones out of a
-pool that the graphs share, for no plan keeps any from step to step.
+for X in x buffers, one where it stays and two where it moves, with n rounded up to the chain's panels, and the k
+factors that live at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of memory. Factors are
+made by launches, and in recorded ones out of a pool that the graphs share, for no plan keeps any from step to step.
 """
 
 from __future__ import annotations
@@ -98,18 +98,14 @@ def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
     return Workspace(max(1, round(min(ns_workspace_mb, _MOST_MB) * 2**20)))
 
 
-def nbytes_of(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
-    """The most that a matrix with short side m and long side n takes, X in ``dtype``."""
-    return nbytes_of_x(m, n, dtype) + _nbytes_of_factors(m, n, ns, dtype)
-
-
-def nbytes_of_x(m: int, n: int, dtype: torch.dtype) -> int:
-    """The most that X takes of that, in its two buffers."""
-    return 2 * dtype.itemsize * m * cdiv(n, BLOCK) * BLOCK
+def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
+    """The most that X takes of a matrix with short side m and long side n."""
+    return (1 + moves) * dtype.itemsize * m * cdiv(n, BLOCK) * BLOCK
 
 
 @lru_cache(maxsize=1024)
-def _nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
+def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
+    """The most that all factors of such a matrix take."""
     squares = GRAM_SQUARES if ns.method_for(m, n) == "gram" else STANDARD_SQUARES
     if ns.steps:
         squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))

@@ -17,11 +17,13 @@ tables, so a step with new ones replays the same graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 from optim_kernels.functional._adamw_tensor import check_apart
@@ -39,8 +41,8 @@ from optim_kernels.functional._muon_matrices import (
     matrices_of,
     why_not_plan,
 )
-from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order
-from optim_kernels.functional._muon_workspace import Workspace, nbytes_of, nbytes_of_x
+from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order, moves_in_chain
+from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
@@ -224,12 +226,35 @@ class MuonPlan:
         return self._address_key
 
 
-def workspace_of(tensors: MuonTensors, rule: MuonRule, ns: NSConfig) -> tuple[int, int]:
-    """The most bytes of a workspace that a parameter's matrices take: in all, and for X."""
-    config = ns.of(tensors.param)
-    dtype = config.compute_dtype(tensors.param)
-    shapes = [matrix.shape for matrix in matrices_of(0, tensors, rule)]
-    return sum(nbytes_of(m, n, config, dtype) for m, n in shapes), sum(nbytes_of_x(m, n, dtype) for m, n in shapes)
+def workspace_of(
+    tensors: Sequence[MuonTensors], *, rule: MuonRule, ns: NSConfig, variance: bool, stochastic_rounding: bool
+) -> list[tuple[int, int]]:
+    """The most bytes of a workspace that each parameter's matrices take for X, and for factors.
+
+    Whatever part of the parameters a plan is made of, with these options.
+    """
+    first = tensors[0]
+    ns, dtype, device = ns.of(first.param), ns.compute_dtype(first.param), first.param.device
+    options = StepOptions.of(
+        first,
+        ns,
+        rule=rule,
+        variance=variance,
+        stochastic_rounding=stochastic_rounding,
+        # all of a plan's have to be
+        state_is_aligned=all(alignment_of(t)[0] for t in tensors),
+        tiles="auto",
+        spare=0,
+    )
+    stores_last = not options.updates_in_last_product
+
+    @cache
+    def nbytes_of(m: int, n: int) -> tuple[int, int]:
+        stays = needs_step_chain(m, n, ns, dtype, device) and not moves_in_chain(m, n, ns, stores_last=stores_last)
+        return nbytes_of_x(m, n, dtype, moves=not stays), nbytes_of_factors(m, n, ns, dtype)
+
+    each = [[nbytes_of(*matrix.shape) for matrix in matrices_of(0, t, rule)] for t in tensors]
+    return [(sum(x for x, _ in sizes), sum(factors for _, factors in sizes)) for sizes in each]
 
 
 def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> bool:
