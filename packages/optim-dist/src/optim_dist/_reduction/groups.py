@@ -10,13 +10,10 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from optim_dist._reduction.collectives import Communicator
 
 # What is alike: ranks, backend and timeout.
 Kind = tuple[tuple[int, ...], str, timedelta]
@@ -24,8 +21,18 @@ Kind = tuple[tuple[int, ...], str, timedelta]
 # The names of groups that were given back, as torch knows them.
 _spare: dict[Kind, set[str]] = {}
 
+
 _NUMBER = "number in the name of a process group"
 _SPARE = "names of process groups that were given back"
+
+
+class Connected(Protocol):
+    """Ranks that can tell each other something, as those of a communicator."""
+
+    ranks: list[int]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """What every rank says. Collective."""
 
 
 def usable_device(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
@@ -40,7 +47,7 @@ def usable_device(group: dist.ProcessGroup | None, device: torch.device | None) 
 
 
 def own_group(
-    given: dist.ProcessGroup | None, met: Communicator, device: torch.device, timeout: float | None
+    given: dist.ProcessGroup | None, met: Connected, device: torch.device, timeout: float | None
 ) -> tuple[dist.ProcessGroup, Kind]:
     """A group of the same ranks and backend, in which nobody else's collectives are, and what ``give_back`` wants.
 
@@ -78,7 +85,7 @@ def give_back(kind: Kind, group: dist.ProcessGroup) -> None:
 
 def new_group(
     ranks: Sequence[int],
-    met: Sequence[Communicator],
+    met: Sequence[Connected],
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
@@ -95,7 +102,7 @@ def new_group(
 
 
 @contextmanager
-def _one_name(met: Sequence[Communicator]) -> Iterator[None]:
+def _one_name(met: Sequence[Connected]) -> Iterator[None]:
     """Let the next group have one name on all ranks: torch puts a number into it that each rank counts by itself, and
     ranks with different names wait for each other.
 
@@ -118,14 +125,14 @@ def _one_name(met: Sequence[Communicator]) -> Iterator[None]:
         world.group_count = count
 
 
-def _largest(met: Sequence[Communicator], number: int) -> int:
+def _largest(met: Sequence[Connected], number: int) -> int:
     """Of the numbers of all ranks that make a group."""
     for communicator in met:
         number = max(_gathered(communicator, _NUMBER, number))
     return number
 
 
-def _gathered(communicator: Communicator, what: str, mine: Any) -> list[Any]:
+def _gathered(communicator: Connected, what: str, mine: Any) -> list[Any]:
     """What every rank says of it, if all make a group."""
     every = communicator.gather_json({what: mine})
     for rank, found in zip(communicator.ranks, every):
