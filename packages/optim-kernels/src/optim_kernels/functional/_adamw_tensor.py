@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,38 +36,23 @@ class Signature(NamedTuple):
     stochastic_rounding: bool
 
 
+@dataclass(eq=False, slots=True)
 class PlannedTensor:
     """One parameter with its state, as the kernel sees it."""
 
-    def __init__(
-        self,
-        place: int,
-        param: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        max_exp_avg_sq: Tensor | None,
-        master: Tensor | None,
-        step: Tensor,
-        present: Tensor | None,
-        group: int,
-        index: int,
-        start: int,
-        stochastic_rounding: bool,
-        seed: int,
-    ) -> None:
-        self.place = place
-        self.param = param
-        self.exp_avg = exp_avg
-        self.exp_avg_sq = exp_avg_sq
-        self.max_exp_avg_sq = max_exp_avg_sq
-        self.master = master
-        self.step = step
-        self.present = present
-        self.group = group
-        self.index = index
-        self.start = start
-        self.stochastic_rounding = stochastic_rounding
-        self.seed = seed
+    place: int
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    master: Tensor | None
+    step: Tensor
+    present: Tensor | None
+    group: int
+    index: int
+    start: int
+    stochastic_rounding: bool
+    seed: int
 
     def states(self) -> Iterable[tuple[str, Tensor | None]]:
         """The state tensors, by the name that errors give them."""
