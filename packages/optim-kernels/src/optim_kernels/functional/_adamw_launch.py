@@ -18,10 +18,10 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars
-from optim_kernels.functional._adamw_scalars import hyperparameter_rows, readable, write_betas
+from optim_kernels.functional._adamw_scalars import hyperparameter_rows, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, description
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
-from optim_kernels.functional._device_scalars import on_device
+from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
@@ -221,9 +221,9 @@ class AdamWLaunch:
         if not numbers and any(on_device(beta) for each in scalars for beta in (each.beta1, each.beta2)):
             write_betas(self._scalars_view.view(len(scalars), -1), scalars)
         self._factors = (
-            self._as_scalar(clip_factor, self._one),
-            self._as_scalar(grad_scale, self._one),
-            self._as_scalar(found_inf, self._zero),
+            as_scalar(clip_factor, self._one),
+            as_scalar(grad_scale, self._one),
+            as_scalar(found_inf, self._zero),
         )
 
     def run(self) -> None:
@@ -278,13 +278,6 @@ class AdamWLaunch:
             words, split = self._changing.words, len(self._grad_rows) // 8
             self._grads_view, self._scalars_view = words[:split], words[split:].view(torch.float64)
         self._is_uploaded = not is_capturing(self._device)
-
-    def _as_scalar(self, value: Tensor | None, neutral: Tensor) -> Tensor:
-        """One fp32 number on the device."""
-        if value is None:
-            return neutral
-        is_ready = value.dtype == torch.float32 and value.device == self._device
-        return value if is_ready else value.to(device=self._device, dtype=torch.float32)
 
 
 def _is_aligned(member: PlannedTensor) -> bool:

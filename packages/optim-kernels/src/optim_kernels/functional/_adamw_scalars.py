@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels.functional._device_scalars import on_device
-from optim_kernels.reference.adamw import AdamWScalars, Scalar
+from optim_kernels.reference.adamw import AdamWScalars
 
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
@@ -54,10 +54,3 @@ def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
                 value = beta.detach().reshape(()).double()
                 row[column].copy_(value)
                 torch.log2(value, out=row[column + 2])
-
-
-def readable(lr: Scalar, device: torch.device) -> Scalar:
-    """A learning rate that a kernel on ``device`` can read: fp32 there, or a number."""
-    if on_device(lr):
-        return lr.detach().to(device=device, dtype=torch.float32)
-    return lr

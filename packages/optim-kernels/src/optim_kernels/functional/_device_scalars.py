@@ -1,12 +1,28 @@
-"""Hyperparameters that are tensors on a device: the host could read them only by waiting, so kernels do."""
+"""Numbers that are tensors on a device: the host could read them only by waiting, so kernels do."""
 
 from __future__ import annotations
 
 from typing import TypeGuard
 
+import torch
 from torch import Tensor
+
+from optim_kernels.reference.adamw import Scalar
 
 
 def on_device(value: object) -> TypeGuard[Tensor]:
     """Whether a hyperparameter is read on the device."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def readable(value: Scalar, device: torch.device) -> Scalar:
+    """A hyperparameter that a kernel on ``device`` can read: fp32 there, or a number."""
+    return value.detach().to(device=device, dtype=torch.float32) if on_device(value) else value
+
+
+def as_scalar(value: Tensor | None, neutral: Tensor) -> Tensor:
+    """``value``, or ``neutral`` in place of none: one fp32 number on the device of the latter."""
+    if value is None:
+        return neutral
+    is_ready = value.dtype == torch.float32 and value.device == neutral.device
+    return value if is_ready else value.to(device=neutral.device, dtype=torch.float32)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
-from optim_kernels.functional._adamw_scalars import readable
 from optim_kernels.functional._adamw_tensor import description
-from optim_kernels.functional._device_scalars import on_device
+from optim_kernels.functional._device_scalars import on_device, readable
 from optim_kernels.functional._lists import check_lengths
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
@@ -73,8 +72,9 @@ class ElementLaunch:
         self._table: DeviceTable
         self._chunks: ChunkMap
         self._launch: Launch
-        self._one: Tensor
         self.device: torch.device
+        # the factor that changes nothing
+        self.one: Tensor
         # for each tensor a number that its programs count up to their number, and clear
         self.counters: Tensor
 
@@ -118,7 +118,7 @@ class ElementLaunch:
         like = next(iter(lists.values())) or ()
         self.device = like[0].device
         self.counters = torch.zeros(len(like), dtype=torch.int32, device=self.device)
-        self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self.one = torch.ones((), dtype=torch.float32, device=self.device)
         self._table = DeviceTable(self.device)
         self._width = len(lists) + 2 + len(columns)
         self._rows = array("q", bytes(8 * self._width * len(like)))
@@ -169,15 +169,8 @@ class ElementLaunch:
         self._table.update(self._rows.tobytes() + b"".join(map(_words, numbers)))
         if is_capturing(self.device):
             self._table.keep_for_graph()
-            keep_for_graphs(self._chunks.words, self.counters, self._one, *self._scalar_tensors)
+            keep_for_graphs(self._chunks.words, self.counters, self.one, *self._scalar_tensors)
         self._launch((self._chunks.words, self._table.words, *tensors), (len(self.counters), self._chunks.num_full))
-
-    def as_scalar(self, value: Tensor | None) -> Tensor:
-        """One fp32 number on the device; 1 for none."""
-        if value is None:
-            return self._one
-        is_ready = value.dtype == torch.float32 and value.device == self.device
-        return value if is_ready else value.to(device=self.device, dtype=torch.float32)
 
 
 def why_not_taken(name: str, tensor: Tensor, like: Tensor) -> str | None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from optim_kernels._impl import why_not_triton
 from optim_kernels._options import check_switches
+from optim_kernels.functional._device_scalars import as_scalar
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
 from optim_kernels.functional._lists import check_lengths, check_numbers
 from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
@@ -90,7 +91,8 @@ class MuonMomenta:
             [_groups_of(groups, len(grads), "grads", len(momenta), "momentum")],
             [*map(_dtype_of, (grads, buffers, us)), nesterov, maximize],
         )
-        launch.run([[value] for value in momenta], launch.as_scalar(clip_factor), launch.as_scalar(grad_scale))
+        factors = (as_scalar(factor, launch.one) for factor in (clip_factor, grad_scale))
+        launch.run([[value] for value in momenta], *factors)
 
     @staticmethod
     def why_not(grad: Tensor, buffer: Tensor, u: Tensor) -> str | None:
