@@ -23,14 +23,10 @@ from optim_kernels._kernels.adamw_tiles import Format
 from optim_kernels._kernels.adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
 from optim_kernels._kernels.chunks import read_chunk
 from optim_kernels._triton import after_previous, before_next, tl, triton, wide
-from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
 
 __all__ = [
-    "FP32_MASTER",
     "MEMOS_SIZE",
-    "NO_MASTER",
     "RECORD_SIZE",
-    "SPLIT16",
     "Format",
     "Hyperparameters",
     "Record",

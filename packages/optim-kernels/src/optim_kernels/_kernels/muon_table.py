@@ -8,6 +8,7 @@ first outer index, first inner index) of an int32 map. A group's hyperparameters
 from __future__ import annotations
 
 from optim_kernels._triton import tl
+from optim_kernels.reference.adamw import MASTER_KINDS
 
 # Addresses, 0 where there is none: of the matrix's first element in parameter, momentum buffer, second moment, master,
 # and Newton–Schulz's first and last X; of its parameter's step count. Gradients have a table of their own.
@@ -35,4 +36,4 @@ TILE = tl.constexpr(64)
 STRIP, STRIP_STEP = tl.constexpr(16), tl.constexpr(256)
 
 # What a parameter keeps beside itself: nothing, an fp32 master, or the int16 low half of one.
-NO_MASTER, MASTER_FP32, MASTER_LOW = (tl.constexpr(kind) for kind in range(3))
+NO_MASTER, MASTER_FP32, MASTER_LOW = map(tl.constexpr, MASTER_KINDS.values())

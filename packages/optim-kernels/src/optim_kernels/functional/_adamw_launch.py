@@ -32,14 +32,11 @@ from optim_kernels.multi_tensor import (
     is_capturing,
     keep_for_graphs,
 )
-from optim_kernels.reference.adamw import AdamWScalars
+from optim_kernels.reference.adamw import MASTER_KINDS, AdamWScalars
 
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch
     from optim_kernels.adamw_kernels import Record
-
-# fp64 numbers that the kernels keep for a step count (``adamw_kernels.MEMOS_SIZE``)
-MEMOS_SIZE = 16
 
 
 class AdamWLaunch:
@@ -126,6 +123,8 @@ class AdamWLaunch:
 
     def _cut(self, aligned: list[bool]) -> None:
         """Cut the tensors into chunks, write their records and bind the kernel to the number of chunks."""
+        from optim_kernels.adamw_kernels import MEMOS_SIZE
+
         self._aligned = []
         numels = [member.param.numel() for member in self._members]
         on_gpu = self._device.type == "cuda"
@@ -155,14 +154,13 @@ class AdamWLaunch:
         from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
 
         kind = self._signature
-        masters = {None: kernels.NO_MASTER, torch.float32: kernels.FP32_MASTER, torch.int16: kernels.SPLIT16}
         stored = kernels.Format(
             param=TRITON_DTYPES[kind.param],
             grad=TRITON_DTYPES[kind.grad],
             exp_avg=TRITON_DTYPES[kind.exp_avg],
             exp_avg_sq=TRITON_DTYPES[kind.exp_avg_sq],
             amsgrad=kind.amsgrad,
-            master=masters[kind.master],
+            master=MASTER_KINDS[kind.master],
             stochastic=kind.stochastic_rounding,
             num_slices=kind.num_slices,
         )

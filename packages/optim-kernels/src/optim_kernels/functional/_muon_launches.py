@@ -11,11 +11,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_momentum as front
-from optim_kernels._kernels import muon_table as fields
 from optim_kernels._kernels import muon_update as back
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.iterations import iterate
+from optim_kernels._newton_schulz.product_launches import PANEL
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
@@ -28,14 +28,13 @@ from optim_kernels.functional._muon_tables import (
     Family,
     MuonTables,
 )
+from optim_kernels.reference.adamw import MASTER_KINDS
 from optim_kernels.reference.muon import MuonRule
 
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024
 # Programs that share the writing of a matrix's X once more; interpreted ones cost time even where there is no need.
 RESCUERS = 2 if is_interpreted() else 16
-# Rows of tiles that share a column's operand while it is in the L2 cache.
-PANEL = 8
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,9 @@ class StepOptions:
     @property
     def of_update(self) -> dict[str, Any]:
         """Compile-time arguments of every kernel that updates parameters."""
-        kinds = {None: fields.NO_MASTER, torch.float32: fields.MASTER_FP32, torch.int16: fields.MASTER_LOW}
         return {
             "P_DTYPE": TRITON_DTYPES[self.param_dtype],
-            "MASTER_KIND": kinds[self.master_dtype].value,
+            "MASTER_KIND": MASTER_KINDS[self.master_dtype],
             "CAUTIOUS": self.rule.cautious,
         }
 

@@ -27,7 +27,7 @@ from optim_kernels._options import check_switches
 from optim_kernels.functional._device_scalars import as_scalar
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
 from optim_kernels.functional._lists import check_lengths, check_numbers
-from optim_kernels.reference.adamw import FP32_MASTER, NO_MASTER, SPLIT16
+from optim_kernels.reference.adamw import MASTER_KINDS
 from optim_kernels.reference.muon import Scalar
 
 __all__ = ["MuonMomenta", "MuonUpdates"]
@@ -41,7 +41,6 @@ _WORDS = {
     "masters": "master",
     "steps": "step count",
 }
-_MASTERS = {None: NO_MASTER, torch.float32: FP32_MASTER, torch.int16: SPLIT16}
 
 
 class MuonMomenta:
@@ -165,14 +164,14 @@ class MuonUpdates:
             range(count) if indices is None else indices,
             starts,
         ]
-        if masters is not None and _dtype_of(masters) == torch.int16 and params[0].dtype != torch.bfloat16:
+        master_dtype = _dtype_of(masters or ())
+        if master_dtype == torch.int16 and params[0].dtype != torch.bfloat16:
             raise ValueError(f"masters are int16, which complete bfloat16 parameters; params are {params[0].dtype}")
         draws_bits = steps is not None and masters is None and params[0].dtype == torch.bfloat16
-        kind = NO_MASTER if masters is None else _MASTERS.get(_dtype_of(masters))
         launch.follow(
             {"params": params, "updates": updates, "masters": masters, "steps": steps},
             columns,
-            [*map(_dtype_of, (params, updates)), kind, cautious, steps is not None],
+            [*map(_dtype_of, (params, updates)), MASTER_KINDS.get(master_dtype), cautious, steps is not None],
             starts if draws_bits else (),
         )
         launch.run(list(zip(rates, decays, strict=True)), launch.counters)

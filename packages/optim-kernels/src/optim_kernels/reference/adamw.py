@@ -32,6 +32,7 @@ T = TypeVar("T")
 STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
 # How a parameter's full precision is kept: by itself, in an fp32 master, in the int16 half that a bf16 one lacks.
 NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
+MASTER_KINDS: dict[torch.dtype | None, int] = {None: NO_MASTER, torch.float32: FP32_MASTER, torch.int16: SPLIT16}
 
 
 class AdamWScalars(NamedTuple):
