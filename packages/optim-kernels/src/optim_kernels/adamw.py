@@ -151,14 +151,12 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         super().add_param_group(param_group)
         self._forget()
         try:
-            self._check_group(self.param_groups[-1])
+            group = self.param_groups[-1]
+            check_clipping(self, group)
+            self._check_paths(group, self._parameter_names())
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_clipping(self, group)
-        self._check_paths(group, self._parameter_names())
 
     def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
         """Raise where parameters cannot be stored, or updated, as the group asks for."""

@@ -113,8 +113,15 @@ def clip_grads_with_norm_(
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, True)
         return
     gradients = _gradients(parameters)
-    if gradients:
-        _scale_(gradients, clip_factor(total_norm, max_norm), use_kernels=foreach is None)
+    if not gradients:
+        return
+    factor = clip_factor(total_norm, max_norm)
+    if foreach is None and _NORMS.scale_(gradients, factor):
+        return
+    for gradient in gradients:
+        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient.copy_(wide * factor.to(device=gradient.device))
 
 
 @torch.no_grad()
@@ -134,16 +141,6 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
         else reference.sum_of_squares(tensors)
     )
     return total if out is None else out.copy_(total)
-
-
-def _scale_(gradients: Sequence[Tensor], factor: Tensor, *, use_kernels: bool = True) -> None:
-    """Multiply gradients by the factor, in place."""
-    if use_kernels and _NORMS.scale_(gradients, factor):
-        return
-    for gradient in gradients:
-        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        gradient.copy_(wide * factor.to(device=gradient.device))
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:

@@ -76,10 +76,6 @@ class MuonGroups(PrivateState, Optimizer):
             self._planner = MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
         self._planner.forget()
 
-    def _withdraw_last_group(self) -> None:
-        """Undo ``add_param_group`` for a group that turned out to be wrong."""
-        self.param_groups.pop()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_launches()
@@ -312,7 +308,7 @@ class TritonMuon(MuonGroups):
         try:
             self._check_muon_group(self.param_groups[-1])
         except Exception:
-            self._withdraw_last_group()
+            self.param_groups.pop()
             raise
 
     @hooked_step
@@ -336,14 +332,15 @@ class TritonMuon(MuonGroups):
 
         Tiles (of X Xᵀ / m×m products / products with X) and launches are those of the latest step.
         """
-        rows = [row for group in self.param_groups for row in self._explain_group(group)]
-        plans = self.plans()
+        plans, names = self.plans(), self._parameter_names()
+        tiles = tiles_of(plans)
+        rows = [
+            explain_row(names[p], place, group, self._own_state, tiles)
+            for group in self.param_groups
+            for place, p in enumerate(group["params"])
+        ]
         footer = [launches_line(sum(plan.launches for plan in plans))] if plans else []
         return text_table(MUON_HEADER, rows, footer=footer)
-
-    def _explain_group(self, group: dict[str, Any]) -> list[list[object]]:
-        names, tiles = self._parameter_names(), tiles_of(self.plans())
-        return [explain_row(names[p], place, group, self._own_state, tiles) for place, p in enumerate(group["params"])]
 
 
 MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "tiles", "Gflop")

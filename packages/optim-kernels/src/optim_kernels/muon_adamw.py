@@ -120,7 +120,7 @@ class TritonMuonAdamW(MuonGroups):
             else:
                 _check_adamw_group(self.param_groups[-1], self._parameter_names())
         except Exception:
-            self._withdraw_last_group()
+            self.param_groups.pop()
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ SUMMANDS = (torch.float32, torch.float16, torch.bfloat16)
 
 def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """``alpha a b + beta c``; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
-    if not (a.is_cuda and use_triton("auto", a, "a")):
+    if not use_triton("auto", a, "a"):
         products = TorchProducts()
         multiply = products.symmetric_matmul if symmetric else products.matmul_add
         with without_autocast(a):

@@ -15,8 +15,6 @@ from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.multi_tensor import DeviceTable
 
 NUM_HYPER: int = fields.NUM_HYPER.value
-# What gradients are multiplied with, and found_inf, if the caller says nothing.
-FACTOR, FOUND_INF = 1.0, 0.0
 
 
 class StepInputs:
@@ -46,7 +44,7 @@ class StepInputs:
         self, hyper: Sequence[Sequence[float | Tensor]], factor: Tensor | None, found_inf: Tensor | None
     ) -> bool:
         """Bring the table up to date; whether its parts are new tensors, which a recorded launch does not know."""
-        control: list[Any] = [FACTOR if factor is None else factor, FOUND_INF if found_inf is None else found_inf]
+        control: list[Any] = [1.0 if factor is None else factor, 0.0 if found_inf is None else found_inf]
         values = [*chain.from_iterable(hyper), *control]
         # factors differ from step to step, and a graph must not keep what one on the host is now: it is copied like the
         # others, which torch refuses to capture
