@@ -131,12 +131,9 @@ class NormLaunches:
         return self._launch(kernels.scale_kernel, constants)
 
     def _launch(self, kernel: Any, constants: tuple[Any, ...]) -> Launch:
-        """One under whose end the next may start, where the device can do that."""
-        from optim_kernels._triton import ALONE, NO_OVERLAP, Launch, can_overlap
+        from optim_kernels._triton import Launch
 
-        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
-        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        return Launch(kernel, self._num_programs, (*constants, overlap), num_warps=NUM_WARPS, **options)
+        return Launch.overlapping(kernel, self._num_programs, constants, self.device, num_warps=NUM_WARPS)
 
 
 def _num_programs(device: torch.device) -> int:

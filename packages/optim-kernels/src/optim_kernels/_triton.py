@@ -189,7 +189,8 @@ def current_stream(device: torch.device) -> int:
 
 def can_overlap(device: torch.device) -> bool:
     """Whether launches on the device may start under the end of the ones before them."""
-    return not INTERPRETED.value and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_compiled = device.type == "cuda" and not INTERPRETED.value
+    return is_compiled and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # Triton's versions whose compiled kernels are launched by
@@ -264,6 +265,22 @@ class Launch:
         self._run_short: Any = None
         self._loaded: tuple[Any, ...] = ()
         self._stream: Callable[[int], int]
+
+    @classmethod
+    def overlapping(
+        cls,
+        kernel: Any,
+        grid: int | tuple[int, int, int],
+        constants: Sequence[Any],
+        device: torch.device,
+        *,
+        overlap: int = ALONE,
+        **options: Any,
+    ) -> Launch:
+        """One under whose end the next may start, where the device can do that; how is the kernel's last constant."""
+        if not can_overlap(device):
+            return cls(kernel, grid, (*constants, NO_OVERLAP), **options)
+        return cls(kernel, grid, (*constants, overlap), launch_pdl=True, **options)
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> None:
         """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""

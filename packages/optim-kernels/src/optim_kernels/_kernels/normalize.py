@@ -17,20 +17,16 @@ vanish (fp16), else in fp64, and tiles in fp64; a NaN stays in its matrix.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._triton import (
-    ALONE,
     FIRST,
     FUSED,
-    NO_OVERLAP,
     Launch,
     after_previous,
-    can_overlap,
     div_rn,
     narrow,
     tl,
@@ -211,7 +207,7 @@ class Start:
         self._squares, parts, self._of_squares = _squares_launch(layout, copied, has_state)
         numbers: tuple[int, ...] = (parts,)
         if x is None or is_scaled:
-            self._second = _divisors_launch(self._batch, parts, g.device.index, add_eps)
+            self._second = _divisors_launch(self._batch, parts, g.device, add_eps)
         else:
             self._second, numbers = _scale_launch(layout, _layout(x), parts, add_eps)
         self._of_second = (*numbers, norm_scale, eps)
@@ -266,21 +262,12 @@ def apply_row_factors(x: Tensor, a: Tensor) -> None:
         )
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, int | None]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, torch.device]
 
 
 def _layout(x: Tensor) -> Layout:
     """What a kernel may be compiled for: shape, strides, dtype, whether loads can be wide; and the device."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device.index
-
-
-def _overlapping(
-    kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], device: int | None, overlap: int = ALONE
-) -> Launch:
-    """A launch under whose end the next one may start, where the device can do that."""
-    if device is None or not can_overlap(torch.device("cuda", device)):
-        return Launch(kernel, grid, (*constants, NO_OVERLAP))
-    return Launch(kernel, grid, (*constants, overlap), launch_pdl=True)
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
@@ -294,7 +281,7 @@ def _squares_launch(g: Layout, copied: Layout | None, has_state: bool) -> tuple[
     tiles = cdiv(m, BLOCK_M) * columns
     parts = min(tiles, max(1, MAX_PARTS // batch))
     constants = (has_state, copied is not None, BLOCK_M, BLOCK_N)
-    launch = _overlapping(squares_kernel, (parts, batch, 1), constants, device, FIRST)
+    launch = Launch.overlapping(squares_kernel, (parts, batch, 1), constants, device, overlap=FIRST)
     return launch, parts, (*strides, *(copied or g)[1][:2], m, n, tiles, columns)
 
 
@@ -304,10 +291,10 @@ def _scale_launch(g: Layout, x: Layout, parts: int, add_eps: bool) -> tuple[Laun
     (batch, m, n), strides, *_, device = g
     columns = cdiv(n, BLOCK_N)
     constants = (add_eps, triton.next_power_of_2(parts), BLOCK_M, BLOCK_N)
-    launch = _overlapping(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants, device)
+    launch = Launch.overlapping(scale_kernel, (cdiv(m, BLOCK_M) * columns, batch, 1), constants, device)
     return launch, (*strides, *x[1][:2], m, n, columns, parts)
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
-def _divisors_launch(batch: int, parts: int, device: int | None, add_eps: bool) -> Launch:
-    return _overlapping(divisors_kernel, (batch, 1, 1), (add_eps, triton.next_power_of_2(parts)), device)
+def _divisors_launch(batch: int, parts: int, device: torch.device, add_eps: bool) -> Launch:
+    return Launch.overlapping(divisors_kernel, (batch, 1, 1), (add_eps, triton.next_power_of_2(parts)), device)

@@ -151,7 +151,7 @@ class AdamWLaunch:
     def _bound_kernel(self, tuned: Tuning) -> Launch:
         """The kernel for tensors of this signature, with its grid."""
         from optim_kernels import adamw_kernels as kernels
-        from optim_kernels._triton import ALONE, FIRST, LATER, NO_OVERLAP, TRITON_DTYPES, Launch, can_overlap
+        from optim_kernels._triton import ALONE, FIRST, LATER, TRITON_DTYPES, Launch
 
         kind = self._signature
         stored = kernels.Format(
@@ -164,16 +164,14 @@ class AdamWLaunch:
             stochastic=kind.stochastic_rounding,
             num_slices=kind.num_slices,
         )
-        overlap = NO_OVERLAP
-        options: dict[str, Any] = {"num_warps": tuned.num_warps, "maxnreg": tuned.max_registers}
-        if can_overlap(self._device):
-            options["launch_pdl"] = True
-            overlap = ALONE if self._total == 1 else LATER if self._order else FIRST
-        return Launch(
+        return Launch.overlapping(
             kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
             self._chunks.num_chunks,
-            (tuned.chunk, tuned.tile, tuned.tail_tile, stored, overlap),
-            **options,
+            (tuned.chunk, tuned.tile, tuned.tail_tile, stored),
+            self._device,
+            overlap=ALONE if self._total == 1 else LATER if self._order else FIRST,
+            num_warps=tuned.num_warps,
+            maxnreg=tuned.max_registers,
         )
 
     def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:

@@ -147,18 +147,17 @@ class ElementLaunch:
     def _cut(self, num_lists: int, aligned: list[bool], constants: Sequence[Any]) -> None:
         """Cut the tensors into chunks, a program each, and bind the kernel to their number."""
         from optim_kernels._kernels import muon_elements
-        from optim_kernels._triton import ALONE, NO_OVERLAP, TRITON_DTYPES, UNFUSED, Launch, can_overlap
+        from optim_kernels._triton import TRITON_DTYPES, UNFUSED, Launch
 
         numels = self._rows[num_lists :: self._width].tolist()
         self._chunks = ChunkMap.build(numels, aligned, [ChunkSize(TILE)], self.device)
         self._write(num_lists + 1, self._chunks.counts)
-        overlap = ALONE if can_overlap(self.device) else NO_OVERLAP
-        options: dict[str, Any] = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, **UNFUSED}
-        if overlap:
-            options["launch_pdl"] = True
         compiled_for = [TRITON_DTYPES[each] if isinstance(each, torch.dtype) else each for each in constants]
         kernel = getattr(muon_elements, self._kernel)
-        self._launch = Launch(kernel, self._chunks.num_chunks, (TILE, *compiled_for, overlap), **options)
+        options: dict[str, Any] = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, **UNFUSED}
+        self._launch = Launch.overlapping(
+            kernel, self._chunks.num_chunks, (TILE, *compiled_for), self.device, **options
+        )
         self._aligned, self._is_promised = aligned, is_capturing(self.device)
 
     def run(self, groups: Sequence[Sequence[Scalar]], *tensors: Tensor) -> None:
