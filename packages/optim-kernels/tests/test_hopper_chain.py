@@ -146,8 +146,8 @@ def test_divisors(eps_mode: str) -> None:
     g[3, 5, 5] = float("nan")
     g = g.half()
     state = torch.full((5,), 7, dtype=torch.int32, device=DEVICE)
-    norm = {"norm_scale": 1.02, "eps": 0.5, "add_eps": eps_mode == "add"}
-    found = Start(g, None, **norm, has_state=True)(g, state=state)
+    config = NSConfig(norm_scale=1.02, eps=0.5, eps_mode=eps_mode)
+    found = Start(g, None, config, has_state=True)(g, state=state)
     assert found is not None
     scaled = 1.02 * g.double().square().sum((1, 2)).sqrt()
     divisor = scaled + 0.5 if eps_mode == "add" else scaled.clamp(min=0.5)
@@ -159,7 +159,7 @@ def test_divisors(eps_mode: str) -> None:
     # beside a copy, from other strides
     transposed = g.mT.contiguous().mT
     copy = empty_matrices(*g.shape, like=g)
-    again = Start(transposed, copy, **norm, is_scaled=True)(transposed, copy)
+    again = Start(transposed, copy, config, is_scaled=True)(transposed, copy)
     torch.testing.assert_close(again, found, equal_nan=True)
     torch.testing.assert_close(copy, g, rtol=0, atol=0, equal_nan=True)
 

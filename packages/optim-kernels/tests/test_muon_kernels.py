@@ -206,7 +206,7 @@ def test_normalize(dtype: torch.dtype, layout: str, eps_mode: str) -> None:
         x = torch.empty(5, 74, 301, dtype=dtype, device=DEVICE)[:, ::2, 1:].copy_(x)
     config = NSConfig(eps=1e-36, eps_mode=eps_mode, norm_scale=1.02, dtype=dtype)
     result = mk.empty_matrices(*x.shape, like=x)
-    assert Start(x, result, norm_scale=1.02, eps=1e-36, add_eps=eps_mode == "add")(x, result) is None
+    assert Start(x, result, config)(x, result) is None
     expected = normalize(x, config)[0]
     torch.testing.assert_close(result[:4], expected[:4], rtol=0.01 if dtype == torch.bfloat16 else 1e-3, atol=1e-6)
     assert result[4].isnan().all()

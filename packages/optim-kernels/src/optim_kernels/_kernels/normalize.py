@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._triton import (
     FIRST,
@@ -195,10 +196,8 @@ class Start:
         self,
         g: Tensor,
         x: Tensor | None,
+        config: NSConfig,
         *,
-        norm_scale: float,
-        eps: float,
-        add_eps: bool,
         is_scaled: bool = False,
         has_state: bool = False,
     ) -> None:
@@ -206,11 +205,12 @@ class Start:
         copied = _layout(x) if x is not None and is_scaled else None
         self._squares, parts, self._of_squares = _squares_launch(layout, copied, has_state)
         numbers: tuple[int, ...] = (parts,)
+        add_eps = config.eps_mode == "add"
         if x is None or is_scaled:
             self._second = _divisors_launch(self._batch, parts, g.device, add_eps)
         else:
             self._second, numbers = _scale_launch(layout, _layout(x), parts, add_eps)
-        self._of_second = (*numbers, norm_scale, eps)
+        self._of_second = (*numbers, config.norm_scale, config.eps)
         self._num_sums = self._batch * parts
 
     def __call__(

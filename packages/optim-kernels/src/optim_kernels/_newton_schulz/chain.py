@@ -205,11 +205,6 @@ class BatchPlan:
         self._shape, self._dtype = shape, g.dtype
         self._compute_dtype = config.compute_dtype(g)
         is_read = g.dtype == self._compute_dtype == torch.float16 and is_readable(g)
-        norm: Any = {
-            "norm_scale": config.norm_scale,
-            "eps": config.eps,
-            "add_eps": config.eps_mode == "add",
-        }
         count, m, n = g.shape
         chain, ones = _chain_of(config, count, m, n, g.device)
         (group,) = chain.groups
@@ -217,7 +212,7 @@ class BatchPlan:
         # X's third place; where X is divided first, it is the first one too
         self._has_third = not is_read or any(job.kind is Kind.RECTANGLE and job.d == 2 for job in group.jobs)
         x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
-        self._start = Start(g, x, **norm, has_state=True)
+        self._start = Start(g, x, config, has_state=True)
         # of matrices that are divided first
         self._ones = None if is_read else ones
         # they outlive the plan where a graph reads them

@@ -74,12 +74,7 @@ class Plan:
         dtype = config.compute_dtype(g)
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
         self._jobs = jobs_of(config, *g.shape[-2:])
-        self._has_row_factors = config.row_factors
-        self._norm: Any = {
-            "norm_scale": config.norm_scale,
-            "eps": config.eps,
-            "add_eps": config.eps_mode == "add",
-        }
+        self._config = config
         self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
         self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
         self._direct = Buffers(
@@ -115,7 +110,7 @@ class Plan:
         squares, xs = buffers.of(room, g, result)
         x = None if buffers.reads_x else xs[0]
         if self._start is None:
-            self._start = Start(g, x, **self._norm, is_scaled=self._is_scaled)
+            self._start = Start(g, x, self._config, is_scaled=self._is_scaled)
         self._multiply(squares, xs, self._start(g, x, room=buffers.extra(room)), is_ready=buffers.reads_x)
         if not buffers.writes_result:
             result.copy_(buffers.last_x(room))
@@ -128,7 +123,7 @@ class Plan:
             graph = self._graphs.get(place)
             if graph is None or self._movable_start is None:
                 squares, xs = buffers.of(room)
-                start = self._movable_start = Start(g, xs[0], **self._norm, is_scaled=self._is_scaled)
+                start = self._movable_start = Start(g, xs[0], self._config, is_scaled=self._is_scaled)
                 scales = start(g, xs[0], room=buffers.extra(room))
                 self._multiply(squares, xs, scales)
                 self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
@@ -161,7 +156,7 @@ class Plan:
             early = is_ready and number == 0
             more: dict[str, Any] = {"shifted": q, "scale": scale, "early": early, "exact": job.exact}
             symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)
-            if number == 0 and self._has_row_factors:
+            if number == 0 and self._config.row_factors:
                 apply_row_factors(a, d)
 
     def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
