@@ -123,7 +123,7 @@ def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> 
     ("option", "value", "words"),
     [
         ("nd", "conv", "nd must be"),
-        ("master_weights", "split16", r"master_weights='split16' is for .*, param_groups\[0\].* is torch.float32"),
+        ("master_weights", "split16", r"master_weights='split16' is for .*, but param_groups\[0\].* is torch.float32"),
         ("ns_coefficients", "sharp", "sharp"),
         ("renormalize", "no", "renormalize must be True or False, got 'no'"),
     ],

@@ -51,7 +51,12 @@ def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: An
         )
     if master_weights not in (None, "fp32", "split16"):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {master_weights!r}")
-    allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights)
+    check_master(param, name, master_weights)
+
+
+def check_master(param: Tensor, name: str, master_weights: MasterWeights) -> None:
+    """Raise ``ValueError`` unless a parameter of this dtype can have such a master."""
+    allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights or "")
     if allowed is not None and param.dtype not in allowed:
         raise ValueError(
             f"master_weights={master_weights!r} is for {' or '.join(map(str, allowed))} parameters, but {name} is "

@@ -17,7 +17,7 @@ from torch import Tensor
 from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
-from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES
+from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, check_master
 from optim_kernels._options import check_scalars, check_seed, check_switches
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
@@ -202,12 +202,7 @@ def check_param(param: Tensor, group: Mapping[str, Any], name: str) -> None:
         raise RuntimeError(f"Muon does not support complex parameters, got {name} of dtype {param.dtype}")
     if not param.is_floating_point():
         raise ValueError(f"Muon takes floating-point parameters, got {name} of dtype {param.dtype}")
-    masters = {None: None, "fp32": (torch.float16, torch.bfloat16), "split16": (torch.bfloat16,)}
-    allowed = masters[group["master_weights"]]
-    if allowed is not None and param.dtype not in allowed:
-        raise ValueError(
-            f"master_weights={group['master_weights']!r} is for {allowed} parameters, {name} is {param.dtype}"
-        )
+    check_master(param, name, group["master_weights"])
 
 
 def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> MatrixView:
