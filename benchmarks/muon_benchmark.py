@@ -115,7 +115,7 @@ def measure_iteration(
             of_ours=first / ours_first,
             useful_TF=flops / first / 1e9,
             error=error if name == "ours" else None,
-            method=config.method_for(*sorted(shape[-2:])) if name == "ours" else "standard",
+            method=config.method_for(*sorted(shape[-2:])) if name == "ours" else None,
         )
     return True
 
@@ -192,7 +192,8 @@ def relative_error(result: Tensor, x: Tensor, config: NSConfig) -> float:
 
 def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
     """The step of a model's matrices; ``None`` if ours and torch's part further than bf16 products explain."""
-    shapes = muon_shapes(model_shapes(arguments.model if device == "cuda" else "tiny"))
+    model = arguments.model if device == "cuda" else "tiny"
+    shapes = muon_shapes(model_shapes(model))
     dtype = getattr(torch, arguments.dtype[0])
     options: dict[str, Any] = {"ns_dtype": getattr(torch, arguments.ns_dtype) if arguments.ns_dtype else None}
     makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {}
@@ -204,7 +205,7 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
             [{"params": params, "kind": "muon", **options}], capturable=True
         )
     products = f", products in {arguments.ns_dtype}" if arguments.ns_dtype else ""
-    title = f"Muon step, {arguments.model}, {arguments.dtype[0]}{products}, {arguments.semantics} semantics"
+    title = f"Muon step, {model}, {arguments.dtype[0]}{products}, {arguments.semantics} semantics"
     report = Report(title, note=str(ceilings()))
     config = NSConfig(coefficients="keller" if arguments.semantics == "torch" else "polar_express")
     flops = sum(config.flops(*shape) for shape in shapes)

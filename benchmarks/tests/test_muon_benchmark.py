@@ -33,6 +33,8 @@ def test_a_shape_in_two_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # bf16 has 8 significant bits, fp16 has 11
     assert 0 < ours["float16"] < ours["bfloat16"] < 4e-3
     assert all(row["wall_ms"] > 0 and row["useful_TF"] > 0 for row in rows)
+    # which form others take is theirs to choose
+    assert {row["what"] for row in rows if row.get("method")} == {"ours"}
 
 
 @on_cpu
@@ -54,7 +56,8 @@ def test_a_model_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, semantics
     extra = ["--ns-dtype", "bfloat16", "--semantics", semantics, "--json", str(table)]
     assert run(monkeypatch, "--model", "d20", *extra) == 0
     content = json.loads(table.read_text())
-    assert content["title"] == f"Muon step, d20, bfloat16, products in bfloat16, {semantics} semantics"
+    # what was measured
+    assert content["title"] == f"Muon step, tiny, bfloat16, products in bfloat16, {semantics} semantics"
     names = ["TritonMuon", "torch.optim.Muon"] if semantics == "torch" else ["TritonMuonAdamW"]
     assert [row["what"] for row in content["rows"]] == names
 
