@@ -40,9 +40,10 @@ def main() -> int:
         ]
     else:
         cases = [Case(*adamw_benchmark.chosen_list(arguments), getattr(torch, arguments.dtype))]
+    cases = list(map(adamw_benchmark.fitting, cases))
     title = "Gradient clipping" if arguments.suite else f"Gradient clipping, {cases[0].label}"
     report = Report(title, note=str(ceilings()))
-    for case in map(adamw_benchmark.fitting, cases):
+    for case in cases:
         if not add_case(report, case):
             return 1
         if arguments.with_adamw:

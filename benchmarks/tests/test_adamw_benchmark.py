@@ -64,8 +64,10 @@ def test_tiny_runs(module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     extra = ["--with-adamw"] if module is clip_benchmark else ["--max-norm", "1.0"]
     monkeypatch.setattr(sys, "argv", ["benchmark", "--model", "d20", "--peers", "none", "--json", str(path), *extra])
     assert module.main() == 0  # type: ignore[attr-defined]
-    rows = json.loads(path.read_text())["rows"]
+    content = json.loads(path.read_text())
+    rows = content["rows"]
     assert {row["list"].split()[0] for row in rows if "list" in row} == {"tiny"}
+    assert ", tiny bfloat16" in content["title"]
     assert all(row["error"] < 0.01 for row in rows if "ours" in row["what"])
 
 
