@@ -317,19 +317,13 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: step counts on the CPU, unless the group is ``capturable`` or ``fused``."""
         # before hooks of the user's, who may make anything of it
-        handle = self.register_state_dict_post_hook(_as_saved, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(_as_saved, prepend=True):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW`` loads whatever this instance's formats: floats, and torch's keys."""
-        handle = self.register_state_dict_post_hook(_as_torchs, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(_as_torchs, prepend=True):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches.

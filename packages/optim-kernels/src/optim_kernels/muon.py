@@ -125,11 +125,8 @@ class MuonGroups(PrivateState, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; views and dtypes are in their plain form, so that it loads with ``weights_only=True``."""
         # before hooks of the user's, who may make anything of it
-        handle = self.register_state_dict_post_hook(_as_saved, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(_as_saved, prepend=True):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of torch.optim.Muon, converted to this instance's formats.
@@ -140,11 +137,8 @@ class MuonGroups(PrivateState, Optimizer):
             ValueError: the state was saved with other views of the parameters.
         """
         # behind hooks of the user's
-        handle = self.register_load_state_dict_pre_hook(_completed)
-        try:
+        with self.register_load_state_dict_pre_hook(_completed):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:

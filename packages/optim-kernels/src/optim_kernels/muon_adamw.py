@@ -250,19 +250,13 @@ class TritonMuonAdamW(MuonGroups):
             raise ValueError(f"layout must be 'separate' or 'nanochat', got {layout!r}")
         if layout == "separate":
             return super().state_dict()
-        handle = self.register_state_dict_post_hook(_stacked, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(_stacked, prepend=True):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class, or nanochat's."""
-        handle = self.register_load_state_dict_pre_hook(_unstacked)
-        try:
+        with self.register_load_state_dict_pre_hook(_unstacked):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def explain(self) -> str:
         """A table of the parameters: who updates them, and how; tiles and launches are those of the latest step."""

@@ -72,18 +72,15 @@ class StatefulOptimizer(Optimizer):
         def put_back(_: Optimizer) -> None:
             self._put_back(loaded)
 
-        handles = [
-            self.register_load_state_dict_pre_hook(remember),
-            self.register_load_state_dict_post_hook(put_back, prepend=True),
-        ]
         try:
-            super().load_state_dict(state_dict)
+            with (
+                self.register_load_state_dict_pre_hook(remember),
+                self.register_load_state_dict_post_hook(put_back, prepend=True),
+            ):
+                super().load_state_dict(state_dict)
         except Exception:
             self.__setstate__(before)
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
         """Replace each state value that torch cast by the loaded one, as ``_place_state`` wants it."""

@@ -111,15 +111,8 @@ class PrivateState(StatefulOptimizer):
             content["state"] = {key: _aliases(state) for key, state in content["state"].items()}
 
         # torch reads the state between the two; hooks of the user's, who may read it too, come before and after
-        handles = [
-            self.register_state_dict_pre_hook(before),
-            self.register_state_dict_post_hook(after, prepend=True),
-        ]
-        try:
+        with self.register_state_dict_pre_hook(before), self.register_state_dict_post_hook(after, prepend=True):
             return super().state_dict()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
         super()._put_back(loaded)
