@@ -35,15 +35,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.model_lists import Shape, gpt2, nanochat, num_elements
+from benchmarks.model_lists import Shape, gpt2, model_shapes, nanochat, num_elements
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
-MODELS: dict[str, Callable[[], list[Shape]]] = {
-    "tiny": lambda: gpt2(2, 32, vocabulary=96, context=32),
-    "gpt2": lambda: gpt2(12, 768, vocabulary=50304),
-    "d20": lambda: nanochat(20, 1280)[: 2 + 6 * 20],
-    "d32": lambda: nanochat(32, 2048),
+MODELS: dict[str, list[Shape]] = {
+    "tiny": model_shapes("tiny"),
+    "gpt2": gpt2(12, 768, vocabulary=50304),
+    "d20": model_shapes("d20"),
+    "d32": nanochat(32, 2048),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     for mode in options.modes:
         for model in options.models:
             for dtype in options.dtypes:
-                shapes = MODELS[model]()
+                shapes = MODELS[model]
                 generator = torch.Generator(device=device).manual_seed(1 + dist.get_rank())
                 gradients = [
                     torch.empty(shape, dtype=DTYPES[dtype], device=device).normal_(0.0, 1e-3, generator=generator)
