@@ -24,8 +24,6 @@ __all__ = [
     "FUSED",
     "INTERPRETED",
     "LATER",
-    "NO_OVERLAP",
-    "SHORT_LAUNCH",
     "TRITON_DTYPES",
     "UNFUSED",
     "Cluster",

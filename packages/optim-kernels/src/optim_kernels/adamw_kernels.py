@@ -26,7 +26,6 @@ from optim_kernels._triton import after_previous, before_next, tl, triton, wide
 
 __all__ = [
     "MEMOS_SIZE",
-    "RECORD_SIZE",
     "Format",
     "Hyperparameters",
     "Record",

@@ -7,7 +7,6 @@ the kernels run.
 from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
 from optim_kernels._optimizers.muon_groups import (
-    DEFAULTS,
     check_group,
     check_param,
     given_options,
@@ -21,7 +20,6 @@ from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtype
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 
 __all__ = [
-    "DEFAULTS",
     "MuonEntry",
     "MuonPlanner",
     "Tiles",

@@ -77,20 +77,6 @@ class Job:
     whole: bool = False
     exact: bool = False
 
-    @property
-    def reads(self) -> set[tuple[str, int]]:
-        left = "rectangle" if self.kind is Kind.GRAM else "square"
-        right = "square" if self.kind in (Kind.SQUARE, Kind.FULL) else "rectangle"
-        return {(left, self.a), (right, self.b)} | ({(self._result, self.c)} if self.c >= 0 else set())
-
-    @property
-    def writes(self) -> set[tuple[str, int]]:
-        return {(self._result, self.d)} | ({(self._result, self.q)} if self.q >= 0 else set())
-
-    @property
-    def _result(self) -> str:
-        return "rectangle" if self.kind is Kind.RECTANGLE else "square"
-
     def length(self, m: int, n: int) -> int:
         """Of its sums."""
         return n if self.kind is Kind.GRAM else m
@@ -211,7 +197,7 @@ def _restart_in_factors(write: _Writer, first: Sequence[Triple], second: Sequenc
 
 def num_squares(jobs: Sequence[Job]) -> int:
     """How many square buffers a matrix needs."""
-    return 1 + max(number for job in jobs for shape, number in job.writes if shape == "square")
+    return 1 + max(max(job.d, job.q) for job in jobs if job.kind is not Kind.RECTANGLE)
 
 
 @dataclass(frozen=True)
