@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -419,3 +420,19 @@ def test_random_bits_of_any_seed(make: Any, seed: int) -> None:
         make([p], lr=0.01, weight_decay=0.1, stochastic_rounding=True, seed=own, impl=impl).step()
     assert torch.equal(params[0], params[1])
     assert not torch.equal(params[0], params[2])
+
+
+@pytest.mark.parametrize(
+    "make", [TritonAdamW, TritonMuon, lambda ps: TritonMuonAdamW([{"params": ps, "kind": "muon"}])]
+)
+def test_capture_without_capturable_is_refused_before_the_closure_runs(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch: what the closure launches would be left in a graph of half a step."""
+    optimizer = make([nn.Parameter(torch.ones(4, 4))])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    calls: list[None] = []
+    with pytest.raises(RuntimeError, match="capturable is False"):
+        optimizer.step(lambda: calls.append(None))  # type: ignore[arg-type]
+    assert not calls

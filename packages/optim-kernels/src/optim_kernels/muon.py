@@ -314,9 +314,9 @@ class TritonMuon(MuonGroups):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that gradients are multiplied with, see `clip.clip_factor`.
         """
+        check_capture(self)
         clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
-        check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
         self._step_muon(self.param_groups, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         return loss

@@ -142,9 +142,9 @@ class TritonMuonAdamW(MuonGroups):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that gradients are multiplied with, instead of clipping by ``max_norm`` here.
         """
+        check_capture(self)
         clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
-        check_capture(self)
         grad_scale, found_inf = self._loss_scaling()
         clip_factor = self._clip(grad_scale) if clip_factor is None else clip_factor
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
