@@ -39,13 +39,29 @@ def _pieces(layout: Layout, shape: Sequence[int], tensor_dim: int) -> list[tuple
     """The maximal intervals of a dimension whose indices have the same owners."""
     ends = {0, shape[tensor_dim]}
     for held in layout.index_sets(shape)[tensor_dim]:
+        # of a dimension that is dealt out, too many to list before it is refused
+        most = max((run.repeats for run in held), default=0)
+        if most > _MAX_PIECES:
+            raise LayoutError(_too_large(f"{most} pieces on one rank of dimension {tensor_dim}"))
         for start, stop in intervals(held):
             ends |= {start, stop}
     return list(pairwise(sorted(ends)))
 
 
+def _too_large(what: str) -> str:
+    most = f"at most {_MAX_PIECES} each"
+    return f"a picture of {what} is too large to read ({most}); choose a smaller shape or larger blocks"
+
+
 def grids_of(layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1)) -> list[Grid]:
+    """A grid for each piece of the dimensions that are not shown.
+
+    Raises:
+        LayoutError: if there is nothing to draw, or too much.
+    """
     layout.check_shape(shape)
+    if 0 in shape:
+        raise LayoutError(f"a tensor of shape {tuple(shape)} has no elements to draw")
     shown = [tensor_dim for tensor_dim in dims if tensor_dim < len(shape)]
     if len(dims) != 2 or len(set(dims)) != 2 or min(dims) < 0:
         raise LayoutError(f"dims names two different tensor dimensions, got {tuple(dims)}")
@@ -56,10 +72,7 @@ def grids_of(layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1))
     others = [tensor_dim for tensor_dim in range(len(shape)) if tensor_dim not in shown]
     slices = list(product(*(pieces[tensor_dim] for tensor_dim in others)))
     if max(len(rows), len(columns), len(slices)) > _MAX_PIECES:
-        raise LayoutError(
-            f"a picture of {len(rows)}×{len(columns)} pieces in {len(slices)} slices is too large to read (at most "
-            f"{_MAX_PIECES} each); choose a smaller shape or larger blocks"
-        )
+        raise LayoutError(_too_large(f"{len(rows)}×{len(columns)} pieces in {len(slices)} slices"))
     owned = {rank: layout.indices(shape, rank) for rank in layout.mesh.ranks}
 
     def owners(point: dict[int, int]) -> tuple[int, ...]:
