@@ -10,9 +10,11 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ from optim_redist._methods.relabel import _assign
 from optim_redist._methods.relay import busiest, relay_phases
 from optim_redist.moves import Phase, Transfer
 from optim_redist.planners import best_relay
+from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
 from optim_redist.verification import _verify_stage
 
@@ -304,6 +307,16 @@ def test_options_of_another_type_are_refused_by_name(option: str, value: Any, wo
         plan((8,), "bf16", Layout(Mesh(4), [0]), Layout(Mesh(4), [None]), **{option: value})
 
 
+@pytest.mark.parametrize("limit", [np.int64(1000), Fraction(2001, 2), 1000.5], ids=str)
+def test_memory_limits_of_other_types_are_whole_bytes_in_the_plan(limit: Any) -> None:
+    task = (8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    clear_cache()
+    made = plan(*task, memory_limit=limit)
+    assert type(made.memory_limit) is int
+    assert made.hash == plan(*task, memory_limit=1000).hash
+    assert plan(*task, memory_limit=float("inf")) == plan(*task)  # type: ignore[arg-type]
+
+
 def test_texts_are_no_layouts() -> None:
     layout: Any = Layout(Mesh(4), [0])
     text: Any = "S(0)"
@@ -350,6 +363,17 @@ def test_contributions_that_come_in_different_steps_are_not_combined() -> None:
     others = [t for t in reduce.transfers if t is not late]
     with pytest.raises(RedistError, match="combines different elements of contributions 0 and 1"):
         _verify_stage(problem, [Phase.of("reduce", others), Phase.of("share", [*share.transfers, late])])
+
+
+def test_plans_of_more_elements_than_floats_count_are_proven() -> None:
+    # three quarters of these are no whole multiple of 2^8, as floats of this size are
+    shape = (2**60 + 4, 12)
+    src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, None])
+    made = plan(shape, "bf16", src, dst)
+    assert made.bounds.lb == 9 * (2**60 + 4)
+    assert verify(made).received[0] == made.bounds.lb
+    with pytest.raises(RedistError, match="the plan claims nan ×"):
+        verify(replace(made, volume_ratio=float("nan")))
 
 
 def test_the_verifier_checks_claims() -> None:

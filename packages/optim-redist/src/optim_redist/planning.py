@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
+from math import inf, isnan
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,7 +188,7 @@ class Plan:
         return cls(
             **{
                 **found,
-                "shape": tuple(found["shape"]),
+                "shape": int_tuple(found["shape"], "sizes"),
                 "dtype": dtype_name(found["dtype"]),
                 "src": Layout.from_json(found["src"]),
                 "dst": Layout.from_json(found["dst"]),
@@ -254,8 +254,8 @@ def plan(
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
-    options = (memory_limit, donate, deterministic, asked, budget)
-    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, *options)
+    options = (donate, deterministic, asked, budget)
+    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, memory_limit, *options)
     known = _plans.find(key)
     if known is None:
         _check_arguments(src, dst, cost_model, topology, memory_limit, planners)
@@ -267,7 +267,9 @@ def plan(
             model = replace(model, topology=topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        known = _as_written(_decided(shape, itemsize(name), src, dst, model, *options), name, src, dst)
+        # whole bytes, which every plan's text writes alike
+        limit = None if memory_limit in (None, inf) else int(memory_limit // 1)
+        known = _as_written(_decided(shape, itemsize(name), src, dst, model, limit, *options), name, src, dst)
         _plans.put(key, known)
     return known
 

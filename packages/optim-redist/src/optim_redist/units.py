@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     digits = text.rstrip("BiKMGT")
     try:
         return round(float(digits) * units[text[len(digits) :].strip()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise RedistError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
 
 
