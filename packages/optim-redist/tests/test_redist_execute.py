@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from redist_cases import Case, combined, contributions_of, example_cases, part_of, random_case
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from optim_redist import (
     Block,
@@ -548,6 +549,74 @@ def test_a_handle_raises_again_what_went_wrong() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the wire is cut"):
             handle.wait()
+
+
+def _left_alone(rank: int, world: int, call: str) -> list[str]:
+    """The notes of the error where rank 2 has gone."""
+    mesh = Mesh(4)
+    task = (8, 8), Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    mine = torch.zeros(2, 8)
+    if not call.startswith("first"):
+        redistribute_local(mine, *task)
+        redistribute_many([(mine, *task)])
+    if rank == 2:
+        return []
+    with pytest.raises(RuntimeError) as caught:
+        if call.endswith("many"):
+            redistribute_many([(mine, *task)])
+        elif call == "asynchronous":
+            redistribute_local(mine, *task, async_op=True).wait()
+        else:
+            redistribute_local(mine, *task)
+    return caught.value.__notes__
+
+
+@pytest.mark.parametrize("call", ["one", "asynchronous", "many", "first", "first of many"])
+def test_errors_of_the_backend_say_in_which_step_of_which_plan(call: str) -> None:
+    plan_hash = plan((8, 8), "float32", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])).hash[:12]
+    wanted = {
+        "many": "in exchange 1 of 1 of bucket 1 of 1 on rank {}",
+        "first": f"in the comparison of plan {plan_hash} on rank {{}}",
+        "first of many": "in the comparison of 1 plans on rank {}",
+    }.get(call, f"in step 'exchange' of plan {plan_hash} on rank {{}}")
+    notes = run_ranks(_left_alone, 4, call)
+    assert [notes[rank] for rank in (0, 1, 3)] == [[wanted.format(rank)] for rank in (0, 1, 3)]
+
+
+def _still_arriving(rank: int, world: int) -> None:
+    full, mesh = _numbered((8, 8)), Mesh(2)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    contributed = full if rank == 0 else torch.zeros_like(full)
+    for donate in (False, True):
+        arriving = funcol.reduce_scatter_tensor(contributed, "sum", 0, list(range(world)))
+        assert isinstance(arriving, funcol.AsyncCollectiveTensor)
+        found = redistribute_local(arriving, (8, 8), src, dst, donate=donate)
+        assert torch.equal(found, part_of(full, dst, rank))
+    device_mesh = init_device_mesh("cpu", (2,))
+    arriving = DTensor.from_local(part_of(full, src, rank), device_mesh, [Shard(0)], run_check=False)
+    arriving = arriving.redistribute(None, [Replicate()], async_op=True)
+    assert isinstance(arriving._local_tensor, funcol.AsyncCollectiveTensor)
+    # what stays on this rank alone has memory of its own
+    moved = redistribute(arriving, None, [Partial()])
+    assert moved.to_local().data_ptr() != arriving.to_local().data_ptr()
+
+
+def test_results_of_functional_collectives_that_are_still_arriving() -> None:
+    run_ranks(_still_arriving, 2)
+
+
+def _groups_that_are_none(rank: int, world: int) -> None:
+    task = _numbered((2, 4)), (4, 4), Layout(Mesh(2), [0, None]), Layout(Mesh(2), [None, 0])
+    gone = torch.distributed.new_group([0, 1])
+    torch.distributed.destroy_process_group(gone)
+    group: Any
+    for group in (gone, init_device_mesh("cpu", (2,)), "world"):
+        with pytest.raises(UnsupportedError, match="group is a process group"):
+            redistribute_local(*task, group=group)
+
+
+def test_what_is_no_process_group_is_refused_by_name() -> None:
+    run_ranks(_groups_that_are_none, 2)
 
 
 class _Stream:

@@ -10,6 +10,8 @@ RedistError
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,3 +58,13 @@ class PlanMismatchError(RedistError):
 
 class UnsupportedError(RedistError):
     """Not done here; the text says what to do instead."""
+
+
+@contextmanager
+def noting(where: Callable[..., str], *arguments: Any) -> Iterator[None]:
+    """Errors of torch and its backends, which know nothing of plans, get a note that says where they came up."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(where(*arguments))
+        raise

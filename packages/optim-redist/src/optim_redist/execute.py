@@ -14,7 +14,7 @@ from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
 from optim_redist._running.views import resolved
 from optim_redist.cost import CommModel, Topology
-from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
 from optim_redist.program import Handle, Program, compile
@@ -186,11 +186,8 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
         stages = {rank: program.stages[number] for rank, program in programs.items()}
         targets = {rank: stage.allocate(device) for rank, stage in stages.items()}
         for k, phase in enumerate(phases):
-            try:
+            with noting("in step {!r} of plan {:.12}".format, phase.name, plan.hash):
                 _simulate_phase(stages, k, tensors, targets, device)
-            except RuntimeError as error:
-                error.add_note(f"in step {phase.name!r} of plan {plan.hash[:12]}")
-                raise
         tensors = targets
     return tensors
 

@@ -21,7 +21,7 @@ from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
 from optim_redist._running.views import Copy, copy_together, refuse_dtensor, resolved
 from optim_redist.cost import CommModel
-from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.layout import Layout
 from optim_redist.planning import Plan, plan
 from optim_redist.program import Handle, done
@@ -137,26 +137,27 @@ class ManyProgram:
         self.compare()
         tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
-        for numbers, rounds in zip(self.buckets, self.rounds):
+        for bucket, (numbers, rounds) in enumerate(zip(self.buckets, self.rounds)):
             for number in numbers:
                 targets[number] = self.stages[number].allocate(device)
             communicates = any(self.plans[number].communicates for number in numbers)
             for k, exchange in enumerate(rounds):
-                sent = self._packed(exchange, tensors, targets, device)
-                received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
-                work = None
-                if communicates:
-                    assert self.team is not None, "plans that communicate have a team"
-                    work = self.team.exchange(
-                        received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
-                    )
-                taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
-                for number in taking_part:
-                    self.stages[number].local(k, tensors[number], targets[number])
-                yield work
-                self._unpack(k, exchange, received, taking_part, tensors, targets)
-                # the next round's buffers take the place of these
-                del sent, received, work
+                with noting(self._where, f"in exchange {k + 1} of {len(rounds)} of", bucket):
+                    sent = self._packed(exchange, tensors, targets, device)
+                    received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
+                    work = None
+                    if communicates:
+                        assert self.team is not None, "plans that communicate have a team"
+                        work = self.team.exchange(
+                            received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
+                        )
+                    taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
+                    for number in taking_part:
+                        self.stages[number].local(k, tensors[number], targets[number])
+                    yield work
+                    self._unpack(k, exchange, received, taking_part, tensors, targets)
+                    # the next round's buffers take the place of these
+                    del sent, received, work
             for number in numbers:
                 tensors[number] = None
         return targets
@@ -200,13 +201,17 @@ class ManyProgram:
         for number in taking_part:
             self.stages[number].end(k, targets[number])
 
+    def _where(self, what: str, bucket: int) -> str:
+        return f"{what} bucket {bucket + 1} of {len(self.buckets)} on rank {self.rank}"
+
     def compare(self) -> None:
         """Make sure, the first time, that all ranks have the same plans."""
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
             texts = [made.canonical_text() for made in self.plans]
             names = [f"name.{number}: {name}" for number, name in enumerate(self._names)]
-            self.team.compare("\n".join([f"bucket_bytes: {self._bucket_bytes}", *names, *texts]))
+            with noting("in the comparison of {} plans on rank {}".format, len(self.plans), self.rank):
+                self.team.compare("\n".join([f"bucket_bytes: {self._bucket_bytes}", *names, *texts]))
             self._compared = True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -22,8 +22,8 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.native import NativeReduction
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import extent, refuse_dtensor, refuse_unwritable, resolved
-from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist._running.views import arrived, extent, refuse_dtensor, refuse_unwritable, resolved
+from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -72,8 +72,12 @@ class Handle(Generic[Result]):
         work, self._work = self._work, None
         while True:
             try:
-                if work is not None:
-                    work.wait()
+                try:
+                    if work is not None:
+                        work.wait()
+                except BaseException as error:
+                    # it knows in which step that was
+                    steps.throw(error)
                 # it holds the buffers of its round
                 del work
                 work = next(steps)
@@ -181,6 +185,7 @@ class Program:
         come back as a view. ``out`` has memory of its own, or is such a tensor itself. Without either tensor the target
         is on ``device``, by default the CUDA device of a group that has NCCL and else the CPU.
         """
+        x = arrived(x)
         self._check(x, out)
         if out is not None and out is x:
             return Handle(done(x)) if async_op else x
@@ -211,24 +216,27 @@ class Program:
             last = number == len(self.stages) - 1
             room = out.detach() if last and out is not None else None
             if self.plan.stages[number].method == "packed":
-                x = yield from self._run_packed(stage, x, room, device)
+                with self._in_step(stage.phases[0]):
+                    x = yield from self._run_packed(stage, x, room, device)
                 continue
             target = stage.allocate(device) if room is None else room
             # library collectives are NCCL's; a group with NCCL may bring tensors of the CPU, too
             native = self._native[number] if device.type != "cpu" else None
             if native is not None:
-                yield from self._run_native(native, x, target)
+                with self._in_step(stage.phases[0]):
+                    yield from self._run_native(native, x, target)
                 x = target
                 _give_up(given)
                 continue
             for k, phase in enumerate(stage.phases):
-                sends, receives, unpacked = stage.begin(k, x, target, device)
-                work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
-                stage.local(k, x, target)
-                yield work
-                stage.finish(k, unpacked, x, target)
-                # the next round's buffers take the place of these
-                del sends, receives, unpacked, work
+                with self._in_step(phase):
+                    sends, receives, unpacked = stage.begin(k, x, target, device)
+                    work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
+                    stage.local(k, x, target)
+                    yield work
+                    stage.finish(k, unpacked, x, target)
+                    # the next round's buffers take the place of these
+                    del sends, receives, unpacked, work
             x = target
             _give_up(given)
         return x if out is None else out
@@ -266,24 +274,27 @@ class Program:
         self, phase: RankPhase, sends: list[Tensor], receives: list[Tensor], device: torch.device
     ) -> Waitable | None:
         assert self.team is not None, "plans that communicate have a team"
-        try:
-            if self._separate:
-                outgoing = {message.peer: buffer for message, buffer in zip(phase.sends, sends)}
-                incoming = {message.peer: buffer for message, buffer in zip(phase.receives, receives)}
-                return self.team.exchange_lists(incoming, outgoing, device, async_op=True)
-            sizes = [
-                {message.peer: message.num_elements * self.plan.itemsize for message in messages}
-                for messages in (phase.receives, phase.sends)
-            ]
-            return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=True)
-        except RuntimeError as error:
-            error.add_note(f"in step {phase.name!r} of plan {self.plan.hash[:12]} on rank {self.rank}")
-            raise
+        if self._separate:
+            outgoing = {message.peer: buffer for message, buffer in zip(phase.sends, sends)}
+            incoming = {message.peer: buffer for message, buffer in zip(phase.receives, receives)}
+            return self.team.exchange_lists(incoming, outgoing, device, async_op=True)
+        sizes = [
+            {message.peer: message.num_elements * self.plan.itemsize for message in messages}
+            for messages in (phase.receives, phase.sends)
+        ]
+        return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=True)
+
+    def _in_step(self, phase: RankPhase) -> AbstractContextManager[None]:
+        return noting(self._where, f"in step {phase.name!r}")
+
+    def _where(self, what: str) -> str:
+        return f"{what} of plan {self.plan.hash[:12]} on rank {self.rank}"
 
     def _compare(self) -> None:
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
-            self.team.compare(self.plan.canonical_text())
+            with noting(self._where, "in the comparison"):
+                self.team.compare(self.plan.canonical_text())
             self._compared = True
 
     def _check(self, x: Tensor | None, out: Tensor | None) -> None:

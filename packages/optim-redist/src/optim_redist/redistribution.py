@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist._running.views import arrived
 from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
@@ -201,7 +202,8 @@ def _move(
     dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False
 ) -> DTensor | Handle[DTensor]:
     source = from_dtensor(dtensor)
-    shape, local = tuple(dtensor.shape), dtensor._local_tensor.detach()
+    shape, local = tuple(dtensor.shape), arrived(dtensor._local_tensor.detach())
+    assert local is not None, "a DTensor has a local tensor on every rank"
     if place.dtype is not None and place.dtype != local.dtype:
         local = local.to(place.dtype)
     inside = dtensor.device_mesh.get_coordinate() is not None

@@ -68,7 +68,13 @@ class Team:
                 f"ranks {list(needed)} have to exchange data; call torch.distributed.init_process_group first"
             )
         if group is not None:
-            members = tuple(dist.get_process_group_ranks(group))
+            try:
+                members = tuple(dist.get_process_group_ranks(group))
+            except KeyError:
+                raise UnsupportedError(
+                    f"group is a process group of torch.distributed that has not been destroyed, got {group!r}; a "
+                    "DeviceMesh gives that of an axis by get_group()"
+                ) from None
             if not set(needed) <= set(members):
                 missing = sorted(set(needed) - set(members))
                 raise UnsupportedError(f"the group lacks ranks {missing} of the layouts; give one that has them")

@@ -33,6 +33,18 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == bits else tensor.view(bits)
 
 
+def arrived(tensor: Tensor | None) -> Tensor | None:
+    """The tensor that a functional collective of torch's gives, waited for; others as they are.
+
+    Until then it is a wrapper, which has no memory of its own to read in place or to give up.
+    """
+    # who has one has imported its class
+    package = sys.modules.get("torch.distributed._functional_collectives")
+    if package is not None and isinstance(tensor, package.AsyncCollectiveTensor):
+        return cast(Tensor, tensor.wait())
+    return tensor
+
+
 def refuse_dtensor(tensor: Tensor | None, what: str) -> None:
     """Raise LayoutError for a DTensor, which shows the shape of the whole where a rank's part is meant."""
     # who has one has imported its class, which takes seconds
