@@ -22,6 +22,7 @@ from optim_redist import (
     Mesh,
     MultiAxisDist,
     Plan,
+    Topology,
     UnsupportedError,
     calibrate,
     parse_layout,
@@ -103,6 +104,8 @@ def test_meshes_may_differ(capsys):
         (["bench"], "torchrun"),
         (["verify", str(EXAMPLES), "--limit", "-1"], "from 1 on"),
         (["verify", str(EXAMPLES), "--limit", "1", "--execute", "gloo:0"], "gloo:8"),
+        (["bench", "--sizes", "0"], "sizes are of 1 byte or more, got '0'"),
+        (["calibrate", "--sizes=-4KiB"], "sizes are of 1 byte or more, got '-4KiB'"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -116,7 +119,9 @@ def test_requests_that_make_no_sense_exit_with_2_and_say_why(capsys, monkeypatch
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--shape", "8,x"], ["--memory-limit", "9 feet"], ["--mesh", "x=4,2"]])
+@pytest.mark.parametrize(
+    "option", [["--shape", "8,x"], ["--memory-limit", "9 feet"], ["--memory-limit", "inf"], ["--mesh", "x=4,2"]]
+)
 def test_options_that_cannot_be_read(capsys, option):
     with pytest.raises(SystemExit):
         main(["plan", *SWAP, *option])
@@ -239,6 +244,16 @@ def _calibrated(rank: int, world_size: int) -> None:
         assert len(_world.pg_map) == before
 
 
+def _mesh_of_other_ranks(rank: int, world_size: int, port: int) -> int:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        return main(["calibrate", "--mesh", "7", "--sizes", "4KiB"])
+
+
+def test_calibrate_refuses_a_mesh_of_other_ranks():
+    assert run_ranks(_mesh_of_other_ranks, 2, _free_port(), init_process_group=False) == [2, 2]
+
+
 def test_calibrate_leaves_no_groups_behind_and_says_that_nothing_fits():
     run_ranks(_calibrated, 4)
 
@@ -328,6 +343,12 @@ def test_ascii_pictures():
     assert "0-3" in Layout(mesh, []).picture(())
     with pytest.raises(LayoutError, match="too large"):
         Layout(Mesh(128), [0]).picture((128,))
+    with pytest.raises(LayoutError, match="536870912 pieces on one rank of dimension 0 is too large"):
+        Layout(mesh, [((0, 1), Cyclic(1))]).picture((2**31,))
+    for shape in ((0, 2), (4, 0), (0, 0)):
+        for fmt in ("ascii", "svg"):
+            with pytest.raises(LayoutError, match="no elements to draw"):
+                Layout(mesh, [0, 1]).picture(shape, fmt=fmt)
     with pytest.raises(LayoutError, match="dims"):
         Layout(mesh, [0, 1]).picture((4, 2), dims=(0, 0))
     with pytest.raises(LayoutError, match="fmt"):
@@ -403,8 +424,13 @@ def test_pictures_in_files(capsys, tmp_path):
             '{"format": "optim-redist.examples/1", "redistributions": [{"shape": [2]}]}',
             "plan.json is damaged: KeyError: 'name'",
         ),
+        (
+            '{"format": "optim-redist.examples/1", "redistributions": [{"id": "one", "shape": [2], "mesh": "x", '
+            '"src": {"map": [[0]], "block": [1]}}]}',
+            "plan.json is damaged: ValueError: invalid literal for int()",
+        ),
     ],
-    ids=["no JSON", "a list", "half a plan", "an example without its name"],
+    ids=["no JSON", "a list", "half a plan", "an example without its name", "an example on a text"],
 )
 def test_files_that_hold_something_else(capsys, tmp_path, text, message):
     path = tmp_path / "plan.json"
@@ -415,6 +441,7 @@ def test_files_that_hold_something_else(capsys, tmp_path, text, message):
 
 def test_a_plan_that_somebody_damaged(capsys, tmp_path):
     made = plan((8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])).to_json()
+    stage, topology = made["stages"][0], Topology.nodes(2).to_json()
     path = tmp_path / "plan.json"
     for changes, message in (
         ({"dtype": "b16"}, "dtype 'b16' is unknown here"),
@@ -422,10 +449,41 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
         ({"stages": None}, "plan.json is damaged: TypeError"),
         ({"peak_bytes": "64"}, "a plan's peak_bytes is a number, got '64'"),
         ({"memory_limit": []}, "a plan's memory_limit is a number, got []"),
+        ({"shape": [8.0, 8]}, "sizes must be integers, got 8.0"),
+        ({"stages": [{**stage, "rounds": 0}]}, "a stage runs in one round or more, got 0"),
+        ({"stages": [{**stage, "src": {**stage["src"], "partial": {"a": "sum"}}}]}, "plan.json is damaged: ValueError"),
+        ({"topology": {**topology, "rank_bandwidth": 0}}, "a topology has a bandwidth above 0 bytes per second, got 0"),
+        ({"topology": {**topology, "latency": None}}, "a topology has a latency of 0 seconds or more, got None"),
+        (
+            {"topology": {**topology, "levels": [{**topology["levels"][0], "size": 0}]}},
+            "level 'node' has groups of a whole number of ranks, got 0",
+        ),
+        ({"topology": {**topology, "levels": [{**topology["levels"][0], "name": []}]}}, "has a name, got []"),
     ):
         path.write_text(json.dumps({**made, **changes}))
         assert main(["verify", str(path)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"curves": None}, "model.json is damaged: AttributeError"),
+        ({"topology": {}}, "model.json is damaged: KeyError: 'levels'"),
+        ({"pack_bandwidth": 0}, "a cost model has a bandwidth above 0 bytes per second, got 0"),
+        ({"call_seconds": "1"}, "a cost model has a latency of 0 seconds or more, got '1'"),
+        ({"curves": {"all_to_all": [[0, 1e-6], [1, 1e-6]]}}, "the curve of all_to_all is (bytes, seconds) above 0"),
+        ({"curves": {"all_to_all": [[2, 1e-6], [1, 1e-6]]}}, "bytes ascending"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_cost_model_that_somebody_damaged(capsys, tmp_path, changes, message):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**CommModel.preset("nodes-400g").to_json(), **changes}))
+    with pytest.raises(SystemExit):
+        main(["plan", *SWAP, "--model", str(path)])
+    # argparse breaks lines
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_nodes_have_ranks(capsys):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optim_redist._mesh import int_tuple
 from optim_redist._progress import progress
-from optim_redist.cost import read_json
+from optim_redist.cost import read_json, reading
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import elements
 from optim_redist.layout import Layout
@@ -36,10 +37,8 @@ def read_tasks(path: Path) -> list[Task]:
     Raises:
         RedistError: naming the file, if it is neither of them, or lacks something.
     """
-    try:
+    with reading(path):
         return _tasks_of(path, read_json(path))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _tasks_of(path: Path, data: dict[str, Any]) -> list[Task]:
@@ -53,7 +52,7 @@ def _tasks_of(path: Path, data: dict[str, Any]) -> list[Task]:
     return [
         Task(
             row.get("id") or row["name"],
-            tuple(row["shape"]),
+            int_tuple(row["shape"], "sizes"),
             MultiAxisDist(row["mesh"], row["src"]["map"], row["src"]["block"]).to_layout(),
             MultiAxisDist(row["mesh"], row["dst"]["map"], row["dst"]["block"]).to_layout(),
             row["bounds"]["lower_bound"],

@@ -156,7 +156,10 @@ def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _sizes(text: str) -> list[int]:
-    return [parse_bytes(part) for part in text.split(",")]
+    found = [parse_bytes(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise RedistError(f"sizes are of 1 byte or more, got {text!r}")
+    return found
 
 
 def _model(text: str) -> CommModel:
@@ -288,6 +291,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         if options.mesh is not None:
             from torch.distributed.device_mesh import init_device_mesh
 
+            if options.mesh.num_ranks != dist.get_world_size():
+                raise RedistError(f"--mesh {options.mesh} is of other ranks than the {dist.get_world_size()} here")
             mesh = init_device_mesh(device, options.mesh.sizes, mesh_dim_names=options.mesh.names)
         model = calibrate(mesh=mesh, sizes=options.sizes, seconds=options.seconds, out=options.out)
         if dist.get_rank() == 0:

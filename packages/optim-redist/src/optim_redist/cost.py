@@ -15,9 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import exp, log
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,14 @@ _FORMAT = "optim-redist.model/1"
 # what is supposed of a machine that nobody has measured: the links of an H200 and one 400 Gb/s port a rank
 _RANK_BANDWIDTH, _PORT_BANDWIDTH = 300e9, 50e9  # bytes per second
 _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
+
+
+def _check_rates(what: str, bandwidth: Any, seconds: Any) -> None:
+    """Raise for what would divide by zero, or not at all, in the middle of planning."""
+    if not isinstance(bandwidth, Real) or not float(bandwidth) > 0:
+        raise RedistError(f"{what} has a bandwidth above 0 bytes per second, got {bandwidth!r}")
+    if not isinstance(seconds, Real) or not float(seconds) >= 0:
+        raise RedistError(f"{what} has a latency of 0 seconds or more, got {seconds!r}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,13 @@ class Level:
     latency: float
     size: int | None = None
     members: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise RedistError(f"a level of a topology has a name, got {self.name!r}")
+        _check_rates(f"level {self.name!r}", self.bandwidth, self.latency)
+        if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
+            raise RedistError(f"level {self.name!r} has groups of a whole number of ranks, got {self.size!r}")
 
     @lazy
     def _group_of(self) -> dict[int, int]:
@@ -83,6 +101,9 @@ class Topology:
     rank_bandwidth: float = _RANK_BANDWIDTH
     latency: float = _LATENCY
     levels: tuple[Level, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_rates("a topology", self.rank_bandwidth, self.latency)
 
     @classmethod
     def flat(cls, num_ranks: int = 0, *, bandwidth: float = _RANK_BANDWIDTH, latency: float = _LATENCY) -> Topology:
@@ -189,6 +210,13 @@ class CommModel:
     pack_bandwidth: float = 3e12
     call_seconds: float = 10e-6
 
+    def __post_init__(self) -> None:
+        _check_rates("a cost model", self.pack_bandwidth, self.call_seconds)
+        for op, curve in self.curves.items():
+            positive = all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in curve)
+            if not positive or any(a[0] > b[0] for a, b in pairwise(curve)):
+                raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, bytes ascending, got {curve}")
+
     def __hash__(self) -> int:
         return hash(self.id)
 
@@ -239,7 +267,8 @@ class CommModel:
     @classmethod
     def load(cls, path: str | Path) -> CommModel:
         """The model in a file that ``save`` or ``calibrate`` wrote."""
-        return cls.from_json(read_json(Path(path)))
+        with reading(Path(path)):
+            return cls.from_json(read_json(Path(path)))
 
     @classmethod
     def preset(cls, name: str) -> CommModel:
@@ -258,6 +287,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RedistError(f"{path}: an object of this package, got a JSON {type(data).__name__}")
     return data
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What a file lacks, or has of another kind than expected, is an error that names the file."""
+    try:
+        yield
+    except RedistError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def interpolate(curve: Curve, num_bytes: float) -> float:

@@ -15,6 +15,7 @@ from optim_redist._inside import Groups
 from optim_redist._lazy import lazy
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import CommModel
+from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
@@ -132,8 +133,10 @@ class Stage(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stage:
-        layouts = Layout.from_json(data["src"]), Layout.from_json(data["dst"])
-        return cls(data["op"], data["method"], *layouts, data["rounds"])
+        layouts, rounds = (Layout.from_json(data["src"]), Layout.from_json(data["dst"])), data["rounds"]
+        if not isinstance(rounds, int) or rounds < 1:
+            raise RedistError(f"a stage runs in one round or more, got {rounds!r}")
+        return cls(data["op"], data["method"], *layouts, rounds)
 
 
 class Step(NamedTuple):
