@@ -34,6 +34,7 @@ from optim_redist import (
     verify,
 )
 from optim_redist._methods.borders import border_volumes
+from optim_redist._methods.direct import direct_phases, direct_phases_on
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.relabel import _assign
 from optim_redist._methods.relay import busiest, relay_phases
@@ -275,6 +276,21 @@ def test_the_certificate_travels() -> None:
     error.add_note("rank 3 raised it")
     for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
         assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize("family", FAMILIES + "P")
+def test_what_one_rank_takes_part_in_is_its_part_of_the_phase(family: str) -> None:
+    compared = 0
+    for seed in range(60):
+        problem = Problem(*random_case(seed, family))
+        if problem.src_replicas > 1:
+            continue
+        (phase,) = direct_phases(problem)
+        for rank in problem.ranks:
+            (own,) = direct_phases_on(problem, rank)
+            assert own.transfers == tuple(t for t in phase.transfers if rank in (t.sender, t.receiver))
+            compared += len(own.transfers)
+    assert compared > 100
 
 
 def test_unknown_choices_are_refused() -> None:

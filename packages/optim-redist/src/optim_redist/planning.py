@@ -121,13 +121,15 @@ class Plan:
         return any(step.recv for step in self.steps)
 
     @lazy
+    def problems(self) -> tuple[Problem, ...]:
+        """What every stage has to solve."""
+        return tuple(Problem(self.shape, stage.src, stage.dst) for stage in self.stages)
+
+    @lazy
     def phases(self) -> tuple[tuple[Problem, tuple[Phase, ...]], ...]:
         """For every stage its problem and the transfers of its phases."""
-        found = []
-        for stage in self.stages:
-            problem = Problem(self.shape, stage.src, stage.dst)
-            found.append((problem, tuple(phases_of(problem, stage, self.topology))))
-        return tuple(found)
+        stages = zip(self.problems, self.stages, strict=True)
+        return tuple((problem, tuple(phases_of(problem, stage, self.topology))) for problem, stage in stages)
 
     def __str__(self) -> str:
         from optim_redist.plan_text import plan_table

@@ -116,7 +116,7 @@ class Program:
         self.stages = stage_programs(plan, rank, separate=self._separate)
         self._native = [
             self._native_reduction(problem) if stage.rounds == 1 else None
-            for stage, (problem, _) in zip(plan.stages, plan.phases)
+            for stage, problem in zip(plan.stages, plan.problems, strict=True)
         ]
         self._compared = not plan.communicates
         self._out_excess = _excess_of_out(plan)

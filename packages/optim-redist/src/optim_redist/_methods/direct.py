@@ -8,7 +8,7 @@ than that optimum. With a pending reduction every contribution travels to every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from optim_redist.boxes import Box, cut, fair_shares, volume
 from optim_redist.cost import Topology
@@ -33,12 +33,35 @@ def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest
     return [Phase.of("exchange", transfers)]
 
 
-def stays(problem: Problem) -> Iterator[Transfer]:
-    """What every rank keeps."""
+def direct_phases_on(problem: Problem, rank: int) -> list[Phase]:
+    """The transfers of ``direct_phases`` in which one rank takes part, where every part has one holder.
+
+    Those of all ranks together are as many as the square of their number, and each rank needs only its own.
+    """
+    assert problem.src_replicas == 1, "several holders share what is asked of all of them"
     reduces = problem.num_contributions > 1
-    for rank, dst in problem.dst_points.items():
-        src = problem.src_points.get(rank)
-        box = None if src is None else problem.common(src, dst)
+    src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
+    transfers = [*stays(problem, (rank,))]
+    if src is not None:
+        own = problem.contribution[rank]
+        number = own if reduces else -1
+        transfers += (
+            Transfer(rank, receiver, box, contribution=number) for receiver, box in _demands(problem, src, own)
+        )
+    for point, box in () if dst is None else problem.atoms_to(dst):
+        for contribution in range(problem.num_contributions):
+            (holder,) = problem.holders[point, contribution]
+            if holder != rank:
+                transfers.append(Transfer(holder, rank, box, contribution=contribution if reduces else -1))
+    return [Phase.of("exchange", transfers)]
+
+
+def stays(problem: Problem, ranks: Iterable[int] | None = None) -> Iterator[Transfer]:
+    """What every rank keeps, or each of some."""
+    reduces = problem.num_contributions > 1
+    for rank in problem.dst_points if ranks is None else ranks:
+        src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
+        box = None if src is None or dst is None else problem.common(src, dst)
         if box is not None:
             yield Transfer(rank, rank, box, contribution=problem.contribution[rank] if reduces else -1)
 

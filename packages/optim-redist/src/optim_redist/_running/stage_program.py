@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from optim_redist._methods.direct import direct_phases_on
 from optim_redist._running.rank_program import Bound, Message, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
 from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
@@ -34,20 +35,21 @@ class StageProgram:
         rank: int,
         dtype: torch.dtype,
         *,
+        reducing: Sequence[bool],
         src: Layout,
         dst: Layout,
         separate: bool,
     ) -> None:
-        """``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ.
+        """``reducing``: for every phase, whether it brings contributions; on ranks that take no part in one, too.
 
+        ``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ.
         With ``separate`` every message has a buffer of its own, else all of a phase share one.
         """
         self.dtype = dtype
         self.separate = separate
         self.bits = bits_type(dtype)
         self.phases = rank_phases(problem, phases, rank)
-        # the phases that bring contributions; on ranks that take no part in one, too
-        self._reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
+        self._reducing = reducing
         self.src_shape = _local_shape(src, problem.shape, rank)
         self.dst_shape = _local_shape(dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
@@ -207,18 +209,27 @@ class StageProgram:
 def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[StageProgram]:
     """A rank's part of every stage of a plan."""
     dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
-    return [
-        StageProgram(
-            problem,
-            phases,
-            rank,
-            dtype,
-            src=problem.src if number else plan.src,
-            dst=plan.dst if number == last else problem.dst,
-            separate=separate,
+    found = []
+    for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
+        phases: Sequence[Phase]
+        if stage.method in ("direct", "nearest") and stage.rounds == 1 and problem.src_replicas == 1:
+            phases, reducing = direct_phases_on(problem, rank), [problem.num_contributions > 1]
+        else:
+            phases = plan.phases[number][1]
+            reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
+        found.append(
+            StageProgram(
+                problem,
+                phases,
+                rank,
+                dtype,
+                reducing=reducing,
+                src=problem.src if number else plan.src,
+                dst=plan.dst if number == last else problem.dst,
+                separate=separate,
+            )
         )
-        for number, (problem, phases) in enumerate(plan.phases)
-    ]
+    return found
 
 
 def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
