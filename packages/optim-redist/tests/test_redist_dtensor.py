@@ -147,6 +147,7 @@ def test_placements_of_layouts_that_torch_can_say(layout, shape, expected):
         (Layout(Mesh((2, 2)), [(0, 1)]), (10,)),  # 3, 3, 3, 1 where nested chunks give 3, 2, 3, 2
         (Layout(Mesh(4), [(0, Ragged([0, 1, 2, 3, 10]))]), (10,)),
         (Layout(Mesh(2), [(0, Cyclic(4))]), (10,)),
+        (Layout(Mesh(2), [(0, Cyclic(1))]), (2**40,)),  # a split factor of 2^39, piece by piece
     ],
     ids=str,
 )

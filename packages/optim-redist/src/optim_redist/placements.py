@@ -29,6 +29,8 @@ from optim_redist.layout import Axis, Block, Chunk, Cyclic, Kind, Layout, Mesh, 
 StridedReading = Literal["replay", "ordered"]
 # for each tensor dimension that is split over several axes, the axes in the order in which they cut
 ShardOrder = dict[int, tuple[int, ...]]
+# split factors beyond are not looked for: torch lists every piece, and so would we
+_MOST_PIECES = 2**20
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def placements_of(layout: Layout, shape: Sequence[int], *, flat: bool = False) -
     ``flat`` says how strided shards are cut, as for ``layout_from``.
 
     Raises:
-        NotRepresentableError: if torch's splitting cannot give what the layout says.
+        NotRepresentableError: if torch's splitting cannot give what the layout says, or only in millions of pieces.
     """
     layout.check_shape(shape)
     placements = [REPLICATE] * layout.mesh.num_axes
@@ -158,7 +160,8 @@ def _notation(layout: Layout, tensor_dim: int, n: int, flat: bool) -> tuple[dict
     if gives(Chunk(), left_to_right):
         return {}, left_to_right
     factors = _split_factors(split, layout.mesh, n)
-    if gives(Strided(tuple(factors[axis] for axis in left_to_right), flat), left_to_right):
+    strided = Strided(tuple(factors[axis] for axis in left_to_right), flat)
+    if max(factors.values()) <= _MOST_PIECES and gives(strided, left_to_right):
         return factors, left_to_right
     for cutting in [axes, *permutations(left_to_right)]:
         if gives(Chunk(), cutting):
