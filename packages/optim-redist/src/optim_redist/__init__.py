@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers see; the rest of this module is what run
         UnsupportedError,
     )
     from optim_redist.execute import redistribute_local, simulate
+    from optim_redist.handle import Handle
     from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Layout, Mesh, Ragged, Strided
     from optim_redist.lower_bounds import Bounds, bounds
     from optim_redist.many import Item, redistribute_many
@@ -30,8 +31,9 @@ if TYPE_CHECKING:  # what type checkers see; the rest of this module is what run
     from optim_redist.ownership import same_ownership
     from optim_redist.parsing import parse_layout
     from optim_redist.plan_text import explain
-    from optim_redist.planning import Plan, plan
-    from optim_redist.program import Handle, Program, compile
+    from optim_redist.planning import plan
+    from optim_redist.plans import Plan
+    from optim_redist.program import Program, compile
     from optim_redist.redistribution import redistribute
     from optim_redist.redistributors import MemoryConstrainedRedist, NaiveGathererRedist, OptimalRedist, Redistributor
     from optim_redist.repeated import RepeatedExchange
@@ -49,6 +51,7 @@ _MODULE_OF = {
         "UnsupportedError",
     ],
     "execute": ["redistribute_local", "simulate"],
+    "handle": ["Handle"],
     "layout": ["Block", "Chunk", "Cyclic", "Intervals", "Layout", "Mesh", "Ragged", "Strided"],
     "many": ["Item", "redistribute_many"],
     "lower_bounds": ["Bounds", "bounds"],
@@ -56,9 +59,10 @@ _MODULE_OF = {
     "parsing": ["parse_layout"],
     "plan_text": ["explain"],
     "moves": ["Step"],
-    "planning": ["Plan", "plan"],
+    "planning": ["plan"],
+    "plans": ["Plan"],
     "verification": ["Verification", "verify"],
-    "program": ["Handle", "Program", "compile"],
+    "program": ["Program", "compile"],
     "repeated": ["RepeatedExchange"],
     "collective_costs": ["Cost", "CostModel", "IdealLowerBoundsCM", "TextbookCM"],
     "multi_axis": ["MultiAxisDist"],

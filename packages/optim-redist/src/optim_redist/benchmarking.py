@@ -28,7 +28,8 @@ from optim_redist.execute import program_for
 from optim_redist.layout import Layout
 from optim_redist.parsing import parse_layout
 from optim_redist.plan_text import align
-from optim_redist.planning import Plan, plan
+from optim_redist.planning import plan
+from optim_redist.plans import Plan
 
 # moves on a mesh of one axis and on a mesh of two, as placements
 FLAT_MOVES = [

@@ -13,7 +13,8 @@ from optim_redist.errors import RedistError
 from optim_redist.index_sets import elements
 from optim_redist.layout import Layout
 from optim_redist.multi_axis import MultiAxisDist
-from optim_redist.planning import Plan, plan
+from optim_redist.planning import plan
+from optim_redist.plans import Plan
 from optim_redist.verification import verify
 
 if TYPE_CHECKING:

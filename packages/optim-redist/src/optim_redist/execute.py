@@ -15,9 +15,11 @@ from optim_redist._running.stage_program import StageProgram, slots
 from optim_redist._running.views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
+from optim_redist.handle import Handle
 from optim_redist.layout import Layout
-from optim_redist.planning import Plan, plan
-from optim_redist.program import Handle, Program, compile
+from optim_redist.planning import plan
+from optim_redist.plans import Plan
+from optim_redist.program import Program, compile
 
 _programs: Recent[tuple[object, Program]] = Recent(1024)
 

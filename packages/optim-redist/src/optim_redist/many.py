@@ -22,9 +22,10 @@ from optim_redist._running.stage_program import StageProgram, stage_programs
 from optim_redist._running.views import Copy, copy_together, refuse_dtensor, resolved
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, UnsupportedError, noting
+from optim_redist.handle import Handle, done
 from optim_redist.layout import Layout
-from optim_redist.planning import Plan, plan
-from optim_redist.program import Handle, done
+from optim_redist.planning import plan
+from optim_redist.plans import Plan
 
 _ALIGNMENT = 16  # bytes: the widest element
 _CACHE_SIZE = 64

@@ -19,7 +19,7 @@ from optim_redist.units import format_bytes
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 PictureFormat = Literal["ascii", "svg", "matplotlib"]
 

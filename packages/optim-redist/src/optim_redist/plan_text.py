@@ -12,7 +12,7 @@ from optim_redist.problem import Problem
 from optim_redist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 Traffic = dict[tuple[int, int], int]
 

@@ -24,9 +24,9 @@ from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
+from optim_redist.handle import Handle
 from optim_redist.layout import Layout
 from optim_redist.placements import ShardOrder, as_shard_order
-from optim_redist.program import Handle
 
 
 class _Place(NamedTuple):

@@ -21,7 +21,7 @@ from optim_redist._running.collectives import Waitable
 from optim_redist._running.views import Copy, Together, extent, refuse_dtensor, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.many import ManyProgram, slot_of
-from optim_redist.planning import Plan
+from optim_redist.plans import Plan
 
 _ALIGNMENT = 16  # bytes: copies as wide as can be
 

@@ -30,7 +30,7 @@ from optim_redist.ownership import same_ownership
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 
 @dataclass(frozen=True)

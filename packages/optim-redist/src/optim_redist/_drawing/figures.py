@@ -13,7 +13,7 @@ from optim_redist.plan_text import traffic
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 
 def plan_figure(plan: Plan, layouts: Sequence[tuple[str, Layout]], ranks: Sequence[int]) -> Any:

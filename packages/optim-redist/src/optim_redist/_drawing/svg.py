@@ -12,7 +12,7 @@ from optim_redist.units import format_bytes
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 _CELL, _GAP, _FONT = 26, 28, 11  # pixels
 

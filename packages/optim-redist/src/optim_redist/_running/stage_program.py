@@ -22,7 +22,7 @@ from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.planning import Plan
+    from optim_redist.plans import Plan
 
 
 class StageProgram:

@@ -1,0 +1,101 @@
+"""A redistribution under way: whoever asked for it goes on, and waits for the result later."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, suppress
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from optim_redist._running.collectives import Waitable
+
+Result = TypeVar("Result")
+
+
+class Handle(Generic[Result]):
+    """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
+
+    It may read the source until then, so nobody writes to it, as to what torch's asynchronous collectives are given.
+
+    Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
+    waiting waits then, and warns. One that takes several exchanges, as under a memory limit, starts the later ones
+    while it is waited for, so all ranks wait for such handles in the same order.
+
+    It goes on as it began, wherever it is waited for: in inference mode or not, and on the CUDA stream on which its
+    buffers were taken, so that they are not taken again before they have been read. The stream that waits follows.
+    """
+
+    def __init__(self, steps: Generator[Waitable | None, None, Result], device: torch.device | None = None) -> None:
+        """``device``: where the buffers are, None where all is done when ``wait`` returns."""
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        self._result: Result
+        self._error: BaseException | None = None
+        self._work = next(steps, None)
+        # the generator owns the source, the buffers and the target
+        self._steps: Generator[Waitable | None, None, Result] | None = steps
+
+    def wait(self) -> Result:
+        """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            with self._as_begun():
+                self._finish(steps)
+            if self._stream is not None:
+                _hand_over(self._result, self._stream)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
+        work, self._work = self._work, None
+        while True:
+            try:
+                try:
+                    if work is not None:
+                        work.wait()
+                except BaseException as error:
+                    # it knows in which step that was
+                    steps.throw(error)
+                # it holds the buffers of its round
+                del work
+                work = next(steps)
+            except StopIteration as stop:
+                self._result = stop.value
+                break
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def _as_begun(self) -> ExitStack:
+        contexts = ExitStack()
+        if torch.is_inference_mode_enabled() != self._is_inference:
+            contexts.enter_context(torch.inference_mode(self._is_inference))
+        if self._stream is not None and torch.cuda.current_stream(self._stream.device) != self._stream:
+            contexts.enter_context(torch.cuda.stream(self._stream))
+        return contexts
+
+    def __del__(self) -> None:
+        if getattr(self, "_steps", None) is not None:
+            warnings.warn("a redistribution was dropped without wait(); it is waited for now", stacklevel=2)
+            with suppress(RuntimeError):
+                self.wait()
+
+
+def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
+    """Let the current stream use what was made on another."""
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
+        for tensor in result.values() if isinstance(result, dict) else result if isinstance(result, list) else [result]:
+            if tensor is not None:
+                # its memory is that of the other stream
+                tensor.record_stream(current)
+
+
+def done(result: Result) -> Generator[None, None, Result]:
+    """The steps of a redistribution that has none."""
+    yield None
+    return result

@@ -1,0 +1,200 @@
+"""A plan: how one tensor gets from one layout to another, what that costs, and what no other plan can beat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._lazy import lazy
+from optim_redist._mesh import int_tuple
+from optim_redist._methods.candidates import phases_of
+from optim_redist.cost import Topology
+from optim_redist.errors import RedistError
+from optim_redist.layout import Layout
+from optim_redist.lower_bounds import Bounds
+from optim_redist.moves import Phase, Stage, Step
+from optim_redist.problem import Problem
+
+if TYPE_CHECKING:
+    from optim_redist.pictures import PictureFormat
+
+_FORMAT = "optim-redist.plan"
+_VERSION = 1
+
+
+class Alternative(NamedTuple):
+    """A plan that was not chosen, and why."""
+
+    planner: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one tensor gets from one layout to another; immutable and the same on every rank.
+
+    Attributes:
+        shape, dtype, src, dst: the task.
+        model: id of the cost model that chose.
+        topology: its groups of ranks.
+        planner: which planner it is from.
+        stages: the layouts it goes through, each with the method that gets there.
+        steps: the exchanges, with what they move and cost.
+        bounds: what no plan can beat.
+        time: predicted seconds.
+        peak_bytes: bytes that the fullest rank holds at once: source, target and buffers.
+        gap: time above the bound on time, relative to it; 0 if nothing moves.
+        volume_ratio: volume of the busiest rank over ``bounds.lb``; 1 if nothing has to move.
+        memory_limit: the limit it respects, in bytes.
+        donate: whether the source may be overwritten.
+        deterministic: whether reductions run in rank order everywhere.
+        alternatives: the candidates that lost.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    src: Layout
+    dst: Layout
+    model: str
+    topology: Topology
+    planner: str
+    stages: tuple[Stage, ...]
+    steps: tuple[Step, ...]
+    bounds: Bounds
+    time: float
+    peak_bytes: int
+    gap: float
+    volume_ratio: float
+    memory_limit: int | None
+    donate: bool
+    deterministic: bool
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @lazy
+    def hash(self) -> str:
+        """SHA-256 of ``canonical_text``."""
+        return hashlib.sha256(self.canonical_text().encode()).hexdigest()
+
+    def canonical_text(self) -> str:
+        """All that ranks have to agree on, one number or name a line, behind the path to it in `to_json`.
+
+        It has the layouts in canonical form and without names of axes, so plans between layouts of equal ownership
+        have equal texts, however the layouts are written; but those with pending reductions are as they are written.
+        """
+        found = self.to_json()
+        for name in ("src", "dst", "alternatives"):
+            del found[name]
+        for stage in found["stages"]:
+            for side in ("src", "dst"):
+                stage[side]["mesh"]["names"] = None
+        for step in found["steps"]:
+            del step["layout"]
+        return "\n".join(f"{name}: {json.dumps(value)}" for name, value in _leaves("plan", found))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any rank sends anything."""
+        return any(step.recv for step in self.steps)
+
+    @lazy
+    def problems(self) -> tuple[Problem, ...]:
+        """What every stage has to solve."""
+        return tuple(Problem(self.shape, stage.src, stage.dst) for stage in self.stages)
+
+    @lazy
+    def phases(self) -> tuple[tuple[Problem, tuple[Phase, ...]], ...]:
+        """For every stage its problem and the transfers of its phases."""
+        stages = zip(self.problems, self.stages, strict=True)
+        return tuple((problem, tuple(phases_of(problem, stage, self.topology))) for problem, stage in stages)
+
+    def __str__(self) -> str:
+        from optim_redist.plan_text import plan_table
+
+        return plan_table(self)
+
+    def explain(self) -> str:
+        """Why this plan, what binds, and what every alternative would cost."""
+        from optim_redist.plan_text import explain
+
+        return explain(self)
+
+    def picture(self, fmt: PictureFormat = "ascii") -> Any:
+        """Source, target and how much goes from rank to rank: text, SVG text or a matplotlib figure."""
+        from optim_redist.pictures import plan_picture
+
+        return plan_picture(self, fmt)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data; ``from_json`` reads it back."""
+        return {
+            "format": f"{_FORMAT}/{_VERSION}",
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "src": self.src.to_json(),
+            "dst": self.dst.to_json(),
+            "model": self.model,
+            "topology": self.topology.to_json(),
+            "planner": self.planner,
+            "memory_limit": self.memory_limit,
+            "donate": self.donate,
+            "deterministic": self.deterministic,
+            "stages": [stage.to_json() for stage in self.stages],
+            "steps": [step._asdict() for step in self.steps],
+            "bounds": self.bounds.to_json(),
+            "time": self.time,
+            "peak_bytes": self.peak_bytes,
+            "gap": self.gap,
+            "volume_ratio": self.volume_ratio,
+            "alternatives": [other._asdict() for other in self.alternatives],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` wrote; newer formats are refused."""
+        name, _, version = str(data.get("format")).partition("/")
+        if name != _FORMAT or not version.isdecimal() or int(version) > _VERSION:
+            raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
+        found = dict(data)
+        del found["format"]
+        fields = cls.__dataclass_fields__.keys()
+        if found.keys() != fields:
+            raise RedistError(f"{_FORMAT}/{_VERSION} has other fields: {sorted(found.keys() ^ fields)}")
+        for field in ("time", "peak_bytes", "gap", "volume_ratio", "memory_limit"):
+            value = found[field]
+            if not isinstance(value, Real) and not (field == "memory_limit" and value is None):
+                raise RedistError(f"a plan's {field} is a number, got {value!r}")
+        return cls(
+            **{
+                **found,
+                "shape": int_tuple(found["shape"], "sizes"),
+                "dtype": dtype_name(found["dtype"]),
+                "src": Layout.from_json(found["src"]),
+                "dst": Layout.from_json(found["dst"]),
+                "topology": Topology.from_json(found["topology"]),
+                "stages": tuple(Stage.from_json(stage) for stage in found["stages"]),
+                "steps": tuple(Step(**{**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
+                "bounds": Bounds.from_json(found["bounds"]),
+                "alternatives": tuple(Alternative(**other) for other in found["alternatives"]),
+            }
+        )
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What objects and lists inside each other end in, behind the keys and numbers that lead there."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    is_leaf = True
+    for key, each in inside:
+        is_leaf = False
+        yield from _leaves(f"{path}.{key}", each)
+    if is_leaf:
+        yield path, value
