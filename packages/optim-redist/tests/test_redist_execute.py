@@ -734,6 +734,12 @@ def _dropped_handle(rank: int, world: int) -> None:
         handles.clear()
 
 
+def test_a_call_that_frees_its_source_is_not_replayed() -> None:
+    task = (8,), "float32", Layout(Mesh(1), [None]), Layout(Mesh(1), [0])
+    assert compile(plan(*task)).graph_safe
+    assert not compile(plan(*task, donate=True)).graph_safe
+
+
 def test_a_dropped_handle_waits_and_warns() -> None:
     run_ranks(_dropped_handle, 4)
 

@@ -60,9 +60,10 @@ class Program:
     def graph_safe(self) -> bool:
         """Whether a CUDA graph may capture a call that has run before, into a given ``out``.
 
-        Everything a call does is then device work: copies, and collectives of NCCL.
+        Everything a call does is then device work: copies, and collectives of NCCL. A source that is donated has no
+        memory left for a replay to read.
         """
-        return self._compared and (self.team is None or self.team.is_nccl)
+        return self._compared and not self.plan.donate and (self.team is None or self.team.is_nccl)
 
     @overload
     def __call__(
