@@ -159,7 +159,9 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
 
     def encode(x: Tensor, uniform: Tensor | None) -> Tensor:
         y = torch.where(finite, x, 0.0) * up * factor
-        codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform)
+        # of roots it is the squares that are decoded
+        squared = fmt.companding == "sqrt"
+        codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform, squared=squared)
         return torch.where(x > 0, codes.clamp(min=1), 0) if fmt.unsigned else codes
 
     uniforms = [None, None] if uniform is None else _by_place_in_byte(uniform, fmt)

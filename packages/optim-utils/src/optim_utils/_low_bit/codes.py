@@ -89,13 +89,20 @@ class Code:
             return torch.where(rank < 0, self.count // 2 - rank, rank)
         return rank & (self.count - 1)
 
-    def encode_at_random(self, y: Tensor, uniform: Tensor) -> Tensor:
-        """The code of one of y's two neighbours: the upper one if ``uniform < (y - lower) / (upper - lower)``."""
+    def encode_at_random(self, y: Tensor, uniform: Tensor, *, squared: bool = False) -> Tensor:
+        """The code of one of y's two neighbours, such that the mean of its number is y.
+
+        It is the upper one if ``uniform < (y - lower) / (upper - lower)``. With ``squared`` the mean of the number's
+        square is that of y, and all three are squared there.
+        """
         nearest = self.encode(y)
         lower = self.rank_of_code(nearest) - (y < self.look_up(nearest)).to(torch.int32)
         lower = lower.clamp(self.lowest, self.highest - 1)
         below, above = (self.look_up(self.code_of_rank(rank)) for rank in (lower, lower + 1))
-        return self.code_of_rank(lower + (uniform < (y - below) / (above - below)).to(torch.int32))
+        chance = (y - below) / (above - below)
+        if squared:
+            chance = chance * ((y + below) / (above + below))
+        return self.code_of_rank(lower + (uniform < chance).to(torch.int32))
 
 
 def code_of(fmt: LowBitFormat) -> Code:
