@@ -55,6 +55,8 @@ class Rule:
             raise ValueError(f"{self}: to has to be one of {', '.join(get_args(Kind))}")
         if self.role is not None and self.role not in get_args(Role):
             raise ValueError(f"{self}: role has to be one of {', '.join(get_args(Role))}")
+        if self.role == "frozen" and self.to not in (None, "frozen"):
+            raise ValueError(f"{self}: role 'frozen' is updated by no optimizer; drop role or to")
         if self.to == "muon" and self.role not in (None, "matrix"):
             raise ValueError(f"{self}: role {self.role!r} is updated by AdamW; drop role or to")
         if self.describes_matrices and self.kind != "muon":
@@ -101,7 +103,8 @@ def _check_sizes(name: str, sizes: int | Sequence[int] | None) -> None:
     if sizes is None:
         return
     listed = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, Sequence) else []
-    if not listed or not all(isinstance(size, int) and size >= 1 for size in listed):
+    # True would be one part, where somebody may mean that there are some
+    if not listed or not all(isinstance(size, int) and size >= 1 and size is not True for size in listed):
         raise ValueError(f"{name} has to be an integer or a sequence of integers, each at least 1, got {sizes!r}")
 
 
