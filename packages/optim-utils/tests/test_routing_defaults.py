@@ -59,6 +59,10 @@ class VocabularyEmbedding(nn.Module):
         ({"a": Weights(weight_g=(3, 1), weight_v=(3, 2))}, {"a.weight_g": "vector", "a.weight_v": "matrix"}),
         ({"a": Weights(shared_gate=(1, 3), token=(1, 1, 3))}, {"a.shared_gate": "vector", "a.token": "vector"}),
         ({"score": nn.Linear(3, 1, bias=False)}, {"score.weight": "head"}),
+        # filters of one channel, also if one a group, and a gate for each expert
+        ({"a": nn.Conv2d(6, 1, 3, bias=False)}, {"a.weight": "vector"}),
+        ({"a": nn.Conv1d(6, 2, 3, groups=2, bias=False)}, {"a.weight": "vector"}),
+        ({"experts": Weights(gate=(4, 1, 3), up=(4, 2, 3))}, {"experts.gate": "vector", "experts.up": "matrix"}),
         ({"embed": Weights(weight=(1, 3))}, {"embed.weight": "embedding"}),
         (
             {"layers.0.mixer": Weights(A_log=(4, 3), D=(4,))},
@@ -70,6 +74,31 @@ def test_roles(modules, expected):
     table = route_parameters(nested(modules))
     assert roles(table) == expected
     assert {route.name for route in table.to("muon")} == {name for name, role in expected.items() if role == "matrix"}
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes"),
+    [
+        (nn.LSTM(5, 2, bias=False), {"weight_ih_l0": ((2, 5),) * 4, "weight_hh_l0": ((2, 2),) * 4}),
+        (nn.GRU(5, 2, bias=False), {"weight_ih_l0": ((2, 5),) * 3, "weight_hh_l0": ((2, 2),) * 3}),
+        (nn.RNN(5, 2, bias=False), {"weight_ih_l0": ((2, 5),), "weight_hh_l0": ((2, 2),)}),
+        (nn.LSTMCell(5, 2, bias=False), {"weight_ih": ((2, 5),) * 4, "weight_hh": ((2, 2),) * 4}),
+        (nn.GRUCell(5, 2, bias=False), {"weight_ih": ((2, 5),) * 3, "weight_hh": ((2, 2),) * 3}),
+        (
+            nn.LSTM(5, 3, proj_size=2, bias=False),
+            {"weight_ih_l0": ((3, 5),) * 4, "weight_hh_l0": ((3, 2),) * 4, "weight_hr_l0": ((2, 3),)},
+        ),
+    ],
+)
+def test_gates_of_recurrent_layers_are_matrices_of_their_own(module, shapes):
+    model = nested({"body": module})
+    assert {route.name.removeprefix("body."): route.view.shapes for route in route_parameters(model)} == shapes
+    assert all(route.num_matrices == 1 for route in route_parameters(model, Rule("*", split=1)))
+
+
+def test_the_gates_are_the_parts_along_a_dimension_that_a_rule_names():
+    model = nested({"body": nn.LSTM(5, 2, bias=False)})
+    assert route_parameters(model, Rule("*", split_dim=0))["body.weight_ih_l0"].view.shapes == ((2, 5),) * 4
 
 
 @pytest.mark.parametrize("magnitude_dim", [0, None])

@@ -89,6 +89,10 @@ def test_a_rule_for_adamw_keeps_the_role_that_the_default_would_give():
     model = gpt2(4, 1, 8)
     table = route_parameters(model, [Rule("*", to="adamw")])
     assert Counter(route.role for route in table) == {"matrix": 4, "embedding": 2, "vector": 10}
+    # of which the first would be one row, too
+    convolutions = nested({"a": nn.Conv1d(3, 1, 1), "b": nn.Conv1d(8, 1, 3), "c": nn.Conv1d(8, 6, 3)})
+    by_default = [route.role for route in route_parameters(convolutions)]
+    assert [route.role for route in route_parameters(convolutions, Rule("*", to="adamw"))] == by_default
 
 
 def test_the_first_rule_that_matches_wins(caplog):

@@ -188,9 +188,10 @@ def route_parameters(
 
     In this order decide: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces, by name;
     norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; what is one row or
-    column; other convolutions, flattened; hidden matrices, fused ones split by their names; stacked experts. Parameters
-    are told apart by identity: tied ones have one row and all names. What a weight is computed from by torch's
-    parametrizations counts as the weight; the magnitudes of a weight norm are vectors.
+    column; other convolutions, flattened; hidden matrices, fused ones split by their names, gates of torch's LSTM and
+    GRU by their modules; stacked experts. Parameters are told apart by identity: tied ones have one row and all names.
+    What a weight is computed from by torch's parametrizations counts as the weight; the magnitudes of a weight norm are
+    vectors.
 
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optim_utils._combined_linear import CombinedLinear
-from optim_utils._routing.fused_weights import matrix_view
+from optim_utils._routing.fused_weights import is_of_lines, matrix_view
 from optim_utils._routing.leaf import CONVOLUTIONS, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
 from optim_utils._routing.rules import Kind, Role, Rule
@@ -85,7 +85,7 @@ def _first_answer(leaf: Leaf) -> Decision:
 
 def _elementwise_role(leaf: Leaf) -> Role:
     """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in (_vector, _magnitude, _bias, _elementwise, _norm, _embedding, _head, _line):
+    for question in _QUESTIONS_OF_ROLE:
         if (decision := question(leaf)) is not None:
             return decision.role
     return "matrix"
@@ -167,8 +167,8 @@ def _first_convolution(leaf: Leaf) -> Decision | None:
 
 
 def _line(leaf: Leaf) -> Decision | None:
-    """A gate with one output, or a token that is learned: nothing to orthogonalize."""
-    return Decision("adamw", "vector", "one row or column") if sum(size != 1 for size in leaf.shape) <= 1 else None
+    """A gate with one output, a filter of one channel, a token that is learned: nothing to orthogonalize."""
+    return Decision("adamw", "vector", "one row or column") if is_of_lines(leaf) else None
 
 
 def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
@@ -176,13 +176,12 @@ def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
         kind = "hidden convolution"
     else:
         kind = "experts" if len(leaf.shape) == 3 else "hidden matrix"
-    return f"{kind}, fused by name" if view.split else kind
+    if not view.split:
+        return kind
+    return f"{kind}, fused gates" if leaf.is_in(nn.RNNBase, nn.RNNCellBase) else f"{kind}, fused by name"
 
 
-_QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
-    _frozen,
-    _unsupported,
-    _flattened,
+_QUESTIONS_OF_ROLE: tuple[Callable[[Leaf], Decision | None], ...] = (
     _vector,
     _magnitude,
     _bias,
@@ -193,3 +192,4 @@ _QUESTIONS: tuple[Callable[[Leaf], Decision | None], ...] = (
     _first_convolution,
     _line,
 )
+_QUESTIONS = (_frozen, _unsupported, _flattened, *_QUESTIONS_OF_ROLE)

@@ -1,4 +1,4 @@
-"""Which matrices lie in a weight: fused Q, K, V, gate and up, heads, experts, convolutions, (in, out) storage.
+"""Which matrices lie in a weight: Q, K, V; gate and up; recurrent gates; heads; experts; convolutions; (in, out) ones.
 
 `matrix_view` starts from what the module and the name say and lets a rule's arguments take precedence. Where neither
 says enough it raises a `Refusal` that proposes a rule.
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from torch import nn
+
 from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
 
-__all__ = ["matrix_view"]
+__all__ = ["is_of_lines", "matrix_view"]
 
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
@@ -24,6 +26,9 @@ _WHOLE = "split=1"
 # What the gate and up projections feed into; its shape tells along which dimension those two are fused.
 _DOWN_OF = {"gate_up_proj": "down_proj", "w13": "w2"}
 _GATE_UP_OF = {down: gate_up for gate_up, down in _DOWN_OF.items()}
+# Recurrent layers of torch, and of how many matrices, one below the other, their weights of inputs and states consist.
+_GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
+_is_of_gates = matcher("weight_ih*", "weight_hh*")
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,16 @@ def matrix_view(
         return view if num_heads is None else replace(view, num_heads=_heads(view, num_heads))
     except ValueError as error:
         raise Refusal(str(error), _WHOLE) from error
+
+
+def is_of_lines(leaf: Leaf) -> bool:
+    """Whether each matrix of ``leaf`` is one row or column."""
+    if sum(size != 1 for size in leaf.shape) <= 1:
+        return True
+    try:
+        return 1 in _stored_matrices(leaf, None).stored_matrix[-2:]
+    except (Refusal, ValueError):
+        return False
 
 
 def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
@@ -151,14 +166,23 @@ def _is_fused_by_name(leaf: Leaf) -> bool:
 
 
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
-    """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight."""
+    """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight; and gates."""
     if leaf.is_called(_is_qkv):
         _check_is_weight(leaf, _is_qkv, view.stored_matrix[-1 if transposed else -2], parts=3)
         return _qkv(leaf, view)
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
+    if (gates := _num_gates(leaf)) > 1:
+        return _Fusion((view.stored_matrix[-2] // gates,) * gates)
     return _Fusion()
+
+
+def _num_gates(leaf: Leaf) -> int:
+    """How many gates a recurrent layer has in the weight; 1 for every other weight."""
+    if not any(_is_of_gates(path[-1]) for path in leaf.paths):
+        return 1
+    return next((count for kind, count in _GATES.items() if leaf.is_in(kind)), 1)
 
 
 def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
@@ -209,7 +233,7 @@ def _asked_fusion(
     if split_dim is not None:
         dims = [_matrix_dim(view, split_dim)]
     if split is None:
-        split = 3 if leaf.is_called(_is_qkv) else 2
+        split = 3 if leaf.is_called(_is_qkv) else max(2, _num_gates(leaf))
     if isinstance(split, int):
         # Equal parts are meant along the dimension that is that many times the other, if there is one.
         dim = next((dim for dim in dims if extent[dim] == split * extent[-3 - dim]), dims[0])
