@@ -329,6 +329,41 @@ def test_a_refused_load_leaves_no_objects_that_it_made():
     assert not any(state_of(fresh))
 
 
+class CountingSgd(Sgd):
+    """Counts its steps in its groups, and may fail in one after it has made some state."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        if self.fails:
+            raise ArithmeticError("no step without a gradient")
+
+
+def test_a_refused_load_leaves_the_groups_as_they_were():
+    _, optimizer = trained(2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["preconditioner"]["codes"] = torch.zeros(99, dtype=torch.uint8)
+    fresh = CountingSgd(trained(0)[0].parameters())
+    attach_state_dict_hooks(fresh)
+    before = copy.deepcopy(fresh.state_dict()["param_groups"])
+    with pytest.raises(StateLoadError):
+        fresh.load_state_dict(saved)
+    assert fresh.state_dict()["param_groups"] == before
+
+
+def test_a_step_that_fails_while_it_makes_objects_leaves_none():
+    saved = trained(2)[1].state_dict()
+    fresh = CountingSgd(trained(0)[0].parameters())
+    attach_state_dict_hooks(fresh)
+    fresh.fails = True
+    with pytest.raises(ArithmeticError):
+        fresh.load_state_dict(saved)
+    assert not any(state_of(fresh))
+
+
 @pytest.mark.parametrize("wrong", ["groups", "sizes"])
 def test_a_load_that_torch_refuses_leaves_no_objects_that_it_made(wrong):
     saved = trained(2)[1].state_dict()

@@ -118,8 +118,7 @@ class StateDictHooks:
                 self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
             report = self._plan.check(strict=self._strict)
         except BaseException:
-            for param in made:
-                optimizer.state.pop(param, None)
+            _drop_states(optimizer, made)
             raise
         for issue in report.problems:
             logger.warning(in_words(issue))
@@ -292,7 +291,8 @@ def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> l
     everyone = [param for group in optimizer.param_groups for param in group["params"]]
     values = [param.detach().clone() for param in params]
     gradients = [param.grad for param in everyone]
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # all of them: a step may count itself there
+    groups = [dict(group) for group in optimizer.param_groups]
     try:
         for param in everyone:
             param.grad = torch.zeros_like(param) if param in wanted else None
@@ -300,16 +300,25 @@ def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> l
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         optimizer.step()
+    except BaseException:
+        _drop_states(optimizer, params)
+        raise
     finally:
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = rates.pop(0)
+        for group, before in zip(optimizer.param_groups, groups):
+            group.clear()
+            group.update(before)
         for param, gradient in zip(everyone, gradients):
             param.grad = gradient
         with torch.no_grad():
             for param, value in zip(params, values):
                 param.copy_(value)
     return params
+
+
+def _drop_states(optimizer: Optimizer, params: list[Tensor]) -> None:
+    """Take the states of ``params`` away again."""
+    for param in params:
+        optimizer.state.pop(param, None)
 
 
 def _may_be_object(value: object) -> bool:
