@@ -293,6 +293,13 @@ def test_sums_of_numpy_numbers_do_not_wrap_around(dtype):
     assert split.loads == split.memory_loads == (2 * largest, 2 * largest)
 
 
+def test_a_number_of_ranks_may_be_numpys():
+    numpy = pytest.importorskip("numpy")
+    split = partition([2, 1] * 300, numpy.uint8(64))
+    assert split == partition([2, 1] * 300, 64)
+    assert type(split.lower_bound) is float
+
+
 def test_cost_models():
     assert BytesCost()((3, 5), torch.bfloat16) == 64
     assert BytesCost(alignment=1)((3, 5), torch.float32) == 60

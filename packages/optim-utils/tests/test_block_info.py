@@ -46,6 +46,12 @@ def test_equality_and_hash():
     assert len({block, BlockInfo(PARAM.clone(), (0, "a")), others[0]}) == 2
 
 
+def test_parameters_without_values_are_equal_if_they_are_the_same():
+    block = BlockInfo(PARAM.to("meta"), (0, "a"))
+    assert block == BlockInfo(block.param, (0, "a"))
+    assert block != BlockInfo(PARAM.to("meta"), (0, "a"))
+
+
 @pytest.mark.parametrize("cls", [BlockInfo, DTensorBlockInfo])
 def test_copies(cls):
     block = cls(PARAM, (0, "a"))

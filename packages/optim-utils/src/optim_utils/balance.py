@@ -139,6 +139,7 @@ def partition(
     """
     if not isinstance(num_ranks, Integral) or num_ranks < 1:
         raise ValueError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
+    num_ranks = int(num_ranks)  # numpy's would overflow
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
     sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
