@@ -201,6 +201,14 @@ def test_8000_items_on_64_ranks_take_less_than_half_a_second(skewed):
 COSTS = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e6)), max_size=40)
 
 
+@pytest.mark.timing
+def test_a_cap_that_longest_first_keeps_costs_no_time_on_thousands_of_ranks():
+    start = time.process_time()
+    split = partition([5] * 8000, 2048, memory=[1] * 8000, memory_cap=1.5)
+    assert split.gap == 0
+    assert time.process_time() - start < 0.5
+
+
 @settings(deadline=None, max_examples=200)
 @given(COSTS, st.integers(1, 9), st.data())
 def test_laws(costs, num_ranks, data):

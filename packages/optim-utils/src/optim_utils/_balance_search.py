@@ -97,13 +97,16 @@ def longest_first(problem: Problem) -> list[int] | None:
 def best_owners(problem: Problem) -> list[int] | None:
     """The best of several starts, improved; None if no start respects the cap."""
     bound = lower_bound(problem.costs, problem.num_ranks, problem.initial_load)
-    starts = [longest_first(problem)]
+    makers = [longest_first]
     if problem.cap < math.inf:
-        starts += [_both_at_once(problem), _smallest_memory(problem)]
+        makers += [_both_at_once, _smallest_memory]
     best: list[int] | None = None
     best_load = math.inf
-    for start in starts:
-        if start is None or best_load <= bound * (1 + _CLOSE_ENOUGH):
+    for make in makers:
+        if best_load <= bound * (1 + _CLOSE_ENOUGH):
+            break
+        start = make(problem)
+        if start is None:
             continue
         improved = _improve(problem, start, bound)
         if (load := largest_load(problem, improved)) < best_load:
