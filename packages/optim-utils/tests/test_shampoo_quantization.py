@@ -421,6 +421,14 @@ def average_through_context(steps: int, beta: float, dtype: object, rounding: st
     return quantized.quantized_value[0].double().mean().item()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, INT8])
+def test_a_generator_is_of_no_use_to_nearest_rounding_and_does_no_harm(dtype) -> None:
+    quantized = QuantizedTensorList(rows(torch.ones(3), torch.ones(3)), dtype, generator=torch.Generator())
+    with DequantizeQuantizedTensorListContext(quantized) as tensors:
+        tensors[0].fill_(2)
+    assert torch.equal(quantized.dequantize()[0], torch.full((3,), 2.0))
+
+
 def test_an_average_stalls_by_nearest_and_not_stochastically() -> None:
     exact = average_through_context(1000, 0.99, torch.float32, "nearest")
     assert abs(average_through_context(1000, 0.99, torch.bfloat16, "stochastic") - exact) <= 0.005

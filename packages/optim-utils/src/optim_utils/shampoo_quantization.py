@@ -162,12 +162,11 @@ class QuantizedTensorList(OptimizerModule):
             # the stored tensors may be given in another order
             numbers = tuple(lasting_sources(list(zip(targets, numbers))))
         stochastic = self.rounding == "stochastic"
+        generator = self.generator if stochastic else None
         if isinstance(self.quantized_dtype, LowBitFormat):
-            encode_many(
-                [_low_bit(value) for value in targets], numbers, stochastic=stochastic, generator=self.generator
-            )
+            encode_many([_low_bit(value) for value in targets], numbers, stochastic=stochastic, generator=generator)
         elif stochastic and self.quantized_dtype.itemsize == 2:
-            round_many(targets, numbers, generator=self.generator)
+            round_many(targets, numbers, generator=generator)
         else:
             copy_many(targets, numbers)
 
