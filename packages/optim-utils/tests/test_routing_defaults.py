@@ -101,6 +101,13 @@ def test_the_gates_are_the_parts_along_a_dimension_that_a_rule_names():
     assert route_parameters(model, Rule("*", split_dim=0))["body.weight_ih_l0"].view.shapes == ((2, 5),) * 4
 
 
+def test_gates_are_not_counted_by_name_alone():
+    with pytest.raises(UnroutedParameterError, match="nothing says how many gates") as caught:
+        route_parameters(dict(nn.LSTM(5, 2, bias=False).named_parameters()))
+    assert "Rule('weight_ih_l0', split=4)" in str(caught.value)
+    assert "Rule('weight_ih_l0', split=3)" not in str(caught.value)
+
+
 @pytest.mark.parametrize("magnitude_dim", [0, None])
 def test_the_magnitudes_of_a_weight_norm_are_a_vector(magnitude_dim):
     model = nested({"block.0": nn.Linear(3, 2, bias=False)})

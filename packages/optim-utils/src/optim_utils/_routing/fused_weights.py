@@ -27,7 +27,14 @@ _WHOLE = "split=1"
 _DOWN_OF = {"gate_up_proj": "down_proj", "w13": "w2"}
 _GATE_UP_OF = {down: gate_up for gate_up, down in _DOWN_OF.items()}
 # Recurrent layers of torch, and of how many matrices, one below the other, their weights of inputs and states consist.
-_GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
+_GATES: dict[type[nn.Module], int] = {
+    nn.LSTM: 4,
+    nn.LSTMCell: 4,
+    nn.GRU: 3,
+    nn.GRUCell: 3,
+    nn.RNN: 1,
+    nn.RNNCell: 1,
+}
 _is_of_gates = matcher("weight_ih*", "weight_hh*")
 
 
@@ -173,16 +180,23 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
-    if (gates := _num_gates(leaf)) > 1:
-        return _Fusion((view.stored_matrix[-2] // gates,) * gates)
+    if _is_of_gates(leaf.paths[0][-1]):
+        return _gates(leaf, view.stored_matrix[-2])
     return _Fusion()
 
 
-def _num_gates(leaf: Leaf) -> int:
-    """How many gates a recurrent layer has in the weight; 1 for every other weight."""
-    if not any(_is_of_gates(path[-1]) for path in leaf.paths):
-        return 1
-    return next((count for kind, count in _GATES.items() if leaf.is_in(kind)), 1)
+def _gates(leaf: Leaf, rows: int) -> _Fusion:
+    """As many equal parts as the recurrent layer has gates."""
+    count = _num_gates(leaf)
+    if count is None:
+        in_parts = [f"split={gates}" for gates in (4, 3) if rows % gates == 0]
+        raise Refusal("the name says a recurrent layer, and nothing says how many gates it has", *in_parts, _WHOLE)
+    return _Fusion((rows // count,) * count if count > 1 else ())
+
+
+def _num_gates(leaf: Leaf) -> int | None:
+    """The gates in a weight of one of torch's recurrent layers."""
+    return next((count for kind, count in _GATES.items() if leaf.is_in(kind)), None)
 
 
 def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
@@ -233,7 +247,7 @@ def _asked_fusion(
     if split_dim is not None:
         dims = [_matrix_dim(view, split_dim)]
     if split is None:
-        split = 3 if leaf.is_called(_is_qkv) else max(2, _num_gates(leaf))
+        split = 3 if leaf.is_called(_is_qkv) else _num_gates(leaf) or 2
     if isinstance(split, int):
         # Equal parts are meant along the dimension that is that many times the other, if there is one.
         dim = next((dim for dim in dims if extent[dim] == split * extent[-3 - dim]), dims[0])
