@@ -63,6 +63,11 @@ class VocabularyEmbedding(nn.Module):
         ({"a": nn.Conv2d(6, 1, 3, bias=False)}, {"a.weight": "vector"}),
         ({"a": nn.Conv1d(6, 2, 3, groups=2, bias=False)}, {"a.weight": "vector"}),
         ({"experts": Weights(gate=(4, 1, 3), up=(4, 2, 3))}, {"experts.gate": "vector", "experts.up": "matrix"}),
+        # matrices of one expert, of all tokens, of a layer that is known
+        ({"experts.2.up": Weights(weight=(3, 2))}, {"experts.2.up.weight": "matrix"}),
+        ({"experts.w1": nn.ParameterList([torch.zeros(3, 2)])}, {"experts.w1.0": "matrix"}),
+        ({"shared_experts.up": Weights(weight=(3, 2))}, {"shared_experts.up.weight": "matrix"}),
+        ({"experts.router": nn.Linear(3, 2, bias=False)}, {"experts.router.weight": "matrix"}),
         ({"embed": Weights(weight=(1, 3))}, {"embed.weight": "embedding"}),
         (
             {"layers.0.mixer": Weights(A_log=(4, 3), D=(4,))},
@@ -259,6 +264,8 @@ def refused():
             "moe.w13": Weights(weight=(2, 6, 10)),
             "ffn.w13": Weights(weight=(2, 5, 7)),
             "stack.qkv": Weights(weight=(2, 5, 7)),
+            # as DBRX has them, below one another
+            "flat.experts.mlp": Weights(w1=(12, 3)),
             "low_rank.gate_up_proj": Weights(lora_A=(4, 9), lora_B=(16, 4)),
             "low_rank.qkv": Weights(lora_A=(4, 12), lora_B=(36, 4)),
             "bag": nn.EmbeddingBag(5, 2, sparse=True, mode="sum"),

@@ -12,6 +12,7 @@ from math import prod
 
 from torch import nn
 
+from optim_utils._combined_linear import CombinedLinear
 from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
 
@@ -20,6 +21,7 @@ __all__ = ["is_of_lines", "matrix_view"]
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
 _is_experts = matcher("*experts*")
+_is_shared = matcher("shared*")
 _is_weight = matcher("weight*")
 # The arguments of a rule that leaves a weight in one piece.
 _WHOLE = "split=1"
@@ -174,6 +176,9 @@ def _is_fused_by_name(leaf: Leaf) -> bool:
 
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight; and gates."""
+    if len(leaf.shape) == 2 and _is_of_all_experts(leaf):
+        reason = "2-D, and nothing says where experts lie in it: split=<how many>, with split_dim, if side by side"
+        raise Refusal(reason, _WHOLE, "to='adamw'")
     if leaf.is_called(_is_qkv):
         _check_is_weight(leaf, _is_qkv, view.stored_matrix[-1 if transposed else -2], parts=3)
         return _qkv(leaf, view)
@@ -183,6 +188,21 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     if _is_of_gates(leaf.paths[0][-1]):
         return _gates(leaf, view.stored_matrix[-2])
     return _Fusion()
+
+
+def _is_of_all_experts(leaf: Leaf) -> bool:
+    """Whether the name says experts, and no number in it which; a linear layer among them is a map of its own."""
+    if leaf.is_in(nn.Linear, CombinedLinear):
+        return False
+    for path in leaf.paths:
+        place = next((i for i, component in enumerate(path) if _is_experts(component)), None)
+        if place is None or any(map(_is_shared, path)):
+            continue
+        # in the parameter's own name only a bare number counts: w1 is every expert's first
+        *modules, own = path[place + 1 :] or [""]
+        if not (own.isdigit() or any(map(str.isdigit, "".join(modules)))):
+            return True
+    return False
 
 
 def _gates(leaf: Leaf, rows: int) -> _Fusion:
