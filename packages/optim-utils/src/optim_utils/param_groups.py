@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
@@ -90,12 +91,11 @@ class RouteTable(Sequence[Route]):
     @overload
     def __getitem__(self, key: slice) -> tuple[Route, ...]: ...
     def __getitem__(self, key: int | str | slice) -> Route | tuple[Route, ...]:
-        if isinstance(key, str):
-            for route in self.routes:
-                if key in route.names:
-                    return route
+        if not isinstance(key, str):
+            return self.routes[key]
+        if key not in self._by_name:
             raise KeyError(f"no parameter is named {key!r}")
-        return self.routes[key]
+        return self._by_name[key]
 
     def __iter__(self) -> Iterator[Route]:
         return iter(self.routes)
@@ -162,6 +162,10 @@ class RouteTable(Sequence[Route]):
             for r in self.routes
         ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    @cached_property
+    def _by_name(self) -> dict[str, Route]:
+        return {name: route for route in self.routes for name in route.names}
 
     def _in_group_order(self) -> list[Route]:
         """Trained parameters, Muon's first, then by role; otherwise as they stand in the table."""
