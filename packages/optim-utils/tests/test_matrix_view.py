@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim_utils.param_groups import MatrixView
+from optim_utils.param_groups import MatrixView, route_parameters
 
 
 def test_plain_form_of_a_view_is_builtins_and_comes_back(tmp_path):
@@ -22,6 +22,15 @@ def test_plain_form_of_a_view_is_builtins_and_comes_back(tmp_path):
     assert view.describe() == "6 × 4×8"
     with pytest.raises(ValueError, match="plain form"):
         MatrixView.from_plain({"shape": (2, 2), "sizes": ()})
+
+
+def test_groups_with_views_are_loaded_with_weights_only(tmp_path):
+    table = route_parameters([("qkv", torch.nn.Parameter(torch.zeros(6, 2)))])
+    optimizer = torch.optim.SGD(table.param_groups(), lr=0.1)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0]["views"] == [table[0].view]
+    optimizer.load_state_dict(saved)
 
 
 def test_identity():

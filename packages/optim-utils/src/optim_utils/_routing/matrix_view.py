@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["MatrixView"]
@@ -165,6 +166,10 @@ class MatrixView:
         for heads, part in zip(self.num_heads, parts, strict=True):
             if heads < 1 or part[-2] % heads:
                 raise ValueError(f"the {part[-2]} rows of a part of shape {part} do not divide into {heads} heads")
+
+
+# the groups of an optimizer hold views, and so does its state_dict
+torch.serialization.add_safe_globals([MatrixView])
 
 
 @lru_cache(maxsize=1024)
