@@ -89,8 +89,6 @@ def test_four_bit_symmetric_codes_lose_small_numbers(inputs: dict[str, Tensor]) 
         assert (dequantize(quantize(inputs["L"], fmt)) == 0).double().mean() > 0.9
 
 
-# --- laws, element by element ----------------------------------------------------------------------------------------
-
 magnitudes = st.one_of(
     st.just(0.0),
     st.floats(2.0**-149, 2.0**126, width=32),
@@ -237,8 +235,6 @@ def test_extreme_magnitudes(fmt: LowBitFormat) -> None:
         assert both_ends.tolist() == pytest.approx([largest, -largest], rel=1e-6)
 
 
-# --- shapes, layouts, sharding ---------------------------------------------------------------------------------------
-
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (5, 33), (2, 3, 16), (4, 1)]
 
 
@@ -347,9 +343,6 @@ def test_aligned_bounds_cover_everything_evenly(numel: int, parts: int, block_si
     assert all(start % block_size == 0 or start == numel for start, _ in bounds)
     sizes = [-(-(stop - start) // block_size) for start, stop in bounds]
     assert max(sizes) - min(sizes) <= 1
-
-
-# --- the functions ---------------------------------------------------------------------------------------------------
 
 
 def test_dtypes_and_out() -> None:

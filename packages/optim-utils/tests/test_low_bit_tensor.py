@@ -185,9 +185,6 @@ def test_a_module_can_hold_them() -> None:
     assert torch.equal(dequantize(module.weight), torch.ones(6, 12, dtype=torch.bfloat16))
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 @every_format
 def test_torch_save_is_bit_exact_with_weights_only(fmt: LowBitFormat) -> None:
     state = {"whole": example(fmt), "plain": to_plain(example(fmt, seed=2))}
@@ -222,9 +219,6 @@ def test_pickle_and_save_are_read_in_a_fresh_process(module: str, tmp_path: Path
     subprocess.run([sys.executable, "-c", FRESH, path], check=True, timeout=120)
     for numbers in torch.load(path + ".out"):
         assert torch.equal(numbers, dequantize(q))
-
-
-# --- plain form ------------------------------------------------------------------------------------------------------
 
 
 @every_format
@@ -297,8 +291,6 @@ def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_
     with pytest.raises(ValueError, match="something cast them"):
         from_plain(loaded["plain"])
 
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
 
 SHARDED = [
     MOMENT8.with_(block_size=8),

@@ -534,9 +534,6 @@ def test_hooks_are_attached_once_and_can_be_removed():
     attach_state_dict_hooks(optimizer).remove()
 
 
-# ------------------------------------------------------------------ torch.distributed.checkpoint
-
-
 def test_dcp_fills_the_live_tensors_of_a_module():
     saved, live = (Preconditioner(torch.zeros(3, 2)) for _ in range(2))
     for _ in range(2):

@@ -24,8 +24,6 @@ from optim_utils.low_bit import INT8, quantize
 # shared machines stall: time says nothing about these
 law = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-# ------------------------------------------------------------------ flatten
-
 
 def test_the_key_is_the_json_of_the_path():
     leaf = torch.zeros(1)
@@ -259,9 +257,6 @@ def test_every_level_of_a_deep_chain_may_have_a_leaf():
         node = node["next"]
 
 
-# ------------------------------------------------------------------ objects in states
-
-
 class Accumulator(OptimizerModule):
     def __init__(self, value: float = 0.0) -> None:
         self.total = torch.full((3,), value)
@@ -292,9 +287,6 @@ def test_extract():
     for _ in range(5000):
         deep = {"k": deep}
     extract_state_dict_content(deep)
-
-
-# ------------------------------------------------------------------ updates
 
 
 def test_every_kind_of_value_is_updated():

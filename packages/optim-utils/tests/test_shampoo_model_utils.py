@@ -162,6 +162,13 @@ def test_the_layout_survives_copies_and_moves(bias, layout):
     assert half.stride() == STRIDES[next(iter(layout), "dense")](10 + bias, 2)
 
 
+def test_layers_that_version_0_3_pickled_have_rows():
+    _, layer = pair(True)
+    twin = CombinedLinear.__new__(CombinedLinear)
+    twin.__setstate__({name: value for name, value in vars(layer).items() if name != "column_major"})
+    assert torch.equal(twin.double().to_linear().weight, layer.to_linear().weight.double())
+
+
 def test_gradients_lie_in_memory_as_the_columns_do():
     """Else autograd would copy them."""
     _, layer = pair(column_major=True)
@@ -202,9 +209,6 @@ def test_meta_script_and_fullgraph_compile(bias, layout):
 def test_wrong_format_is_refused():
     with pytest.raises(ValueError, match="checkpoint_format='flat'"):
         CombinedLinear(1, 1, checkpoint_format="flat")
-
-
-# ------------------------------------------------------------------ checkpoints
 
 
 @BIAS
@@ -292,9 +296,6 @@ def test_a_part_is_loaded_without_strict():
 def test_a_bias_for_a_layer_without_one_is_unexpected():
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "block.proj.bias"'):
         nested(bias=False).load_state_dict({"block.proj.weight": torch.ones(2, 3), "block.proj.bias": torch.ones(2)})
-
-
-# ------------------------------------------------------------------ conversions
 
 
 @BIAS
@@ -484,9 +485,6 @@ def test_a_decoder_layer_can_be_combined():
 def test_a_model_that_is_itself_a_linear_is_refused():
     with pytest.raises(ValueError, match="from_linear"):
         combine_linears(nn.Linear(2, 2))
-
-
-# ------------------------------------------------------------------ pairs
 
 
 def test_join_and_split():

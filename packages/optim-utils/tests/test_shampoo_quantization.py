@@ -45,9 +45,6 @@ def bf16_list(count: int = 3) -> QuantizedTensorList:
     return QuantizedTensorList(rows(*(torch.randn(4, 5, generator=generator) for _ in range(count))), torch.bfloat16)
 
 
-# --- one tensor ------------------------------------------------------------------------------------------------------
-
-
 def test_example_eighteen() -> None:
     values = torch.randn(1000, 1000)
     quantized = QuantizedTensor.init_from_dequantized_tensor(
@@ -119,9 +116,6 @@ def test_state_holds_the_values_alone_and_loads_in_place() -> None:
         assert target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True).ok
         assert target.quantized_values is stored
         assert torch.equal(target.dequantize(torch.float32), source.dequantize(torch.float32))
-
-
-# --- lists -----------------------------------------------------------------------------------------------------------
 
 
 def test_example_four_and_nineteen() -> None:
@@ -341,9 +335,6 @@ def test_state_is_neither_saved_nor_loaded_beside_open_values() -> None:
     assert same.quantized_value[0].tolist() == [1, 1]
 
 
-# --- the context -----------------------------------------------------------------------------------------------------
-
-
 def test_nested_contexts_share_values_and_the_outermost_writes_back(caplog: pytest.LogCaptureFixture) -> None:
     quantized = bf16_list(1)
     with DequantizeQuantizedTensorListContext(quantized) as outer:
@@ -445,9 +436,6 @@ def test_average_figures_of_ten_thousand_steps_through_the_context() -> None:
     assert average_through_context(2000, 0.999, torch.bfloat16, "nearest", constant=True) == 0.25
 
 
-# --- compiled, pickled, on ranks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, MOMENT8], ids=str)
 def test_dequantize_and_context_compile_fullgraph(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
@@ -497,6 +485,16 @@ def test_pickle_in_a_fresh_process_and_deepcopy(tmp_path: Path) -> None:
             tensors[0].zero_()
         with context as tensors:
             assert tensors[0].any()
+
+
+@pytest.mark.parametrize("stacks", [{}, {"_stacks": ((), ())}], ids=["0.2", "0.3"])
+def test_lists_that_older_versions_pickled(stacks) -> None:
+    quantized = bf16_list()
+    quantized.dequantize()
+    state = {name: value for name, value in vars(quantized).items() if name != "_stacks"} | stacks
+    twin = QuantizedTensorList.__new__(QuantizedTensorList)
+    twin.__setstate__(state)
+    assert all(map(torch.equal, twin.dequantize(), quantized.dequantize()))
 
 
 def test_a_context_that_fails_to_write_back_leaves_the_next_one_as_it_was() -> None:

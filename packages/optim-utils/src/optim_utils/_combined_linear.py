@@ -106,6 +106,8 @@ class CombinedLinear(nn.Module):
     __constants__ = ("in_features", "out_features", "in_features_with_bias", "bias", "has_bias")
     # properties that TorchScript must not compile: they are for people
     __jit_unused_properties__ = ("weight", "bias_vector")
+    # layers that version 0.3 pickled do not say it
+    column_major = False
 
     def __init__(
         self,

@@ -99,6 +99,10 @@ class QuantizedTensorList(OptimizerModule):
             self.min_value_list = tuple(low for _, low, _ in rows if low is not None)
             self.max_value_list = tuple(high for _, _, high in rows if high is not None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # found anew when they are needed: older versions pickled other ones, or none
+        vars(self).update(state, _stacks=None)
+
     def __len__(self) -> int:
         return len(self.quantized_value_list)
 
