@@ -110,6 +110,24 @@ def test_keeps_what_it_saves_after_it_was_taken_back(tmp_path):
     assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-{n:09d}" for n in (7, 8, 10)]
 
 
+def test_steps_of_more_digits_than_names_have_are_newer(tmp_path):
+    """As texts 1,000,000,000 would come before 999,999,999."""
+    steps = [10**9 + number for number in range(-3, 2)]
+    elastic.run(lambda run: train(run, total=2), tmp_path, every=1)
+    (tmp_path / "step-000000001").rename(tmp_path / f"step-{steps[0]}")
+    (tmp_path / "step-000000002").rename(tmp_path / f"step-{steps[-1]}")
+    (tmp_path / checkpoint.LATEST).write_text(f"step-{steps[-1]}")
+    # not whole, so that an older one is looked for
+    (tmp_path / f"step-{steps[-1]}" / "rank-00000.pt").unlink()
+    assert elastic.run(train, tmp_path, every=100)[2].resumed_from.name == f"step-{steps[0]}"
+    shutil.rmtree(tmp_path)
+    run = elastic.Run(tmp_path, every=1, keep=2)
+    model, optimizer = build()
+    for run.done in steps:
+        run._save(model, optimizer)
+    assert {folder.name for folder in tmp_path.glob("step-*")} == {f"step-{number}" for number in steps[-2:]}
+
+
 def test_leftovers_of_a_killed_save_are_in_nobodys_way(tmp_path):
     elastic.run(lambda run: train(run, total=4), tmp_path, every=2)
     (tmp_path / ".step-000000006.abc.tmp").mkdir()

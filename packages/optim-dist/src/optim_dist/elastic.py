@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-\d{9,}")  # of a save; copies that have others are the user's
+_NAME = re.compile(r"step-(\d{9,})")  # of a save; copies that have others are the user's
 
 
 class Run:
@@ -152,7 +152,7 @@ class Run:
             for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
                 remove(unfinished)
             newest = checkpoint.latest(self.directory)
-        candidate = first = max(communicator.gather_json(newest.name if newest else ""))
+        candidate = first = max(communicator.gather_json(newest.name if newest else ""), key=_by_age)
         while candidate:
             found = survey(self.directory / candidate, communicator)
             if not found.problems:
@@ -162,10 +162,9 @@ class Run:
             )
             older: list[str] = []
             with raised_together(communicator, failed):
-                older += [
-                    f.name for f in self.directory.glob("step-*") if _NAME.fullmatch(f.name) and f.name < candidate
-                ]
-            candidate = max(communicator.gather_json(max(older, default="")))
+                own = [f.name for f in self.directory.glob("step-*") if _NAME.fullmatch(f.name)]
+                older += [name for name in own if _by_age(name) < _by_age(candidate)]
+            candidate = max(communicator.gather_json(max(older, key=_by_age, default="")), key=_by_age)
         return self.directory / first if first else None
 
     def _save(self, model: nn.Module | None, optimizer: DistOptimizer) -> None:
@@ -175,7 +174,8 @@ class Run:
 
         def old(found: list[Path]) -> list[Path]:
             # those of later steps are of a run that was taken back to an earlier one, and of no use to count
-            return sorted(f for f in found if _NAME.fullmatch(f.name) and f.name <= folder.name)[: -self.keep]
+            own = [f for f in found if _NAME.fullmatch(f.name) and _by_age(f.name) <= _by_age(folder.name)]
+            return sorted(own, key=lambda f: _by_age(f.name))[: -self.keep]
 
         extra = {"step": self.done, "extra": self.extra}
         options = {"async_": self.async_}
@@ -194,6 +194,12 @@ class Run:
 
     def _is_anyone_stopped(self, optimizer: DistOptimizer) -> bool:
         return any(optimizer.communicator.gather_json(self._sigterm))
+
+
+def _by_age(name: str) -> tuple[int, str]:
+    """Sorts names by their steps, behind all that have none: as texts they would be in another order after 9 digits."""
+    step = _NAME.fullmatch(name)
+    return int(step[1]) if step else -1, name
 
 
 def run(
