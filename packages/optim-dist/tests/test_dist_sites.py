@@ -17,7 +17,7 @@ from dist_loops import Net, batch, make
 from torch.distributed.device_mesh import DeviceMesh
 
 from optim_dist import checkpoint, elastic
-from optim_dist._checkpoint import manifest, sending, sites, writing
+from optim_dist._checkpoint import manifest, sending, sites, surveying, writing
 from optim_dist._reduction.collectives import Communicator
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -152,6 +152,86 @@ def test_of_copies_one_that_is_whole_is_taken(tmp_path):
     shorten(tmp_path / "1" / "x" / "rank-00000.pt")
     for text in loaded_by(APART, tmp_path):
         assert "rank-00000.pt: not whole on any rank" in text
+
+
+def alter(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def load_and_listen(rank, world_size, folder, hosts):
+    said = []
+    surveying._logger.warning = lambda text, *values: said.append(text % values)
+    return load(rank, world_size, folder, hosts), said
+
+
+def test_of_copies_one_that_is_as_it_was_written_is_taken(tmp_path):
+    saved = saved_by(APART, tmp_path, copies=2)
+    damaged = {0: [manifest.rank_file(0)], 1: [manifest.rank_file(1), manifest.COMMON], 2: []}
+    for host, files in damaged.items():
+        for name in files:
+            alter(tmp_path / str(host) / "x" / name)
+    for hosts in (APART, (1, 0, 2, 0, 1)):
+        found, said = zip(*run_ranks(load_and_listen, len(hosts), str(tmp_path), hosts, timeout=120))
+        assert_loaded(found, saved)
+        told = {text.partition(" ")[0] for each in said for text in each}
+        bad = {f"{tmp_path}/{host}/x/{name}" for host, files in damaged.items() for name in files}
+        # of those that were to be read; with one rank a host these are all
+        assert told == bad if hosts == APART else told <= bad
+        assert told
+    alter(tmp_path / "1" / "x" / manifest.rank_file(0))
+    for text in loaded_by(APART, tmp_path):
+        assert text.endswith("/x was not loaded:\n  rank-00000.pt: its contents were altered (SHA-256 differs)")
+    for host in (0, 2):
+        alter(tmp_path / str(host) / "x" / manifest.COMMON)
+    for text in loaded_by(APART, tmp_path):
+        assert "common.pt: its contents were altered" in text
+
+
+def load_where_a_disk_does_not_give_a_file(rank, world_size, folder, hosts):
+    digest = manifest.file_digest
+
+    def read_or_fail(file):
+        if rank == 0 and file.name == manifest.rank_file(0):
+            raise OSError(5, "Input/output error")
+        return digest(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "file_digest", read_or_fail)
+        return load(rank, world_size, folder, hosts)
+
+
+def test_of_copies_one_that_a_disk_gives_is_taken(tmp_path):
+    saved = saved_by(APART, tmp_path, copies=2)
+    assert_loaded(run_ranks(load_where_a_disk_does_not_give_a_file, 3, str(tmp_path), APART, timeout=120), saved)
+
+
+def load_and_count(rank, world_size, folder, hosts, damaged):
+    """How often this rank has asked about, and how often it has read through, which file."""
+    asked, digested = [], []
+    identity, digest = surveying._identity, manifest.file_digest
+    surveying._identity = lambda folder, name, found: asked.append(name) or identity(folder, name, found)
+    manifest.file_digest = lambda file: digested.append(file.name) or digest(file)
+    found = load(rank, world_size, folder, hosts)
+    return asked, digested, isinstance(found, str)
+
+
+@pytest.mark.parametrize("damage", [None, shorten, alter])
+def test_ranks_that_share_a_disk_ask_it_about_each_file_once(tmp_path, damage):
+    hosts = (0, 0, 0, 0)
+    saved_by(hosts, tmp_path)
+    if damage is not None:
+        damage(tmp_path / "0" / "x" / manifest.rank_file(2))
+    found = run_ranks(load_and_count, 4, str(tmp_path), hosts, damage, timeout=120)
+    for number, (asked, digested, is_refused) in enumerate(found):
+        assert is_refused == (damage is not None)
+        again = [manifest.rank_file(2)] if damage else []
+        assert asked == [manifest.rank_file(number), manifest.COMMON, *again]
+        expected = [manifest.rank_file(number), manifest.COMMON]
+        if damage is shorten and number == 2:
+            expected = [manifest.COMMON]  # its size is enough
+        assert sorted(digested) == sorted(expected)
 
 
 def load_from_a_disk_that_fails(rank, world_size, folder, hosts):
@@ -379,7 +459,7 @@ def test_who_sends_to_a_rank_that_has_ended_gives_up_at_once(tmp_path):
 
 def save_on_one_disk(rank, world_size, folder):
     net, optimizer = build()
-    writing.on_cpu = sending.sent_to_all = sites.sent_to_all = None  # nobody sends anything
+    writing.on_cpu = sending.sent_to_all = surveying.sent_to_all = None  # nobody sends anything
     for async_ in (False, True):
         saving = checkpoint.save(f"{folder}/async-{async_}", net, optimizer, keep=1, async_=async_)
     checkpoint.load(saving.result(), net, optimizer)
@@ -418,11 +498,8 @@ def test_copies_go_around_and_every_rank_sends_and_receives_once_at_a_time():
     ],
 )
 def test_files_are_read_by_those_who_have_them_evenly(holdings, readers):
-    found = manifest.Manifest(5, "", {}, [])
-    bits = [sum(1 << number for number in (*numbers, 5)) for numbers in holdings]
-    survey = sites._shared_out(found, bits, [("host", "folder")] * len(bits))
-    assert survey.readers == readers
-    assert survey.problems == []
+    holders = [[rank for rank, numbers in enumerate(holdings) if number in numbers] for number in range(5)]
+    assert surveying.shared_out(holders, len(holdings)) == readers
 
 
 TOTAL = 8

@@ -13,12 +13,13 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ from optim_dist._checkpoint.faults import described
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.reshard import exchange, streams
-from optim_dist._checkpoint.sites import survey
+from optim_dist._checkpoint.surveying import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist.plan import ParameterSpec
@@ -152,34 +153,35 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     folder, communicator = Path(path), opt.communicator
     rest: dict[str, Any] = {}
     specs: list[ParameterSpec] = []
-    problems: list[str] = []
     contents: dict[int, dict[str, dict[str, Tensor]]] = {}
     common: dict[str, Any] = {}
     saved: list[SavedParameter] = []
     cause: Exception | None = None
     opt.wait()  # what is on its way would overwrite what is loaded
     found = survey(folder, communicator)
-    manifest = found.manifest
+    manifest, problems = found.manifest, [*found.problems]
+    damaged: dict[str, list[str]] = {}
+    try:
+        if manifest is not None:
+            damaged = _damaged(folder, found.read_by(communicator.rank), manifest)
+    except Exception as error:
+        problems.append(described(communicator.rank, error))
+        cause = error
+    found, lost = found.without_damaged(folder, damaged, communicator)
+    problems += lost
     try:
         sent = found.common_file(folder, communicator)
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
-        problems += found.problems
         if manifest is not None:
             problems += manifests.compare(manifest, specs)
-            saved_ranks = [number for number, reader in enumerate(found.readers) if reader == communicator.rank]
-            names = [manifests.COMMON, *map(manifests.rank_file, saved_ranks)]
-            with ThreadPoolExecutor(NUM_VERIFIED) as pool:
-                # of files that follow while one is read
-                verified = [pool.submit(manifests.verify_file, folder, name, manifest) for name in names]
-                if sent is not None:
-                    verified[0] = pool.submit(manifests.verify_content, sent.getbuffer(), names[0], manifest)
-                common = _read(folder, names[0], verified[0], sent)
+            if found.common_readers:
+                common = _read(folder, manifests.COMMON, manifest, sent)
                 problems += compare_rest(common["model"], rest)
                 # those of version 0.3 have no members
                 problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
-                for saved_rank, name, faults in zip(saved_ranks, names[1:], verified[1:], strict=True):
-                    contents[saved_rank] = _read(folder, name, faults)
-                    problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
+            for saved_rank in (number for number, reader in enumerate(found.readers) if reader == communicator.rank):
+                contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
+                problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
             if not problems:
                 saved = with_numbers(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
@@ -273,16 +275,21 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
 
 
-def _read(folder: Path, name: str, verified: Future[list[str]], sent: IO[bytes] | None = None) -> Any:
-    """A file's content, once its size and digest are right; that of ``sent``, if another rank has sent it."""
+def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
+    """What is wrong with files, by name, where anything is."""
+    with ThreadPoolExecutor(NUM_VERIFIED) as pool:
+        found = pool.map(lambda name: manifests.verify_file(folder, name, manifest), names)
+        return {name: faults for name, faults in zip(names, found) if faults}
+
+
+def _read(folder: Path, name: str, manifest: Manifest, sent: io.BytesIO | None = None) -> Any:
+    """The content of a file that was verified, or of ``sent``, if another rank has sent it."""
+    if sent is not None and (problems := manifests.verify_content(sent.getbuffer(), name, manifest)):
+        raise CheckpointError(folder, problems)
     try:
-        problems = verified.result()
-        content = None if problems else torch.load(sent or folder / name, map_location="cpu", weights_only=True)
+        return torch.load(sent or folder / name, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(folder, [f"{name}: {error}"]) from error
-    if problems:
-        raise CheckpointError(folder, problems)
-    return content
 
 
 def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:

@@ -33,7 +33,7 @@ from optim_dist._checkpoint.background import Saving
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import remove
 from optim_dist._checkpoint.saving import save
-from optim_dist._checkpoint.sites import survey
+from optim_dist._checkpoint.surveying import survey
 from optim_dist._fresh_store import fresh_store
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer

@@ -175,12 +175,15 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> list[str]:
     if name not in manifest.files:
         return [f"{name}: the manifest does not list it"]
     size, expected = manifest.files[name]
-    if not file.is_file():
-        return [f"{name}: missing"]
-    found = file.stat().st_size
-    if found != size:
-        return [f"{name}: {found} bytes, expected {size}; it is truncated or was overwritten"]
-    return [] if file_digest(file) == expected else [_altered(name)]
+    try:
+        if not file.is_file():
+            return [f"{name}: missing"]
+        found = file.stat().st_size
+        if found != size:
+            return [f"{name}: {found} bytes, expected {size}; it is truncated or was overwritten"]
+        return [] if file_digest(file) == expected else [_altered(name)]
+    except OSError as error:  # of a disk that is damaged, say
+        return [f"{name}: {error}"]
 
 
 def verify_content(content: memoryview, name: str, manifest: Manifest) -> list[str]:

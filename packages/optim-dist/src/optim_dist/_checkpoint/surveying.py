@@ -1,0 +1,265 @@
+"""What ranks have of a checkpoint together, and which of them reads which file.
+
+    1. ranks say which names they see, and each file is given to one that sees it
+    2. who was given a file looks at its size; of one that is not whole the others say whether theirs is
+    3. digests, likewise: of one that is not as it was written another copy is read
+
+A checkpoint does not say where its files are: they may be moved, and copied to where they are missing. W ranks that
+share a disk ask it for W names at a time, but about each file once, for that is what costs a disk of many hosts most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import platform
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint.faults import described
+from optim_dist._checkpoint.manifest import COMMON, MANIFEST, CheckpointError, Manifest, rank_file
+from optim_dist._checkpoint.sending import sent_to_all
+from optim_dist._checkpoint.sites import as_set
+from optim_dist._reduction.collectives import Communicator
+
+_logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What ranks have of a checkpoint together, the same on all.
+
+    Attributes:
+        manifest: None if there is none, or ranks have different ones.
+        problems: what it lacks.
+        readers: of every saved rank's file, which rank reads it; -1 if nobody can.
+        common_readers: which ranks read the common file, the lowest of which sends it to the others.
+    """
+
+    manifest: Manifest | None
+    problems: list[str]
+    readers: Sequence[int] = ()
+    common_readers: Sequence[int] = ()
+
+    def read_by(self, rank: int) -> list[str]:
+        """The names of what a rank reads."""
+        names = [rank_file(number) for number, reader in enumerate(self.readers) if reader == rank]
+        return [*names, COMMON] if rank in self.common_readers else names
+
+    def common_file(self, folder: Path, communicator: Communicator) -> io.BytesIO | None:
+        """The common file as another rank has sent it, if any rank lacks it; collective.
+
+        Raises:
+            OSError: on the rank that was to read it, once the others have what they wait for, with a wrong digest.
+        """
+        if self.manifest is None or len(self.common_readers) in (0, communicator.world_size):
+            return None
+        content, failure, source = b"", None, self.common_readers[0]
+        if communicator.rank == source:
+            try:
+                content = (folder / COMMON).read_bytes()
+            except OSError as error:
+                failure = error
+        sent = sent_to_all(content, self.manifest.files[COMMON][0], source, communicator)
+        if failure is not None:
+            raise failure
+        return io.BytesIO(sent)
+
+    def without_damaged(
+        self, folder: Path, faults: Mapping[str, list[str]], communicator: Communicator
+    ) -> tuple[Survey, list[str]]:
+        """The same with another copy in place of each that is not as it was written; collective.
+
+        Args:
+            faults: what is wrong with what this rank was to read, by name.
+
+        Returns:
+            The survey, and what is wrong with files of which no copy is good.
+        """
+        every = communicator.gather_json(faults)
+        damaged = sorted({name for its in every for name in its})
+        if self.manifest is None or not damaged:
+            return self, []
+        for name, its in faults.items():
+            _logger.warning("%s is not used, and other copies are looked for: %s", folder / name, "; ".join(its))
+        good = {COMMON: [rank for rank in self.common_readers if COMMON not in every[rank]]}
+        # of what lacks a file nothing is loaded, whatever else there is
+        names = [] if self.problems else [name for name in damaged if name != COMMON]
+        others = self._other_copies(folder, names, communicator)
+        found = communicator.gather_json(
+            {
+                name: manifests.verify_file(folder, name, self.manifest)
+                for name, ranks in others.items()
+                if communicator.rank in ranks
+            }
+        )
+        for name, ranks in others.items():
+            good[name] = [rank for rank in ranks if not found[rank][name]]
+        readers = [
+            (*good.get(name, ()), -1)[0] if name in damaged else reader
+            for name, reader in zip(_files(self.manifest), self.readers)
+        ]
+        lost = [name for name in damaged if not good.get(name)]
+        problems = [problem for name in lost for its in (*every, *found) for problem in its.get(name, [])]
+        return replace(self, readers=readers, common_readers=good[COMMON]), list(dict.fromkeys(problems))
+
+    def _other_copies(self, folder: Path, names: Sequence[str], communicator: Communicator) -> dict[str, list[int]]:
+        """Which ranks look at which damaged files: on each host one at each copy that was not read yet; collective."""
+        assert self.manifest is not None, "without one nothing is read"
+        mine = {}
+        for name in names:
+            with suppress(OSError):  # a disk that does not answer has no copy to offer
+                mine[name] = _identity(folder, name, self.manifest)
+        every = communicator.gather_json(mine)
+        readers = dict(zip(_files(self.manifest), self.readers))
+        others = {}
+        for number, name in enumerate(names):
+            seeing: dict[str, list[int]] = {}
+            for rank, its in enumerate(every):
+                if its.get(name):
+                    seeing.setdefault(its[name], []).append(rank)
+            others[name] = [ranks[number % len(ranks)] for ranks in seeing.values() if readers[name] not in ranks]
+        return others
+
+
+def survey(folder: Path, communicator: Communicator) -> Survey:
+    """Look for a checkpoint in every rank's ``folder``; collective. Ranks without the manifest get it from another.
+
+    Raises:
+        CheckpointError: on every rank, if any could not look: what a disk does not show may be there all the same.
+    """
+    rank, num_ranks = communicator.rank, communicator.world_size
+    mine = View()
+
+    def look() -> list[Any]:
+        nonlocal mine
+        mine = _view_of(folder)
+        return [mine.identity, len(mine.content), mine.names, mine.problems, platform.node(), str(folder)]
+
+    identities, sizes, names, found, hosts, folders = zip(*_by_all(folder, communicator, look))
+    having = [rank for rank, each in enumerate(identities) if each is not None]
+    problems = list(dict.fromkeys(problem for its in found for problem in its))
+    if not having and not problems:
+        problems = [manifests.ABSENT]
+    if len({identities[rank] for rank in having}) > 1:
+        problems.append(f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all")
+    if problems:
+        return Survey(None, problems)
+    manifest = mine.manifest
+    if len(having) < num_ranks:
+        sent = sent_to_all(mine.content, sizes[having[0]], having[0], communicator)
+        manifest = manifest or manifests.understood(folder, sent)
+    assert manifest is not None, "ranks that have none were sent one"
+
+    files = _files(manifest)
+    seen = [int(each or "0", 16) for each in names]
+    holders = {name: [rank for rank in range(num_ranks) if seen[rank] >> bit & 1] for bit, name in enumerate(files)}
+    readers = shared_out([holders[name] for name in files[:-1]], num_ranks)
+    given = [name for name, reader in zip(files, [*readers, rank]) if reader == rank and rank in holders[name]]
+    short = _by_all(folder, communicator, lambda: [name for name in given if _identity(folder, name, manifest) is None])
+    if doubtful := sorted({name for its in short for name in its}):
+        whole = _by_all(
+            folder,
+            communicator,
+            lambda: [name for name in doubtful if rank in holders[name] and _identity(folder, name, manifest)],
+        )
+        holders |= {name: [rank for rank, its in enumerate(whole) if name in its] for name in doubtful}
+        readers = shared_out([holders[name] for name in files[:-1]], num_ranks)
+    missing = [name for name in files if not holders[name]]
+    if missing:
+        problems = [f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}"]
+    # what nobody has is left to those who will say what is wrong with it
+    return Survey(manifest, problems, readers, holders[COMMON] or range(num_ranks))
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank sees in its folder.
+
+    Attributes:
+        content, manifest, identity: of the manifest's file; empty, and None, if there is none that can be understood.
+        names: the set of files, by their places in ``_files``, of which there is one of the name, as ``as_set`` has it.
+        problems: what is wrong with the manifest.
+    """
+
+    content: bytes = b""
+    manifest: Manifest | None = None
+    identity: str | None = None
+    names: str = ""
+    problems: Sequence[str] = ()
+
+
+def _view_of(folder: Path) -> View:
+    try:
+        # not by is_file(), which is False in Python 3.14 for what cannot be looked at
+        content = (folder / MANIFEST).read_bytes()
+        manifest, present = manifests.understood(folder, content), set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return View()  # what is not here may be somewhere else
+    except CheckpointError as error:
+        return View(problems=error.problems)
+    names = as_set(bit for bit, name in enumerate(_files(manifest)) if name in present)
+    return View(content, manifest, hashlib.sha256(content).hexdigest(), names)
+
+
+def _files(manifest: Manifest) -> list[str]:
+    return [*map(rank_file, range(manifest.world_size)), COMMON]
+
+
+def _identity(folder: Path, name: str, manifest: Manifest) -> str | None:
+    """Of a file, the same for all ranks of a host that see it; None if it is not here, or not of the right size."""
+    try:
+        found = (folder / name).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    is_whole = stat.S_ISREG(found.st_mode) and found.st_size == manifest.files.get(name, [-1])[0]
+    # hosts number what is on their own disks alike
+    return f"{platform.node()} {found.st_dev} {found.st_ino} {found.st_mtime_ns}" if is_whole else None
+
+
+def _by_all(folder: Path, communicator: Communicator, look: Callable[[], Found]) -> list[Found]:
+    """What ``look`` gives on each rank; collective.
+
+    Raises:
+        CheckpointError: on every rank, if any could not look.
+    """
+    mine: Found | None = None
+    failures: list[str] = []
+    try:
+        mine = look()
+    except Exception as error:  # of any kind: the other ranks wait for what this one has found
+        failures.append(described(communicator.rank, error))
+    found, failed = zip(*communicator.gather_json([mine, failures]))
+    if any(failed):
+        raise CheckpointError(folder, [failure for its in failed for failure in its])
+    return list(found)
+
+
+def shared_out(holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Who reads each file: of the ranks that have it the one with the fewest so far, the lowest of those.
+
+    What nobody has is left to one that will say what is wrong with it.
+    """
+    readers: list[int] = []
+    num_read = [0] * num_ranks
+    for number, ranks in enumerate(holders):
+        readers.append(min(ranks or [number % num_ranks], key=lambda rank: (num_read[rank], rank)))
+        num_read[readers[-1]] += 1
+    return readers
+
+
+def _looked(places: Sequence[tuple[str, str]]) -> str:
+    """Which ranks looked where."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    return "; ".join(f"ranks {its} looked in {folder} on {host}" for (host, folder), its in ranks.items())
