@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import shutil
+import threading
 import tracemalloc
 from pathlib import Path
 from unittest import mock
@@ -133,6 +134,69 @@ def check_every_pair(folder, saved, world_sizes, backend="gloo"):
 @pytest.mark.slow
 def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
     check_every_pair(*checkpoints, (*SIZES, 6))
+
+
+def load_each_in_parts(rank, world_size, folder, saved_sizes):
+    checkpoint.ROOM = 40  # bytes: of most parameters there are several parts
+    with mock.patch.object(checkpoint, "in_batches", wraps=reshard.in_batches) as batches:
+        found = load_each(rank, world_size, folder, saved_sizes)
+    assert all(len(list(reshard.in_batches(*call.args))) > 10 for call in batches.call_args_list)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_comes_in_many_parts_is_the_same(checkpoints, world_size):
+    folder, saved = checkpoints
+    for rank, loaded in enumerate(run_ranks(load_each_in_parts, world_size, str(folder), SIZES)):
+        for size, (found, _) in zip(SIZES, loaded, strict=True):
+            assert_everything(found, saved[size][0][0], with_state=rank == 0)
+
+
+def memory():
+    """Bytes of this process that no file is behind."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["RssAnon"].split()[0])
+
+
+def build_large():
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    return model, TritonDistAdamW(model.named_parameters())
+
+
+def save_large(rank, world_size, folder):
+    model, optimizer = build_large()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpoint.save(f"{folder}/x", model, optimizer)
+
+
+def memory_to_load(rank, world_size, folder):
+    """How much more memory there was than before, at most, in bytes for each of a parameter."""
+    model, optimizer = build_large()
+    optimizer.gather_parameters = lambda: None  # into memory of gloo's own, as in every step
+    checkpoint.ROOM = 2**20
+    most, is_over = [before := memory()], threading.Event()
+
+    def watch():
+        while not is_over.wait(0.0005):
+            most.append(memory())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    checkpoint.load(f"{folder}/x", model, optimizer)
+    is_over.set()
+    watching.join()
+    return (max(most) - before) / sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2), (2, 2), (2, 1)])
+def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after):
+    """The state takes 8 bytes for each element, and what was read, sent and received once took as much each."""
+    run_ranks(save_large, before, str(tmp_path))
+    for found in run_ranks(memory_to_load, after, str(tmp_path)):
+        assert 8 / after < found < 8 / after + 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])

@@ -37,12 +37,12 @@ from optim_dist._checkpoint.contents import (
     named_specs,
     pieces_of,
     rest_of_model,
-    restore,
 )
 from optim_dist._checkpoint.faults import described
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.removal import all_but_the_newest
-from optim_dist._checkpoint.reshard import exchange, streams
+from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
+from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
@@ -164,7 +164,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     try:
         if manifest is not None:
             damaged = _damaged(folder, found.read_by(communicator.rank), manifest)
-    except Exception as error:
+    except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems.append(described(communicator.rank, error))
         cause = error
     found, lost = found.without_damaged(folder, damaged, communicator)
@@ -175,12 +175,13 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         if manifest is not None:
             problems += manifests.compare(manifest, specs)
             if found.common_readers:
-                common = _read(folder, manifests.COMMON, manifest, sent)
+                common = _read(folder, manifests.COMMON, sent=sent)
                 problems += compare_rest(common["model"], rest)
                 # those of version 0.3 have no members
                 problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
             for saved_rank in (number for number, reader in enumerate(found.readers) if reader == communicator.rank):
-                contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), manifest)
+                # not into memory, where there may be room for this rank's part of it alone
+                contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
                 problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
             if not problems:
                 saved = with_numbers(manifest.parameters, specs, contents)
@@ -193,16 +194,21 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     assert manifest is not None, "to have none is a problem"
     index = {spec.name: place for place, spec in enumerate(specs)}
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
-        parts = exchange(
-            streams(saved, found.readers, lambda name: pieces_of(opt, index[name])),
-            lambda file, name, key: contents[file][name][key],
-            communicator.rank,
-            communicator.ranks,
-            communicator.group,
-            communicator.device,
-        )
         load_groups(opt, common["groups"])
-        restore(opt, specs, {entry.name: entry for entry in saved}, parts)
+        restoring = Restoring(opt, specs, {entry.name: entry for entry in saved})
+        for batch in in_batches(streams(saved, found.readers, lambda name: pieces_of(opt, index[name])), ROOM):
+            restoring.put(
+                exchange(
+                    batch,
+                    lambda file, name, key: contents[file][name][key],
+                    communicator.rank,
+                    communicator.ranks,
+                    communicator.group,
+                    communicator.device,
+                )
+            )
+            restoring.end_batch(batch)
+        restoring.finish()
         load_rest(model, rest, common["model"])
         communicator.barrier()  # nobody goes on with what others have not loaded
     return common["extra"]
@@ -282,12 +288,10 @@ def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str
         return {name: faults for name, faults in zip(names, found) if faults}
 
 
-def _read(folder: Path, name: str, manifest: Manifest, sent: io.BytesIO | None = None) -> Any:
-    """The content of a file that was verified, or of ``sent``, if another rank has sent it."""
-    if sent is not None and (problems := manifests.verify_content(sent.getbuffer(), name, manifest)):
-        raise CheckpointError(folder, problems)
+def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:
+    """The content of a file, or of ``sent``, if another rank has sent it; with ``mmap`` it takes no memory."""
     try:
-        return torch.load(sent or folder / name, map_location="cpu", weights_only=True)
+        return torch.load(sent or folder / name, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(folder, [f"{name}: {error}"]) from error
 
@@ -296,7 +300,7 @@ def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, ma
     """Whether a rank's file holds what the manifest says, element for element."""
     problems = []
     for stream in streams(manifest.parameters, [0] * manifest.world_size):
-        for name, part in stream.own(stream.before, 0):
+        for name, part in stream.own("before", 0):
             if part.file != saved_rank:
                 continue
             tensor = content.get(name, {}).get(stream.key)

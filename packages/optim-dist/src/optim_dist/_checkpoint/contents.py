@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._checkpoint.codes import in_files, joined, whole_shape
+from optim_dist._checkpoint.codes import in_files, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
 from optim_dist._checkpoint.reshard import VALUE
-from optim_dist._checkpoint.rows import Part, as_rows, from_rows, row_pieces, to_rows
+from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import WHOLE_KEYS, dense_stride, in_memory_order, make_groups_plain, stamped
-from optim_dist._optimizers.whole_state import as_parameter_lies, cut_like, on_one_rank
+from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist.plan import ParameterSpec, Piece
 from optim_dist.planning import contiguous_stride
 from optim_redist import Layout
@@ -76,7 +76,7 @@ def own_parts(
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
                 parts.setdefault(spec.name, {})[key] = to_host(in_memory_order(local(value).detach()))
-    for part in to_rows(cut, _layouts(optimizer, specs), optimizer.communicator):
+    for part in to_rows(cut, layouts_by_name(optimizer, specs), optimizer.communicator):
         parts.setdefault(part.name, {})[part.key] = to_host(part.local.reshape(-1))
     return parts
 
@@ -116,65 +116,8 @@ def saved_parameters(
     return saved
 
 
-def restore(
-    optimizer: LiveOptimizer,
-    specs: list[ParameterSpec],
-    saved: Mapping[str, SavedParameter],
-    parts: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Write values and state of this rank's shards, then gather the parameters."""
-    shards = {specs[shard.index].name: shard for shard in optimizer.shards()}
-    layouts = _layouts(optimizer, specs)
-    values: list[Part] = []
-    for name, shard in shards.items():
-        if specs[shard.index].sharding:
-            values += _rows_read(optimizer, saved[name], parts.get(name, {}), shard, {VALUE: saved[name].dtype})
-        elif shard.value.numel():
-            shard.value.copy_(parts[name][VALUE].as_strided(shard.value.shape, dense_stride(shard.value)))
-    for part in from_rows(values, layouts, optimizer.communicator):
-        shards[part.name].value.copy_(part.local)
-    rows: list[Part] = []
-    for name, shard in shards.items():
-        entry, mine = saved[name], parts.get(name, {})
-        if not entry.state and not entry.scalars:
-            continue
-        # what the checkpoint lacks, and what has another format, is made by the next step, of what is here then
-        state: dict[str, Any] = {}
-        if specs[shard.index].sharding:
-            in_pieces = {key: description.dtype for key, description in entry.state.items() if description.in_pieces}
-            rows += _rows_read(optimizer, entry, mine, shard, in_pieces)
-        for key, description in entry.state.items():
-            if not specs[shard.index].sharding:
-                state[key] = state_of_part(mine.get(key), description, shard)
-                # one rank cuts nothing, but its DTensors' state lies as they do
-                if description.in_pieces and isinstance(shard.parameter, DTensor):
-                    state[key] = as_parameter_lies(state[key], shard.parameter)
-            elif not description.in_pieces:
-                # all ranks keep it, and the one of the first rows has got it
-                state[key] = state_of_part(mine.get(key), description, shard)
-                optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
-        joined(state, entry)
-        for key, value in entry.scalars.items():
-            state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
-        optimizer.state[shard.parameter] = state
-        optimizer.encode_state(shard)
-    for part in from_rows(rows, layouts, optimizer.communicator):
-        parameter = shards[part.name].parameter
-        assert isinstance(parameter, DTensor), "only DTensors lie in rows"
-        optimizer.state[parameter][part.key] = as_parameter_lies(part.local, parameter)
-    optimizer.gather_parameters()
-
-
-def _rows_read(
-    optimizer: LiveOptimizer, entry: SavedParameter, mine: Mapping[str, Tensor], shard: Shard, wanted: Mapping[str, str]
-) -> Iterator[Part]:
-    """The rows of a DTensor that this rank has read, of the ``wanted`` keys and their dtypes."""
-    for key, dtype in wanted.items():
-        flat = mine.get(key, torch.empty(0, dtype=getattr(torch, dtype), device=shard.value.device))
-        yield Part(entry.name, key, as_rows(flat, entry.shape, optimizer.communicator), tuple(entry.shape))
-
-
-def _layouts(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, Layout]:
+def layouts_by_name(optimizer: LiveOptimizer, specs: Sequence[ParameterSpec]) -> dict[str, Layout]:
+    """How each DTensor of several ranks lies."""
     return {specs[index].name: layout for index, layout in optimizer.layouts.items()}
 
 

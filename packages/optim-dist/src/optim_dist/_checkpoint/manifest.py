@@ -186,7 +186,7 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> list[str]:
         return [f"{name}: {error}"]
 
 
-def verify_content(content: memoryview, name: str, manifest: Manifest) -> list[str]:
+def verify_content(content: bytes | bytearray, name: str, manifest: Manifest) -> list[str]:
     """What is wrong with a file's bytes, if anything."""
     return [] if hashlib.sha256(content).hexdigest() == manifest.files[name][1] else [_altered(name)]
 

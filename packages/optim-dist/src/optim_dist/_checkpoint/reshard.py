@@ -1,4 +1,4 @@
-"""From the pieces that files hold to the pieces that ranks own: one exchange by ``optim_redist``.
+"""From the pieces that files hold to the pieces that ranks own: by exchanges of ``optim_redist``.
 
 All parameters of a state key and dtype are one long flat tensor, in the order of the manifest. Each saved rank's file
 is read by one rank; what a rank has read and what it is to own are sets of intervals of that tensor:
@@ -6,14 +6,17 @@ is read by one rank; what a rank has read and what it is to own are sets of inte
     source   rows[r] = intervals of the files that r reads        target   rows[r] = intervals that r owns
 
 Every element is read once from disk and sent at most once. What each rank has read piece by piece as it is to own it,
-as after a restart of the same ranks, takes no exchange and no copy.
+as after a restart of the same ranks, takes no exchange and no copy. Batches of bounded size, one after the other, leave
+little on its way, however much there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,55 +28,103 @@ from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
 
 VALUE = "value"
+ROOM = 64 * 2**20  # bytes that a rank has read, and that it gets, of one batch; an exchange takes as much of each again
+
+# of an exchange
+Side = Literal["before", "after"]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Elements ``[start, stop)`` of a parameter's tensor, held by ``rank``; before the exchange, from file ``file``."""
+class Segment(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter's tensor, held by ``rank``, of its piece that begins at ``base``.
+
+    Before the exchange they are from file ``file``.
+    """
 
     rank: int
     start: int
     stop: int
+    base: int
     file: int = -1
+
+    def within(self, start: int, stop: int) -> Segment:
+        return self._replace(start=max(self.start, start), stop=min(self.stop, stop))
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Elements ``[start, stop)`` of a parameter's tensor, and who holds which of them before and after.
+
+    ``is_last``: whether none follow.
+    """
+
+    name: str
+    start: int
+    stop: int
+    before: Sequence[Segment]
+    after: Sequence[Segment]
+    is_last: bool = True
+
+    def held(self, side: Side) -> list[Segment]:
+        """Without empty segments."""
+        return [part for part in (self.before if side == "before" else self.after) if part.start < part.stop]
+
+    def cut(self, numel: int) -> Iterator[Extent]:
+        """The same in parts of ``numel`` elements at most."""
+        if self.stop - self.start <= numel:
+            yield self
+            return
+        for start in range(self.start, self.stop, numel):
+            stop = min(start + numel, self.stop)
+            before, after = ([part.within(start, stop) for part in parts] for parts in (self.before, self.after))
+            yield replace(self, start=start, stop=stop, before=before, after=after, is_last=stop == self.stop)
 
 
 @dataclass
 class Stream:
-    """One flat tensor of many parameters: where each begins, and who holds what before and after."""
+    """One flat tensor of many parameters."""
 
     key: str
     dtype: torch.dtype
-    names: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    before: list[list[Segment]] = field(default_factory=list)
-    after: list[list[Segment]] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
 
-    def rows(self, segments: Sequence[Sequence[Segment]], world_size: int) -> list[list[tuple[int, int]]]:
+    def rows(self, side: Side, world_size: int) -> list[list[tuple[int, int]]]:
         """Each rank's intervals."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
         offset = 0
-        for size, parts in zip(self.sizes, segments):
-            for part in parts:
-                if part.start < part.stop:
-                    rows[part.rank].append((offset + part.start, offset + part.stop))
-            offset += size
+        for extent in self.extents:
+            for part in extent.held(side):
+                rows[part.rank].append((offset + part.start - extent.start, offset + part.stop - extent.start))
+            offset += extent.stop - extent.start
         return rows
+
+    @property
+    def numel(self) -> int:
+        return sum(extent.stop - extent.start for extent in self.extents)
 
     @property
     def stays(self) -> bool:
         """Whether every rank owns the pieces that it has read."""
 
-        def pieces(segments: Sequence[Sequence[Segment]]) -> list[list[tuple[int, int, int]]]:
-            return [[(p.rank, p.start, p.stop) for p in parts if p.start < p.stop] for parts in segments]
+        def pieces(side: Side) -> list[list[tuple[int, int, int]]]:
+            return [[(p.rank, p.start, p.stop) for p in extent.held(side)] for extent in self.extents]
 
-        return pieces(self.before) == pieces(self.after)
+        return pieces("before") == pieces("after")
 
-    def own(self, segments: Sequence[Sequence[Segment]], rank: int) -> Iterator[tuple[str, Segment]]:
+    def own(self, side: Side, rank: int) -> Iterator[tuple[str, Segment]]:
         """This rank's parts, in order."""
-        for name, parts in zip(self.names, segments):
-            for part in parts:
-                if part.rank == rank and part.start < part.stop:
-                    yield name, part
+        for extent in self.extents:
+            for part in extent.held(side):
+                if part.rank == rank:
+                    yield extent.name, part
+
+
+class Arrival(NamedTuple):
+    """Consecutive elements of this rank's piece of a parameter's tensor, from its element ``start`` on."""
+
+    name: str
+    key: str
+    start: int
+    part: Tensor
 
 
 def streams(
@@ -99,17 +150,37 @@ def streams(
             stream = found.setdefault((key, state.dtype), Stream(key, getattr(torch, state.dtype)))
             numel = prod(state.shape)
             if state.in_pieces:
-                before = [Segment(readers[rank], *blocks_of(state, *part), rank) for rank, *part in entry.pieces]
-                after = [Segment(p.rank, *blocks_of(state, p.start, p.stop)) for p in pieces(entry.name)]
+                parts = [(rank, *blocks_of(state, *part)) for rank, *part in entry.pieces]
+                before = [Segment(readers[rank], start, stop, start, rank) for rank, start, stop in parts]
+                own = [(piece.rank, *blocks_of(state, piece.start, piece.stop)) for piece in pieces(entry.name)]
+                after = [Segment(rank, start, stop, start) for rank, start, stop in own]
             else:
                 owner = entry.pieces[0][0]
-                before = [Segment(readers[owner], 0, numel, owner)]
-                after = [Segment(piece.rank, 0, numel) for piece in pieces(entry.name)[:1]]
-            stream.names.append(entry.name)
-            stream.sizes.append(numel)
-            stream.before.append(before)
-            stream.after.append(after)
+                before = [Segment(readers[owner], 0, numel, 0, owner)]
+                after = [Segment(piece.rank, 0, numel, 0) for piece in pieces(entry.name)[:1]]
+            stream.extents.append(Extent(entry.name, 0, numel, before, after))
     return [found[key] for key in sorted(found)]
+
+
+def in_batches(wanted: Iterable[Stream], room: int) -> Iterator[list[Stream]]:
+    """The same elements in as many parts, one after another, as leave each rank ``room`` bytes of each on each side."""
+    batch: list[Stream] = []
+    used: Counter[tuple[Side, int]] = Counter()
+    for stream in wanted:
+        for extent in (part for whole in stream.extents for part in whole.cut(max(1, room // stream.dtype.itemsize))):
+            more: Counter[tuple[Side, int]] = Counter()
+            for side in ("before", "after"):
+                for part in extent.held(side):
+                    more[side, part.rank] += (part.stop - part.start) * stream.dtype.itemsize
+            if any(used[end] + size > room for end, size in more.items()):
+                yield batch
+                batch, used = [], Counter()
+            used.update(more)
+            if not batch or (batch[-1].key, batch[-1].dtype) != (stream.key, stream.dtype):
+                batch.append(Stream(stream.key, stream.dtype))
+            batch[-1].extents.append(extent)
+    if batch:
+        yield batch
 
 
 def exchange(
@@ -119,32 +190,35 @@ def exchange(
     ranks: Sequence[int],
     group: ProcessGroup | None,
     device: torch.device,
-) -> dict[str, dict[str, Tensor]]:
-    """``{parameter: {key: flat part}}`` that this rank owns; ``read(file, name, key)`` is a part it has read.
+) -> Iterator[Arrival]:
+    """What this rank owns, as flat parts; ``read(file, name, key)`` is a piece it has read. To be gone through.
 
     What stays may be what was read itself. Which streams take part in the exchange all ranks know alike.
     """
+
+    def part_read(stream: Stream, name: str, part: Segment) -> Tensor:
+        return read(part.file, name, stream.key)[part.start - part.base : part.stop - part.base]
+
     mesh = Mesh(len(ranks), ranks=list(ranks))
-    parts: dict[str, dict[str, Tensor]] = {}
+    items: dict[str, Item] = {}
     moved: list[Stream] = []
-    items = {}
     for stream in wanted:
+        mine = (part_read(stream, name, part) for name, part in stream.own("before", rank))
         if stream.stays:
-            for name, part in stream.own(stream.before, rank):
-                parts.setdefault(name, {})[stream.key] = read(part.file, name, stream.key).to(device)
+            for (name, part), found in zip(stream.own("after", rank), mine):
+                yield Arrival(name, stream.key, part.start - part.base, found.to(device))
             continue
-        mine = [read(part.file, name, stream.key) for name, part in stream.own(stream.before, rank)]
-        source = torch.cat(mine) if mine else torch.empty(0, dtype=stream.dtype)
         before, after = (
-            Layout(mesh, [((0,), Intervals(stream.rows(segments, len(ranks))))])
-            for segments in (stream.before, stream.after)
+            Layout(mesh, [((0,), Intervals(stream.rows(side, len(ranks))))]) for side in ("before", "after")
         )
-        items[f"{len(moved):04d}"] = Item(source.to(device), (sum(stream.sizes),), before, after)
+        source = torch.cat([torch.empty(0, dtype=stream.dtype), *mine]).to(device)
+        items[f"{len(moved):04d}"] = Item(source, (stream.numel,), before, after)
+        del source
         moved.append(stream)
     arrived = redistribute_many(items, group=group) if items else {}
+    items.clear()
     for stream, target in zip(moved, arrived.values()):
         assert target is not None, "every rank is in the mesh"
-        own = list(stream.own(stream.after, rank))
-        for (name, _), part in zip(own, target.split([part.stop - part.start for _, part in own])):
-            parts.setdefault(name, {})[stream.key] = part
-    return parts
+        own = list(stream.own("after", rank))
+        for (name, part), found in zip(own, target.split([part.stop - part.start for _, part in own])):
+            yield Arrival(name, stream.key, part.start - part.base, found)

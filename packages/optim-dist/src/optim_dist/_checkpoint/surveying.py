@@ -59,7 +59,8 @@ class Survey:
         """The common file as another rank has sent it, if any rank lacks it; collective.
 
         Raises:
-            OSError: on the rank that was to read it, once the others have what they wait for, with a wrong digest.
+            OSError: on the rank that was to read it, once the others have what they wait for.
+            CheckpointError: on a rank where it has arrived with a wrong digest, as then.
         """
         if self.manifest is None or len(self.common_readers) in (0, communicator.world_size):
             return None
@@ -72,6 +73,8 @@ class Survey:
         sent = sent_to_all(content, self.manifest.files[COMMON][0], source, communicator)
         if failure is not None:
             raise failure
+        if problems := manifests.verify_content(sent, COMMON, self.manifest):
+            raise CheckpointError(folder, problems)
         return io.BytesIO(sent)
 
     def without_damaged(

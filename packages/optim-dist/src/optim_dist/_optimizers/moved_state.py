@@ -96,6 +96,6 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
         saved, range(communicator.world_size), lambda name: plan.ranges(moving[name]), with_values=False
     ):
         place = communicator.rank, communicator.ranks, communicator.group, communicator.device
-        for name, parts in exchange([stream], read, *place).items():
-            moved.parts.setdefault(name, {}).update(parts)
+        for name, key, _, part in exchange([stream], read, *place):
+            moved.parts.setdefault(name, {})[key] = part
     return moved
