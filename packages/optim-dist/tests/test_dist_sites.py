@@ -189,6 +189,36 @@ def test_of_copies_one_that_is_as_it_was_written_is_taken(tmp_path):
         assert "common.pt: its contents were altered" in text
 
 
+def test_a_manifest_that_is_damaged_on_one_host_is_taken_from_another(tmp_path):
+    saved = saved_by(APART, tmp_path, copies=2)
+    for host, content in ((1, b""), (0, b"{")):
+        (tmp_path / str(host) / "x" / manifest.MANIFEST).write_bytes(content)
+        found, said = zip(*run_ranks(load_and_listen, 3, str(tmp_path), APART, timeout=120))
+        if host:
+            assert_loaded(found, saved)
+            assert [len(texts) for texts in said] == [0, 1, 0]
+            assert said[1][0].startswith(f"{tmp_path}/1/x is not used: manifest.json cannot be read")
+    # of which one host alone has not all files
+    assert all("rank-00000.pt: not whole on any rank" in text for text in found)
+    (tmp_path / "2" / "x" / manifest.MANIFEST).write_bytes(b"[]")
+    for text in loaded_by(APART, tmp_path):
+        assert text.count("manifest.json cannot be read") == 3
+
+
+def load_at_another_version(rank, world_size, folder, hosts):
+    if rank == 1:
+        manifest.FORMAT = "optim-dist.checkpoint/0"
+    return load(rank, world_size, folder, hosts)
+
+
+def test_who_does_not_understand_what_another_has_is_an_error_on_all(tmp_path):
+    saved_by(APART, tmp_path, copies=2)
+    shutil.rmtree(tmp_path / "1")
+    for text in run_ranks(load_at_another_version, 3, str(tmp_path), APART, timeout=60):
+        assert "rank 1: CheckpointError: " in text
+        assert "its format is 'optim-dist.checkpoint/1', this version reads 'optim-dist.checkpoint/0'" in text
+
+
 def load_where_a_disk_does_not_give_a_file(rank, world_size, folder, hosts):
     digest = manifest.file_digest
 

@@ -150,17 +150,23 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
 
     identities, sizes, names, found, hosts, folders = zip(*_by_all(folder, communicator, look))
     having = [rank for rank, each in enumerate(identities) if each is not None]
-    problems = list(dict.fromkeys(problem for its in found for problem in its))
-    if not having and not problems:
-        problems = [manifests.ABSENT]
+    if not having:
+        return Survey(None, list(dict.fromkeys(problem for its in found for problem in its)) or [manifests.ABSENT])
     if len({identities[rank] for rank in having}) > 1:
-        problems.append(f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all")
-    if problems:
-        return Survey(None, problems)
+        return Survey(None, [f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"])
+    # that of another host takes the place of one that is damaged
+    if mine.problems:
+        _logger.warning("%s is not used: %s", folder, "; ".join(mine.problems))
     manifest = mine.manifest
     if len(having) < num_ranks:
         sent = sent_to_all(mine.content, sizes[having[0]], having[0], communicator)
-        manifest = manifest or manifests.understood(folder, sent)
+
+        def understand() -> None:
+            nonlocal manifest
+            manifest = manifest or manifests.understood(folder, sent)
+
+        # a rank with another version of this package may not
+        _by_all(folder, communicator, understand)
     assert manifest is not None, "ranks that have none were sent one"
 
     files = _files(manifest)
@@ -177,9 +183,9 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         )
         holders |= {name: [rank for rank, its in enumerate(whole) if name in its] for name in doubtful}
         readers = shared_out([holders[name] for name in files[:-1]], num_ranks)
-    missing = [name for name in files if not holders[name]]
-    if missing:
-        problems = [f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}"]
+    problems = []
+    if missing := [name for name in files if not holders[name]]:
+        problems.append(f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}")
     # what nobody has is left to those who will say what is wrong with it
     return Survey(manifest, problems, readers, holders[COMMON] or range(num_ranks))
 
