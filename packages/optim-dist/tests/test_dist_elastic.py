@@ -110,6 +110,19 @@ def test_keeps_what_it_saves_after_it_was_taken_back(tmp_path):
     assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-{n:09d}" for n in (7, 8, 10)]
 
 
+def test_a_checkpoint_that_was_moved_and_linked_is_replaced_by_a_new_one(tmp_path):
+    folder, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    elastic.run(lambda run: train(run, total=4), folder, every=2)
+    (folder / "step-000000004").rename(elsewhere)
+    (folder / "step-000000004").symlink_to(elsewhere)
+    assert elastic.run(lambda run: train(run, total=5), folder, every=5)[0] == [4]
+    (folder / checkpoint.LATEST).write_text("step-000000002")
+    assert elastic.run(lambda run: train(run, total=4), folder, every=2)[0] == [2, 3]
+    assert not (folder / "step-000000004").is_symlink()
+    assert (elsewhere / manifest.MANIFEST).exists()
+    assert not list(folder.glob(".*"))
+
+
 def test_steps_of_more_digits_than_names_have_are_newer(tmp_path):
     """As texts 1,000,000,000 would come before 999,999,999."""
     steps = [10**9 + number for number in range(-3, 2)]

@@ -56,7 +56,10 @@ def remove(folder: Path) -> None:
     nameless = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:NONCE]}.removed")
     with suppress(FileNotFoundError):
         folder.rename(nameless)
-        shutil.rmtree(nameless)
+        if nameless.is_symlink():
+            nameless.unlink()  # of a folder that somebody has moved, which is theirs
+        else:
+            shutil.rmtree(nameless)
 
 
 def remove_leftovers(directory: Path) -> None:
