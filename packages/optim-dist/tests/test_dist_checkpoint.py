@@ -187,6 +187,8 @@ def memory_to_load(rank, world_size, folder):
     checkpoint.load(f"{folder}/x", model, optimizer)
     is_over.set()
     watching.join()
+    # some disks do not let go of the folder of a file that is in use
+    assert "rank-0" not in Path("/proc/self/maps").read_text()
     return (max(most) - before) / sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -196,7 +198,7 @@ def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after
     """The state takes 8 bytes for each element, and what was read, sent and received once took as much each."""
     run_ranks(save_large, before, str(tmp_path))
     for found in run_ranks(memory_to_load, after, str(tmp_path)):
-        assert 8 / after < found < 8 / after + 2
+        assert 8 / after - 1 < found < 8 / after + 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
@@ -216,6 +218,32 @@ def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
     (tmp_path / "latest").write_bytes(b"\xff\x00")
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
+
+
+def test_what_a_disk_does_not_answer_is_no_missing_checkpoint(checkpoints, tmp_path, monkeypatch):
+    """A run would begin anew."""
+    shutil.copytree(checkpoints[0] / "from-1", tmp_path / "x")
+    (tmp_path / "latest").write_text("x")
+
+    def fail(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        # as Python 3.14 has them
+        patch.setattr(Path, "is_file", lambda path: False)
+        patch.setattr(Path, "glob", lambda path, pattern: iter(()))
+        for name in ("read_text", "stat"):
+            with monkeypatch.context() as failing, pytest.raises(OSError, match="Input/output error"):
+                failing.setattr(Path, name, fail)
+                checkpoint.latest(tmp_path)
+        (tmp_path / "latest").unlink()
+        with monkeypatch.context() as failing, pytest.raises(OSError, match="Input/output error"):
+            failing.setattr(Path, "iterdir", fail)
+            checkpoint.latest(tmp_path)
+    for content in ("gone", "x" * 1000, "a\0b", "latest"):
+        (tmp_path / "latest").write_text(content)
+        assert checkpoint.latest(tmp_path) == tmp_path / "x"
+    assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
 def truncate(folder):

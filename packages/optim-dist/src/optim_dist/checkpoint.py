@@ -13,13 +13,15 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +54,13 @@ __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load
 
 Path_ = str | os.PathLike[str]
 
+Found = TypeVar("Found")
+
 # Files of a checkpoint that a rank checks at the same time, a thread each.
 NUM_VERIFIED = 4
+
+# What the system says of names behind which there is no file.
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 @overload
@@ -269,16 +276,39 @@ def latest(directory: Path_) -> Path | None:
     """The newest complete checkpoint in ``directory``: the one that ``save`` finished last; None if there is none.
 
     Of hosts with disks of their own each knows its own: let one choose the name for all.
+
+    Raises:
+        OSError: if a disk does not answer: what it does not show may be there all the same.
     """
     folder = Path(directory)
-    pointer = folder / LATEST
-    if pointer.is_file():
-        named = folder / pointer.read_text(errors="replace").strip()
-        if (named / manifests.MANIFEST).is_file():
-            return named
+    named = _if_there(lambda: folder / (folder / LATEST).read_text(errors="replace").strip())
+    if named is not None and _written_at(named) is not None:
+        return named
     # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
-    complete = [file for file in folder.glob(f"*/{manifests.MANIFEST}") if not file.parent.name.startswith(".")]
-    return max(complete, key=lambda file: file.stat().st_mtime_ns).parent if complete else None
+    others = _if_there(lambda: [other for other in folder.iterdir() if not other.name.startswith(".")]) or []
+    complete: dict[Path, int] = {}
+    for other in others:
+        with suppress(PermissionError):  # it is somebody else's
+            if (written := _written_at(other)) is not None:
+                complete[other] = written
+    return max(complete, key=lambda other: complete[other], default=None)
+
+
+def _written_at(folder: Path) -> int | None:
+    """When a checkpoint's manifest was written, in ns; None if there is none."""
+    return _if_there(lambda: (folder / manifests.MANIFEST).stat().st_mtime_ns)
+
+
+def _if_there(look: Callable[[], Found]) -> Found | None:
+    """What ``look`` finds, or None; not by ``is_file``, which in Python 3.14 is False for what cannot be looked at."""
+    try:
+        return look()
+    except ValueError:  # of a name that none can have
+        return None
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return None
+        raise
 
 
 def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
