@@ -93,7 +93,7 @@ class Survey:
         if self.manifest is None or not damaged:
             return self, []
         for name, its in faults.items():
-            _logger.warning("%s is not used, and other copies are looked for: %s", folder / name, "; ".join(its))
+            _logger.warning("%s is not used: %s", folder / name, "; ".join(its))
         good = {COMMON: [rank for rank in self.common_readers if COMMON not in every[rank]]}
         # of what lacks a file nothing is loaded, whatever else there is
         names = [] if self.problems else [name for name in damaged if name != COMMON]
@@ -140,7 +140,7 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
     Raises:
         CheckpointError: on every rank, if any could not look: what a disk does not show may be there all the same.
     """
-    rank, num_ranks = communicator.rank, communicator.world_size
+    num_ranks = communicator.world_size
     mine = View()
 
     def look() -> list[Any]:
@@ -169,25 +169,31 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         _by_all(folder, communicator, understand)
     assert manifest is not None, "ranks that have none were sent one"
 
-    files = _files(manifest)
-    seen = [int(each or "0", 16) for each in names]
-    holders = {name: [rank for rank in range(num_ranks) if seen[rank] >> bit & 1] for bit, name in enumerate(files)}
-    readers = shared_out([holders[name] for name in files[:-1]], num_ranks)
-    given = [name for name, reader in zip(files, [*readers, rank]) if reader == rank and rank in holders[name]]
-    short = _by_all(folder, communicator, lambda: [name for name in given if _identity(folder, name, manifest) is None])
-    if doubtful := sorted({name for its in short for name in its}):
-        whole = _by_all(
-            folder,
-            communicator,
-            lambda: [name for name in doubtful if rank in holders[name] and _identity(folder, name, manifest)],
-        )
-        holders |= {name: [rank for rank, its in enumerate(whole) if name in its] for name in doubtful}
-        readers = shared_out([holders[name] for name in files[:-1]], num_ranks)
+    holders = _holders(folder, manifest, names, communicator)
     problems = []
-    if missing := [name for name in files if not holders[name]]:
+    if missing := [name for name, ranks in holders.items() if not ranks]:
         problems.append(f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}")
+    common_readers = holders.pop(COMMON)
     # what nobody has is left to those who will say what is wrong with it
-    return Survey(manifest, problems, readers, holders[COMMON] or range(num_ranks))
+    return Survey(manifest, problems, shared_out(list(holders.values()), num_ranks), common_readers or range(num_ranks))
+
+
+def _holders(
+    folder: Path, manifest: Manifest, names: Sequence[str], communicator: Communicator
+) -> dict[str, list[int]]:
+    """By file the ranks that have it whole, as far as its size says, from the ``names`` that each sees; collective."""
+    rank = communicator.rank
+    files, seen = _files(manifest), [int(each or "0", 16) for each in names]
+    holders = {name: [other for other, its in enumerate(seen) if its >> bit & 1] for bit, name in enumerate(files)}
+    # all who have the common file read it
+    readers = [*shared_out([holders[name] for name in files[:-1]], len(seen)), rank]
+    given = [name for name, reader in zip(files, readers) if reader == rank and rank in holders[name]]
+    short = _by_all(folder, communicator, lambda: [name for name in given if not _identity(folder, name, manifest)])
+    if doubtful := sorted({name for its in short for name in its}):
+        mine = [name for name in doubtful if rank in holders[name]]
+        whole = _by_all(folder, communicator, lambda: [name for name in mine if _identity(folder, name, manifest)])
+        holders |= {name: [other for other, its in enumerate(whole) if name in its] for name in doubtful}
+    return holders
 
 
 @dataclass(frozen=True)
