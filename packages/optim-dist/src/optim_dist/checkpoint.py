@@ -6,7 +6,8 @@
            training goes on. Where ranks do not share a disk each host has what its ranks wrote, and with ``copies=n``
            what those of n - 1 others did
     load   names, shapes, dtypes, routes, sizes and digests first, all problems in one error on every rank; then the
-           files, each read by one rank that has it; then, if ranks or plan differ, one exchange by ``optim_redist``
+           files, each read by one rank that has it, and of what is damaged another copy; then, a little at a time,
+           if ranks or plan differ, exchanges by ``optim_redist``
 
 Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 """
