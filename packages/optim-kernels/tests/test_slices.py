@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from typing import Any
 
 import pytest
@@ -100,31 +99,41 @@ def test_fp64_is_added_in_fp64() -> None:
     assert sum_slices(slices, out).item() == pytest.approx(1e-12, rel=1e-3)
 
 
-def test_the_launch_goes_to_the_device_of_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's go to the current one, where they would wait for nothing that is under way on another."""
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are replaced by what calls tell")
+def test_a_launch_is_kept_for_sums_of_one_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kind is what a kernel is compiled for: dtypes, whether addresses and strides are multiples of 16."""
     from optim_kernels._kernels import slices as kernels
 
-    entered: list[torch.Tensor] = []
-    launched_in: list[list[torch.Tensor]] = []
+    made: list[tuple[Any, ...]] = []
 
-    @contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        entered.append(tensor)
-        yield
-        entered.pop()
+    class Launch:
+        def __init__(self, kernel: Any, grid: int, constants: tuple[Any, ...], **_: Any) -> None:
+            made.append((kernel, grid, *constants))
 
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **__: launched_in.append([*entered])
+        def add(self, *_: Any) -> None:
+            pass
 
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("sum_kernel", "sum_apart_kernel"):
-        monkeypatch.setattr(kernels, name, Kernel())
-    slices = torch.ones(2, 3, device=DEVICE)
-    out = torch.empty(3, device=DEVICE)
-    kernels.launch_sum(slices, out, 1.0)
-    kernels.launch_sum([*slices], out, 1.0)
-    assert [[each is out for each in tensors] for tensors in launched_in] == [[True], [True]]
+    monkeypatch.setattr(kernels, "SumLaunch", Launch)
+    kernels._launch.cache_clear()
+    room = torch.zeros(8, 4096)
+    for _ in range(2):
+        for start in (0, 16, 0):
+            sum_slices(room[:2, start : start + 2048], room[3, :2048], impl="triton")
+            sum_slices([room[0, start : start + 2048], room[1, :2048]], room[3, :2048], impl="triton")
+        assert made == [(kernels.sum_kernel, 2, False, 1024), (kernels.sum_apart_kernel, 2, False, 1024)]
+    for out, slices in (
+        (room[3, 1:2049], room[:2, :2048]),
+        (room[3, :2048], room[:2, 1:2049]),
+        (room[3, :2047], room[:2, :2047]),
+        (room[3, :2048].half(), room[:2, :2048]),
+        (room[3, :2048], room[:4:2, :2048]),
+    ):
+        before = len(made)
+        sum_slices(slices, out, impl="triton")
+        assert len(made) == before + 1
+        sum_slices(slices, out, impl="triton", divisor=2.0)
+        assert len(made) == before + 2
+    kernels._launch.cache_clear()
 
 
 @pytest.mark.gpu

@@ -105,6 +105,11 @@ class BackwardReduction:
         is_refused = refused_passes[self._ranks] != self._refused_before
         return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
 
+    def launch_first(self) -> None:
+        """Launch a bucket, if none is launched yet."""
+        if self.buckets and not self.started:
+            self._launch()
+
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
         while self._next < len(self.buckets):

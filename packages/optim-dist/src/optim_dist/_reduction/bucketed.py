@@ -195,9 +195,12 @@ class BucketedParameters:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
         # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
-        # behind all of them. Otherwise none is, and it goes first: the first update need not wait for the last bucket.
+        # behind all of them. Otherwise none is, and it comes behind the first, for which the first update waits anyway,
+        # but not for the last; where it is looked at, and may stop the step, before that.
         if self.reduction.eager:
             self.reduction.launch_all()
+        elif isinstance(self.reduction, BackwardReduction) and not self._is_watched:
+            self.reduction.launch_first()
         self.reduction.counts = self._meet().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels._triton import FUSED, div_rn, narrow, tl, triton
+from optim_kernels._triton import Launch, div_rn, narrow, tl, triton
 
 # Elements and warps of a program: a thread asks for 16 bytes of a 16-bit slice at a time.
 BLOCK, NUM_WARPS = 1024, 4
+# Kinds and sizes of sums whose launches are kept.
+NUM_LAUNCHES = 256
 
 
 @triton.jit(do_not_specialize=["count", "divisor"])
@@ -42,15 +45,39 @@ def sum_apart_kernel(slices, out, numel, divisor, DIVIDES: tl.constexpr, BLOCK: 
     tl.store(out + places, narrow(total, out.dtype.element_ty), mask=mask)
 
 
+class SumLaunch(Launch):
+    """A launch of one of them, again and again, for sums of the same kind and size."""
+
+    def add(self, slices: Tensor | Sequence[Tensor], out: Tensor, numbers: Sequence[float]) -> None:
+        """Launch with ``slices``, ``out`` and the kernel's numbers."""
+        if self._run is None:
+            self._first(out.device, (slices if isinstance(slices, Tensor) else tuple(slices), out, *numbers))
+        elif isinstance(slices, Tensor):
+            self.again((slices.data_ptr(), out.data_ptr(), *numbers))
+        else:
+            self.again((tuple(map(Tensor.data_ptr, slices)), out.data_ptr(), *numbers))
+
+
 def launch_sum(slices: Tensor | Sequence[Tensor], out: Tensor, divisor: float) -> None:
     """Launch it for ``slices [S, N]`` whose rows are contiguous, or S such rows."""
-    numel = out.numel()
-    options: dict[str, Any] = {"num_warps": NUM_WARPS, **FUSED}
-    arguments = (float(divisor), divisor != 1, BLOCK)
-    grid = (triton.cdiv(numel, BLOCK),)
-    # Triton launches on the current device, whichever that of its arguments is
-    with torch.cuda.device_of(out):
-        if isinstance(slices, Tensor):
-            sum_kernel[grid](slices, out, slices.stride(0), numel, len(slices), *arguments, **options)
-        else:
-            sum_apart_kernel[grid](tuple(slices), out, numel, *arguments, **options)
+    numel, divides = out.numel(), divisor != 1
+    if isinstance(slices, Tensor):
+        stride = slices.stride(0)
+        numbers: tuple[float, ...] = (stride, numel, len(slices), float(divisor))
+        launch = _launch(numel, divides, stride, (_kind(slices), _kind(out)))
+    else:
+        numbers = (numel, float(divisor))
+        launch = _launch(numel, divides, None, (*map(_kind, slices), _kind(out)))
+    launch.add(slices, out, numbers)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    """What a kernel may be compiled for."""
+    return tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+
+
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _launch(numel: int, divides: bool, stride: int | None, kinds: tuple[Any, ...]) -> SumLaunch:
+    """For an ``out [numel]`` of the last kind, and slices of the others, ``stride`` elements apart."""
+    kernel = sum_apart_kernel if stride is None else sum_kernel
+    return SumLaunch(kernel, triton.cdiv(numel, BLOCK), (divides, BLOCK), num_warps=NUM_WARPS)

@@ -14,7 +14,6 @@ from optim_kernels._impl import KERNEL_DTYPES, Impl, check_impl, use_triton
 MOST_APART = 64
 
 
-@torch.no_grad()
 def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float = 1.0, impl: Impl = "auto") -> Tensor:
     """Add the ``slices [S, N]`` up in their order, in fp32 (fp64 for fp64), and round once, into ``out [N]``.
 
@@ -67,13 +66,14 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
 
         launch_sum(slices, out, divisor)
         return out
-    total = first.to(torch.promote_types(torch.float32, first.dtype), copy=True)
-    for each in slices[1:]:
-        total += each
-    if divisor != 1:
-        # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
-        total /= torch.full((), divisor, dtype=total.dtype, device=total.device)
-    return out.copy_(total)
+    with torch.no_grad():
+        total = first.to(torch.promote_types(torch.float32, first.dtype), copy=True)
+        for each in slices[1:]:
+            total += each
+        if divisor != 1:
+            # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
+            total /= torch.full((), divisor, dtype=total.dtype, device=total.device)
+        return out.copy_(total)
 
 
 def _kind_of(slices: object) -> str:
