@@ -243,6 +243,40 @@ def test_parameters_that_come_to_a_group_and_leave_it(impl: str) -> None:
 
 
 @IMPLS
+@pytest.mark.parametrize(
+    "storage",
+    [{}, {"stochastic_rounding": True}, {"master_weights": "fp32"}, {"master_weights": "split16"}],
+    ids=["plain", "random", "fp32", "split16"],
+)
+def test_a_matrix_may_move_to_a_group_of_adamw_and_back(impl: str, storage: dict[str, Any]) -> None:
+    """What Muon kept of it is none of AdamW's: not its masters, and not its count of steps."""
+    p, vector = (nn.Parameter(torch.ones(shape, device=DEVICE).bfloat16()) for shape in ((8, 12), (5,)))
+    options: dict[str, Any] = {"kind": "adamw", "lr": 0.05}
+    optimizer = TritonMuonAdamW(
+        [{"params": [p], "kind": "muon", **storage}, {"params": [vector], **options}], impl=impl
+    )
+    for seed in range(2):
+        give_gradients(p, vector, seed=seed)
+        optimizer.step()
+    matrices, rest = (group["params"] for group in optimizer.param_groups)
+    rest.append(matrices.pop())
+    twin = nn.Parameter(p.detach().clone())
+    expected = TritonMuonAdamW([{"params": [twin], **options}], impl=impl)
+    for seed in range(2, 4):
+        give_gradients(p, vector, seed=seed)
+        twin.grad = p.grad
+        optimizer.step()
+        expected.step()
+        with torch.no_grad():
+            for each in (p, twin):
+                each.mul_(2)
+    assert torch.equal(p, twin)
+    matrices.append(rest.pop())
+    optimizer.step()
+    assert not torch.equal(p, twin)
+
+
+@IMPLS
 @pytest.mark.parametrize("key", ["momentum_buffer", "second_momentum_buffer"])
 def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
     """As code does that moves states to the host between steps and back."""

@@ -20,7 +20,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_paths import why_not_stored
-from optim_kernels._optimizers.adamw_state import laid_out, new_count
+from optim_kernels._optimizers.adamw_state import NEEDED, drop_other_masters, laid_out, new_count
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -227,10 +227,12 @@ class TritonMuonAdamW(MuonGroups):
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]
-        if "step" not in state:
+        # that of a parameter from a Muon group may have a count of Muon's steps, and a master
+        if not state.keys() >= {*NEEDED}:
             state["step"] = new_count(p.device)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        drop_other_masters({"master_weights": None}, state)
         # a loaded count is on the CPU, or nanochat's int
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
 
