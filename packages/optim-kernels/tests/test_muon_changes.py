@@ -15,6 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_kernels.functional import muon_, muon_plan
+from optim_kernels.orthogonalization import NSConfig
+from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
 
@@ -375,6 +377,35 @@ def test_steps_are_counted_whatever_the_default_device_is(impl: str) -> None:
         for _ in range(3):
             optimizer.step()
     assert optimizer.state[p]["step"].item() == 3
+
+
+@IMPLS
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["exchanged", "loaded"])
+@pytest.mark.parametrize(
+    "cast", [torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.long, int], ids=lambda cast: cast.__name__
+)
+def test_steps_are_counted_whatever_their_dtype_was(impl: str, cast: Any, is_loaded: bool) -> None:
+    """After somebody has cast all that a state holds, say; kernels took the bits for those of an fp32 number."""
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    twin = copy.deepcopy(p)
+    optimizer, expected = (muon([each], impl, stochastic_rounding=True) for each in (p, twin))
+    steps(optimizer, expected, count=2)
+    if is_loaded:
+        saved = optimizer.state_dict()
+        saved["state"][0]["step"] = cast(saved["state"][0]["step"])
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer.state[p]["step"] = cast(optimizer.state[p]["step"])
+    steps(optimizer, expected, count=2)
+    assert optimizer.state[p]["step"].item() == 4
+    assert torch.equal(p, twin)
+
+
+def test_a_plan_refuses_step_counts_that_are_not_fp32() -> None:
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    tensors = muon_plan.MuonTensors(p.detach(), p.detach(), p.detach().clone(), step=torch.tensor(2, device=DEVICE))
+    with pytest.raises(ValueError, match=r"steps\[0\] must be one fp32 number, got torch.int64 of shape \(\)"):
+        muon_plan.MuonPlan([tensors], rule=MuonRule(), ns=NSConfig(), variance=False, stochastic_rounding=True)
 
 
 @IMPLS

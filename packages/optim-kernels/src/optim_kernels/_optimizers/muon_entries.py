@@ -42,7 +42,8 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
         # on the device, for a captured step counts too
         if "step" not in state:
             state["step"] = new_count(param.device)
-        state["step"] = state["step"].to(param.device)
+        # in fp32, as the kernels count it up: a user may have cast whole states
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
 
 
 def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:

@@ -205,6 +205,15 @@ def check_memory(tensors: Sequence[MuonTensors]) -> None:
                 raise ValueError(f"{name}[{number}] has elements but no memory: its storage was freed")
 
 
+def check_steps(tensors: Sequence[MuonTensors]) -> None:
+    """Raise ``ValueError`` unless each step count is one fp32 number: kernels read, and write, no other."""
+    for number, t in enumerate(tensors):
+        if t.step is not None and (t.step.dtype != torch.float32 or t.step.numel() != 1):
+            raise ValueError(
+                f"steps[{number}] must be one fp32 number, got {t.step.dtype} of shape {tuple(t.step.shape)}"
+            )
+
+
 def check_moments(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> None:
     """Raise ``ValueError`` unless every parameter has a second moment as `functional.new_second_moment` makes it."""
     wanted = [0] * len(tensors)

@@ -37,6 +37,7 @@ from optim_kernels.functional._muon_matrices import (
     check_memory,
     check_moments,
     check_shapes,
+    check_steps,
     is_aligned,
     matrices_of,
     why_not_plan,
@@ -84,6 +85,7 @@ class MuonPlan:
         ns = ns.of(first.param)
         check_shapes(tensors)
         check_memory(tensors)
+        check_steps(tensors)
         check_apart([t.param for t in tensors])
         # the tables hold addresses of these; gradients are the caller's, and free to go after a step
         self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
