@@ -436,6 +436,19 @@ def test_states_may_change_their_keys(impl: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("cast", [Tensor.bfloat16, Tensor.double, Tensor.long, int], ids=lambda cast: cast.__name__)
+def test_steps_are_counted_whatever_their_dtype_was(cast: Any) -> None:
+    """As by torch's loop; the kernels refused all but fp32."""
+    params = make_params()
+    optimizer = TritonAdamW(params, lr=0.1, impl="triton")
+    for _ in range(2):
+        for p in params:
+            if p in optimizer.state:
+                optimizer.state[p]["step"] = cast(optimizer.state[p]["step"])
+        optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_amsgrad_may_be_turned_off(impl: Any) -> None:
     runs = []

@@ -289,8 +289,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             )
         state.update(made)
         drop_other_masters(group, state)
-        if state["step"].device != device:
-            state["step"] = state["step"].to(device)
+        # in fp32, as the kernels take it: a user may have cast whole states
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.
