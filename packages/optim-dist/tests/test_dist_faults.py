@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_dist._checkpoint import manifest
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -42,19 +42,24 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
 
 def refuse_alone(rank, world_size):
     model = nn.Linear(8, 8)
-    bad = {"lr": -1.0} if rank == 1 else {"lr": 1.0}
-    for build in (
-        lambda: TritonDistAdamW(model.parameters(), **bad, timeout=20),
-        lambda: TritonDistMuon([{"params": [model.weight], **bad}]),
+    weight = {"params": [model.weight], "kind": "muon"}
+    for optimizer, given, bad, message in (
+        (TritonDistAdamW, model.parameters(), {"lr": -1.0, "timeout": 20}, "Invalid learning rate: -1.0"),
+        (TritonDistMuon, [{**weight, "lr": -1.0}], {}, "Learning rate should be >= 0 but is: -1.0"),
+        (TritonDistMuon, [weight], {"variant": "best"}, "unknown variant 'best'"),
+        (TritonDistMuonAdamW, [weight], {"variant": "best"}, "unknown variant 'best'"),
+        (TritonDistAdamW, [weight], {"bucket_mb": -1}, "bucket_mb must be"),
+        (TritonDistAdamW, [weight], {"reducer": "fast", "timeout": 20}, "reducer must be one of"),
+        (TritonDistAdamW, [weight], {"gradients": "streamed"}, "gradients='streamed' reduces in every backward pass"),
+        (TritonDistAdamW, [weight], {"bucket_size": 1}, "TritonDistAdamW got an unexpected keyword argument"),
     ):
         if rank == 1:
-            with pytest.raises(ValueError, match=r"^(Invalid learning rate: -1.0|Learning rate should be >= 0 but is)"):
-                build()
+            with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+                optimizer(given, **bad)
         else:
-            with pytest.raises(
-                RuntimeError, match=r"^the optimizer was not built, for it was refused by rank 1: ValueError: .*-1\.0$"
-            ):
-                build()
+            refused = "the optimizer was not built, for it was refused by rank 1: (ValueError|TypeError)"
+            with pytest.raises(RuntimeError, match=f"^{refused}: {message}"):
+                optimizer([weight], timeout=bad.get("timeout"))
     # and nothing is left behind
     TritonDistAdamW(model.parameters())
 

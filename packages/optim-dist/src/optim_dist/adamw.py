@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
-from optim_dist._optimizers.options import CommonOptions, Options
+from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, update_options
 from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
@@ -153,7 +153,7 @@ class TritonDistAdamW(DistOptimizer):
         if stochastic_rounding:
             storage |= {"stochastic_rounding": True, "seed": seed}
         defaults |= {key: value for key, value in storage.items() if value is not None}
-        super().__init__(params, defaults, Options.of(self, options))
+        super().__init__(params, defaults, options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_adamw(group)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
-from optim_dist._optimizers.options import CommonOptions, Options
+from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, takes_zeros
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import (
@@ -109,15 +109,19 @@ class TritonDistMuon(DistOptimizer):
         **options: Unpack[CommonOptions],
     ) -> None:
         variant = variant or ("nanochat-2025" if beta2 is None else "nanochat-2026-01")
-        defaults = muon_options(variant)
+        defaults: dict[str, Any] = {"variant": variant}
         defaults |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         defaults |= {"weight_decay": weight_decay, "maximize": maximize}
         if beta2 is not None:
             self._beta2 = defaults["beta2"] = beta2
-        super().__init__(params, defaults, Options.of(self, options))
+        super().__init__(params, defaults, options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_beta2": self._beta2}
+
+    def _completed_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        given = dict(defaults)
+        return {**muon_options(given.pop("variant")), **given}
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         if "variant" not in group:

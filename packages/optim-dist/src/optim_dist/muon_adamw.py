@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist._optimizers.options import CommonOptions, Options
+from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.shards import Route
 from optim_dist.adamw import AdamWRoute, check_adamw
 from optim_dist.muon import MuonRoute, check_muon_group, muon_options, muon_views
@@ -46,7 +46,7 @@ class TritonDistMuonAdamW(DistOptimizer):
         **options: Unpack[CommonOptions],
     ) -> None:
         self._variant = variant or HEAD
-        super().__init__(param_groups, {"maximize": maximize}, Options.of(self, options))
+        super().__init__(param_groups, {"maximize": maximize}, options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_variant": self._variant}

@@ -25,6 +25,7 @@ ORDERS = ("rank", "tree")
 SYNC = ("broadcast", "check")
 GRADIENTS = ("resident", "streamed")
 TRANSPORTS = ("backend", "symm")
+CONNECTING = ("mesh", "process_group", "transport", "timeout")
 STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
 # That NCCL finds beside Newton-Schulz: as good as 24 for it on two H100s, and .4 to 2 % of Newton-Schulz itself.
 SPARE_MULTIPROCESSORS = 16
@@ -168,6 +169,11 @@ class Options:
                     f"it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+    @classmethod
+    def that_connect(cls, given: Mapping[str, Any]) -> Options:
+        """Of the options given to an optimizer those by which ranks meet, whatever is wrong with the others."""
+        return cls(**{name: given[name] for name in CONNECTING if name in given})
 
     def _check_values(self) -> None:
         """Refuse values of another kind, such as ``"no"``, which counts as true."""

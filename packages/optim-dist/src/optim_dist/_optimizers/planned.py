@@ -7,7 +7,7 @@ refused with the others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -36,17 +36,18 @@ NOT_BUILT = "the optimizer was not built"
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
-        self._options = options
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         given: list[Any] = []
         try:
-            construction.check_model(options.model)
             given = construction.without_duplicates(params)
-            super().__init__(given, defaults)
+            self._options = Options.of(self, options)
+            construction.check_model(self._options.model)
+            super().__init__(given, self._completed_defaults(defaults))
         except Exception as error:
             # the others wait for this rank to connect
-            device = usable_device(options.group, construction.device_of([given, options.model]))
-            agreement.raise_if_refused(error, NOT_BUILT, options.communicator(device))
+            connecting = Options.that_connect(options)
+            device = usable_device(connecting.group, construction.device_of([given, options.get("model")]))
+            agreement.raise_if_refused(error, NOT_BUILT, connecting.communicator(device))
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
@@ -60,6 +61,10 @@ class PlannedOptimizer(LiveOptimizer):
     def _block(self, entry: Entry) -> int:
         """How many elements of a parameter share a scale in its state, which one rank has to own."""
         return 1
+
+    def _completed_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's ``defaults`` with those that they choose by name."""
+        return defaults
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with options that are not the same for all groups."""
