@@ -338,6 +338,34 @@ def a_state_that_torch_asks_for_before_the_first_step(rank, world_size):
     assert_same(values(again), values(net))
 
 
+@scenario(1)
+def a_checkpoint_of_one_rank_goes_on(rank, world_size):
+    """Its state takes the place of the one that is there for torch to see."""
+    with tempfile.TemporaryDirectory() as folder:
+        net, optimizer = build(rank, model=None, master_weights="fp32")
+        for step in range(2):
+            backward(net, rank, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = optimizer.full_state_dict()["state"]
+        checkpoint.save(f"{folder}/1", net, optimizer)
+        again, its = build(rank, model=None, master_weights="fp32")
+        checkpoint.load(f"{folder}/1", again, its)
+        found = its.full_state_dict()["state"]
+        assert found.keys() == expected.keys()
+        for number, state in expected.items():
+            assert found[number].keys() == state.keys()
+            assert_same([*found[number].values()], [state[key] for key in found[number]])
+        checkpoint.save(f"{folder}/2", again, its)
+        third, last = build(rank, model=None, master_weights="fp32")
+        checkpoint.load(f"{folder}/2", third, last)
+    for model, opt in ((net, optimizer), (again, its), (third, last)):
+        backward(model, rank, 2, 0)
+        opt.step()
+    assert_same(values(again), values(net))
+    assert_same(values(third), values(net))
+
+
 @pytest.mark.skipif(not IS_SUPPORTED, reason="torch 2.9 has no Tensor.grad_dtype")
 @scenario.parametrize()
 def test_grad_dtype(backend, world_size, name):

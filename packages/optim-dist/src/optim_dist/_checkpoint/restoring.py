@@ -119,6 +119,5 @@ class Restoring:
             joined(state, entry)
             for key, value in entry.scalars.items():
                 state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
-            optimizer.state[shard.parameter] = state
-            optimizer.encode_state(shard)
+            optimizer.put_state(shard, state)
         optimizer.gather_parameters()

@@ -58,6 +58,10 @@ class LiveOptimizer(Optimizer):
         """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
         raise NotImplementedError
 
+    def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Give a shard a state that steps have made elsewhere, in place of what there is."""
+        raise NotImplementedError
+
     def encode_state(self, shard: Shard) -> None:
         """Bring a loaded state into 8-bit codes if the group has them."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +47,14 @@ class MovedState:
             known = self.described.get(shard.name)
             if known is None or not (known.state or known.scalars):
                 continue
-            mine, state = self.parts.get(shard.name, {}), optimizer.state[shard.parameter]
+            mine = self.parts.get(shard.name, {})
+            state: dict[str, Any] = {}
             for key, description in known.state.items():
                 state[key] = state_of_part(mine.pop(key, None), description, shard)
             joined(state, known)
             for key, value in known.scalars.items():
                 state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
-            optimizer.encode_state(shard)
+            optimizer.put_state(shard, state)
 
 
 def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> MovedState:

@@ -124,6 +124,13 @@ class StatefulOptimizer(PlannedOptimizer):
         shown = self._made_to_show.get(id(shard.parameter), set())
         return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
 
+    def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Give a shard a state that steps have made elsewhere, in place of what there is, perhaps only shown."""
+        self.state[shard.parameter] = state
+        self._with_all_keys.discard(id(shard.parameter))
+        self._made_to_show.pop(id(shard.parameter), None)
+        self.encode_state(shard)
+
     def encode_state(self, shard: Shard) -> None:
         """Bring a loaded state into 8-bit codes if the group has them: not only at the next step, to save memory."""
         spec, group = self.plan.parameters[shard.index], self.param_groups[shard.group]
