@@ -23,8 +23,14 @@ def raise_if_refused(refused: Exception | None, what: str, communicator: Communi
     problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
     if refused is not None:
         raise refused
+    for rank, text in zip(communicator.ranks, problems):
+        if not isinstance(text, str | None):
+            raise RuntimeError(
+                f"{what}: rank {rank} does something else meanwhile; give every rank the same timeout=, and call the "
+                "same methods in the same order"
+            )
     if any(problems):
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(communicator.ranks, problems) if text)
         raise RuntimeError(f"{what}, for it was refused by {listed}")
 
 
