@@ -92,6 +92,24 @@ def joint_clipping_of_two_optimizers(rank, world_size):
         clip_grad_norm_(vectors[:1], 1.0)
 
 
+@scenario(1, 2)
+def clipping_by_the_parameters_that_are_trained_now(rank, world_size):
+    net, twin = Net(device_of(rank)), Net(device_of(rank))
+    optimizer, its = (TritonDistAdamW(model.named_parameters(), reducer="exact") for model in (net, twin))
+    for model in (net, twin):
+        model.layers[0].requires_grad_(False)
+        model(batch(rank, 0)).backward()
+    norm = clip_grad_norm_([p for p in net.parameters() if p.requires_grad], 0.1)
+    assert torch.equal(norm, its.clip_grad_norm_(0.1))
+    optimizer.step()
+    its.step()
+    assert_same(values(net), values(twin))
+    # it counts as long as it has a gradient
+    net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
+    with pytest.raises(ValueError, match="only some of the parameters"):
+        clip_grad_norm_([p for p in net.parameters() if p.requires_grad], 0.1)
+
+
 @scenario(2)
 def variants_of_groups_leave_the_constructors_arguments_alone(rank, world_size):
     net = Net(device_of(rank))

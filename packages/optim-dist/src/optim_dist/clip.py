@@ -31,7 +31,8 @@ def clip_grad_norm_(
     """The norm of all gradients together; the next ``step()`` of their optimizers scales them to ``max_norm``.
 
     Args:
-        optimizer_or_parameters: optimizers of this package, or all parameters of some of them, which are looked up.
+        optimizer_or_parameters: optimizers of this package, or all parameters of some of them, which are looked up;
+            frozen ones may be left out.
         error_if_nonfinite: raise if the norm is NaN or infinite; this waits for the device.
         foreach: torch's argument; it has no effect.
 
@@ -53,6 +54,12 @@ def clip_grad_norm_(
     return norm
 
 
+def _with_gradients(optimizer: LiveOptimizer) -> set[int]:
+    """``id`` of every parameter that has a gradient, or may get one: not of those that were frozen since."""
+    trained = (entry.parameter for entry in optimizer.entries)
+    return {id(parameter) for parameter in trained if parameter.requires_grad or parameter.grad is not None}
+
+
 def _optimizers(given: Any) -> list[LiveOptimizer]:
     items: list[Any] = [given] if isinstance(given, LiveOptimizer | Tensor) else list(given)
     optimizers = [item for item in items if isinstance(item, LiveOptimizer)]
@@ -66,7 +73,7 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
         trained = optimizer.trained_ids()
         if not (trained & wanted) - covered:
             continue
-        if not trained <= wanted:
+        if not _with_gradients(optimizer) <= wanted:
             raise ValueError(
                 f"only some of the parameters of a {type(optimizer).__name__} were given; gradients are clipped "
                 "by one norm: pass all of them, or the optimizer"
