@@ -171,23 +171,8 @@ class RandomModel:
     def assemble(self, values: Sequence[Tensor]) -> None:
         """A model and an optimizer over the ranks that are active, from whole values."""
         draw = self.draw
-        share = draw.choice([0.0, 0.0, 0.5, 1.0])
-        self.placements = [self.draw_placement(spec, share) for spec in self.specs]
-        self.options: dict[str, Any] = {
-            "reducer": draw.choice(["rs", "exact"]),
-            "reduce_dtype": draw.choice([None, None, torch.float32, *NARROW]),
-            "bucket_mb": draw.choice([1e-5, 1e-4, 5e-4, None]),
-            "average": draw.random() < 0.6,
-            "overlap": draw.random() < 0.8,
-            "accumulation_steps": draw.choice([None, None, 1, 2]),
-            "max_norm": draw.choice([None, None, None, 0.05]),
-            "skip_nonfinite": draw.random() < 0.3,
-            "debug": draw.random() < 0.2,
-        }
-        if self.options["reducer"] == "exact":
-            self.options["reduced_dtype"] = draw.choice([None, torch.float32])
-        if self.size == 3 and torch.float64 in self.dtypes:
-            self.options["average"] = False  # the factor is fp32's third
+        self.options = self.draw_options()
+        self.placements = [self.draw_placement(spec, self.share) for spec in self.specs]
         self.with_model = draw.random() < 0.5
         self.grid = draw.choice([None, self.meshes.get(GRID)]) if self.size == 4 else None
         self.say(f"of {self.size} {self.grid}: {self.options} model={self.with_model} {self.placements}")
@@ -199,6 +184,27 @@ class RandomModel:
             options = {**self.options, **({"model": self.net} if self.with_model else {})}
             where = {"process_group": self.group} if self.grid is None else {"mesh": self.grid}
             self.optimizer = self.make(self.net, options, **where)
+
+    def draw_options(self) -> dict[str, Any]:
+        """Of the optimizer; beside them the share of DTensors."""
+        draw = self.draw
+        self.share = draw.choice([0.0, 0.0, 0.5, 1.0])
+        options: dict[str, Any] = {
+            "reducer": draw.choice(["rs", "exact"]),
+            "reduce_dtype": draw.choice([None, None, torch.float32, *NARROW]),
+            "bucket_mb": draw.choice([1e-5, 1e-4, 5e-4, None]),
+            "average": draw.random() < 0.6,
+            "overlap": draw.random() < 0.8,
+            "accumulation_steps": draw.choice([None, None, 1, 2]),
+            "max_norm": draw.choice([None, None, None, 0.05]),
+            "skip_nonfinite": draw.random() < 0.3,
+            "debug": draw.random() < 0.2,
+        }
+        if options["reducer"] == "exact":
+            options["reduced_dtype"] = draw.choice([None, torch.float32])
+        if self.size == 3 and torch.float64 in self.dtypes:
+            options["average"] = False  # the factor is fp32's third
+        return options
 
     @property
     def group(self) -> Any:
@@ -239,7 +245,7 @@ class RandomModel:
                     mine[spec.name] = self.integers(spec) * scale
         for mine in found:
             # where backward reduces, a rank could not drop those of others that has no gradient at all, in every pass
-            if plain and (self.options["accumulation_steps"] == 2 or not any(s.name in mine for s in plain)):
+            if plain and ((self.options["accumulation_steps"] or 1) > 1 or not any(s.name in mine for s in plain)):
                 mine.setdefault(plain[0].name, self.integers(plain[0]) * scale)
         if poisoned is not None:
             candidates = [s for s in plain if s.name in found[poisoned] and found[poisoned][s.name].numel()]
@@ -330,7 +336,7 @@ class RandomModel:
                 return
             norm = None
             if how == "clip":
-                limit, order = draw.choice([0.05, 0.5, 1e6]), draw.choice([2.0, 1.0, float("inf")])
+                limit, order = draw.choice([0.05, 0.5, 1e6]), draw.choice(self.norm_orders())
                 self.say(f"{limit} {order}")
                 if self.is_active:
                     norm = self.optimizer.clip_grad_norm_(limit, order)
@@ -339,6 +345,9 @@ class RandomModel:
                 self.optimizer.step()
             self.step_twin(None if norm is None else factor_of(norm, limit))
         self.clear(draw.choice(["optimizer", "model", "parameters"]), draw.random() < 0.7)
+
+    def norm_orders(self) -> list[float]:
+        return [2.0, 1.0, float("inf")]
 
     def closure(self) -> Tensor:
         self.micro_batches()
@@ -670,12 +679,12 @@ def make_meshes(world_size: int) -> dict[int, DeviceMesh]:
     return meshes
 
 
-def run(rank: int, world_size: int, seeds: Sequence[int], length: int, folder: str) -> None:
+def run(rank: int, world_size: int, kind: type[RandomModel], seeds: Sequence[int], length: int, folder: str) -> None:
     """One sequence a seed."""
     meshes = make_meshes(world_size)
     for seed in seeds:
         log: list[str] = []
         try:
-            RandomModel(seed, rank, world_size, meshes, Path(folder), log).run(length)
+            kind(seed, rank, world_size, meshes, Path(folder), log).run(length)
         except Exception as error:
             raise AssertionError(f"seed {seed} of {world_size} ranks: {'; '.join(log)}") from error
