@@ -20,6 +20,7 @@ from optim_redist import (
     Ragged,
     UnsupportedError,
     bounds,
+    boxes,
     plan,
     redistribute_local,
     simulate,
@@ -27,6 +28,7 @@ from optim_redist import (
 )
 from optim_redist._methods.chunked import fullest_round, in_rounds
 from optim_redist._methods.direct import direct_phases
+from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
 from optim_redist.problem import Problem
 from optim_redist.program import Program
@@ -161,6 +163,45 @@ def test_many_rounds_of_reductions_are_planned_without_listing_them(dst: Layout)
     assert made.stages[0].rounds > 10000
     # 1 s here, 25 to 32 with every round's transfers
     assert time.process_time() - began < 8
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (8, 8192)], ids=["square", "wide"])
+def test_thousands_of_rounds_are_proven_without_comparing_all_boxes(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = 0
+
+    def counting(a: Box, b: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return intersect_boxes(a, b)
+
+    monkeypatch.setattr(boxes, "intersect_boxes", counting)
+    mesh = Mesh(4)
+    made = plan(shape, "bf16", Layout(mesh, [0, None]), Layout(mesh, [None, 0]), memory_limit=2 * (2 * 2**14 + 64))
+    assert made.stages[0].rounds > 300
+    verify(made)
+    moved = sum(len(phase.transfers) for _, phases in made.phases for phase in phases)
+    # each box of a rank with each other one would be a thousand
+    assert 0 < compared < 20 * moved
+
+
+def test_boxes_find_what_they_share_with_another() -> None:
+    for seed in range(60):
+        shape, src, dst = random_case(seed)
+        problem = Problem(shape, src, dst)
+        parts = [part for _, point in zip(range(4), problem.needers) for _, part in problem.atoms_to(point)]
+        parts = [
+            piece for part in parts for pieces in cut(part, [0, volume(part) // 3, volume(part)]) for piece in pieces
+        ]
+        together = DisjointBoxes(parts)
+        assert together.num_elements == sum(map(volume, parts))
+        for rank in src.mesh.ranks:
+            held = problem.held(rank)
+            assert held is not None
+            if all(held):
+                common = [intersect_boxes(held, part) for part in parts]
+                assert together.num_common(held) == sum(volume(box) for box in common if box is not None)
 
 
 def _joined(layout: Layout, locals: dict[int, Any]) -> torch.Tensor:

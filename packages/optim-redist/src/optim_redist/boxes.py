@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -69,3 +70,62 @@ def fair_shares(total: int, num_shares: int) -> list[int]:
     """``total`` in whole parts that differ by at most one, larger ones first."""
     whole, rest = divmod(total, num_shares)
     return [whole + 1] * rest + [whole] * (num_shares - rest)
+
+
+class DisjointBoxes:
+    """Boxes without a common element, kept so that those near another box are found without looking at all of them.
+
+    In every dimension they are sorted by their first index, those of like extent (from the first index to the last) in
+    one list: of 2^(e-1) <= extent < 2^e, only those that start less than 2^e before a box can reach it.
+
+    Attributes:
+        num_elements: of all boxes together.
+    """
+
+    def __init__(self, boxes: Iterable[Box] = ()) -> None:
+        self.num_elements = 0
+        self._boxes: list[Box] = []
+        # for every dimension, by e: (first index, number of the box)
+        self._starts: list[dict[int, list[tuple[int, int]]]] = []
+        for box in boxes:
+            self.add(box)
+
+    def add(self, box: Box) -> None:
+        """Put in a box that has no element in common with the others."""
+        if not self._boxes:
+            self._starts = [{} for _ in box]
+        for starts, indices in zip(self._starts, box):
+            start, stop = _ends(indices)
+            insort(starts.setdefault((stop - start).bit_length(), []), (start, len(self._boxes)))
+        self._boxes.append(box)
+        self.num_elements += volume(box)
+
+    def num_common(self, box: Box) -> int:
+        """How many elements of a box lie in the boxes."""
+        found = 0
+        for other in self._near(box):
+            common = intersect_boxes(box, other)
+            if common is not None:
+                found += volume(common)
+        return found
+
+    def _near(self, box: Box) -> Iterable[Box]:
+        """Boxes that may meet one: those that reach it in the dimension in which the fewest do."""
+        if not self._boxes or not box:
+            return self._boxes
+        slices = [list(_reaching(starts, *_ends(indices))) for starts, indices in zip(self._starts, box)]
+        fewest = min(slices, key=lambda found: sum(last - first for _, first, last in found))
+        return (self._boxes[number] for starts, first, last in fewest for _, number in starts[first:last])
+
+
+def _ends(indices: IndexSet) -> tuple[int, int]:
+    """The first index of a set, and one past the last."""
+    return indices[0].start, max(run.stop for run in indices)
+
+
+def _reaching(
+    starts: dict[int, list[tuple[int, int]]], start: int, stop: int
+) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
+    """Of each list of boxes those that may reach ``start … stop - 1``, as a slice."""
+    for bits, found in starts.items():
+        yield found, bisect_left(found, (start - (1 << bits) + 1,)), bisect_left(found, (stop,))

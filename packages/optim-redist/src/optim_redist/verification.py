@@ -16,12 +16,13 @@ combines them. That is compared with sums made in one process, by ``simulate``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optim_redist._methods.packed import packed_peak
-from optim_redist.boxes import Box, intersect_boxes, volume
+from optim_redist.boxes import Box, DisjointBoxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size
 from optim_redist.lower_bounds import bounds_of, crossing
@@ -51,14 +52,12 @@ class Verification:
 class _Target:
     """What has arrived at one rank: boxes by contribution, -1 for finished values."""
 
-    arrived: dict[int, list[Box]] = field(default_factory=dict)
+    arrived: dict[int, DisjointBoxes] = field(default_factory=lambda: defaultdict(DisjointBoxes))
 
-    def finished(self, num_contributions: int) -> list[Box]:
-        """Boxes that are complete: moved as finished values, or with all contributions in."""
-        boxes = list(self.arrived.get(-1, ()))
-        if num_contributions > 1:
-            boxes += self.arrived.get(0, ())
-        return boxes
+    @property
+    def finished(self) -> tuple[DisjointBoxes, DisjointBoxes]:
+        """Boxes that are complete: moved as finished values, or with all contributions in, which arrive together."""
+        return self.arrived[-1], self.arrived[0]
 
 
 def verify(plan: Plan) -> Verification:
@@ -142,8 +141,8 @@ def _check_sender(problem: Problem, targets: dict[int, _Target], transfer: Trans
             raise RedistError(f"{where()} as contribution {transfer.contribution}, it holds contribution {expected}")
         return
     target = targets.get(transfer.sender)
-    boxes = [] if target is None else target.finished(problem.num_contributions)
-    if _covered(transfer.box, boxes) != volume(transfer.box):
+    arrived = 0 if target is None else sum(boxes.num_common(transfer.box) for boxes in target.finished)
+    if arrived != volume(transfer.box):
         raise RedistError(f"{where()}, which has not arrived there by then")
     if transfer.contribution != -1:
         raise RedistError(f"{where()} as a contribution, though it is finished")
@@ -157,12 +156,11 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
     if needed is None or not _inside(transfer.box, needed):
         raise RedistError(f"{where()}, which does not need it")
     arrived = targets[transfer.receiver].arrived
-    same = arrived.setdefault(transfer.contribution, [])
     # a finished value is a second one where contributions have come, and the other way round
-    others = arrived.get(0 if transfer.contribution == -1 else -1, ())
-    if any(intersect_boxes(transfer.box, box) for box in (*same, *others)):
+    other = 0 if transfer.contribution == -1 else -1
+    if any(arrived[number].num_common(transfer.box) for number in (transfer.contribution, other)):
         raise RedistError(f"{where()} a second time")
-    same.append(transfer.box)
+    arrived[transfer.contribution].add(transfer.box)
 
 
 def _check_combined(problem: Problem, phase: Phase) -> None:
@@ -172,12 +170,11 @@ def _check_combined(problem: Problem, phase: Phase) -> None:
         if t.contribution >= 0:
             came.setdefault(t.receiver, {}).setdefault(t.contribution, []).append(t.box)
     for rank, boxes in came.items():
-        reduced = boxes.get(0, [])
-        total = sum(map(volume, reduced))
+        reduced = DisjointBoxes(boxes.get(0, ()))
         for c in range(1, problem.num_contributions):
             other = boxes.get(c, [])
-            common = sum(_covered(box, reduced) for box in other)
-            if common != total or sum(map(volume, other)) != total:
+            common = sum(map(reduced.num_common, other))
+            if common != reduced.num_elements or sum(map(volume, other)) != reduced.num_elements:
                 raise RedistError(
                     f"step {phase.name!r}: rank {rank} combines different elements of contributions 0 and {c}"
                 )
@@ -185,7 +182,7 @@ def _check_combined(problem: Problem, phase: Phase) -> None:
 
 def _check_complete(problem: Problem, rank: int, target: _Target) -> None:
     needed = problem.num_needed(problem.dst_points[rank])
-    found = sum(map(volume, target.finished(problem.num_contributions)))
+    found = sum(boxes.num_elements for boxes in target.finished)
     if found != needed:
         raise RedistError(f"rank {rank} ends with {found} of the {needed} elements it needs")
 
@@ -220,16 +217,6 @@ def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -
 
 def _inside(part: Box, whole: Box) -> bool:
     return all(size(intersect(a, b)) == size(a) for a, b in zip(part, whole))
-
-
-def _covered(box: Box, boxes: Sequence[Box]) -> int:
-    """How many elements of a box lie in disjoint boxes."""
-    found = 0
-    for other in boxes:
-        common = intersect_boxes(box, other)
-        if common is not None:
-            found += volume(common)
-    return found
 
 
 def _text(box: Box) -> str:
