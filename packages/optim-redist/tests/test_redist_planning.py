@@ -34,11 +34,12 @@ from optim_redist import (
     verify,
 )
 from optim_redist._methods.borders import border_volumes
-from optim_redist._methods.direct import direct_phases, direct_phases_on
+from optim_redist._methods.candidates import phases_of
 from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.own import own_phases
 from optim_redist._methods.relabel import _assign
 from optim_redist._methods.relay import busiest, relay_phases
-from optim_redist.moves import Phase, Transfer
+from optim_redist.moves import Phase, Stage, Transfer
 from optim_redist.planners import best_relay
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
@@ -278,19 +279,26 @@ def test_the_certificate_travels() -> None:
         assert (str(copied), vars(copied)) == (str(error), vars(error))
 
 
+@pytest.mark.parametrize("topology", [Topology(), Topology.nodes(2)], ids=["flat", "nodes"])
 @pytest.mark.parametrize("family", FAMILIES + "P")
-def test_what_one_rank_takes_part_in_is_its_part_of_the_phase(family: str) -> None:
+def test_what_one_rank_takes_part_in_is_its_part_of_the_phases(family: str, topology: Topology) -> None:
     compared = 0
-    for seed in range(60):
+    for seed in range(20):
         problem = Problem(*random_case(seed, family))
-        if problem.src_replicas > 1:
-            continue
-        (phase,) = direct_phases(problem)
-        for rank in problem.ranks:
-            (own,) = direct_phases_on(problem, rank)
-            assert own.transfers == tuple(t for t in phase.transfers if rank in (t.sender, t.receiver))
-            compared += len(own.transfers)
-    assert compared > 100
+        for method, rounds in (("direct", 1), ("nearest", 1), ("direct", 2), ("direct", 5)):
+            stage = Stage(method, method, problem.src, problem.dst, rounds)
+            phases = phases_of(problem, stage, topology)
+            for rank in problem.ranks:
+                own = own_phases(problem, stage, topology, rank)
+                if own is None:
+                    assert problem.src_replicas > 1
+                    assert topology.levels or rounds > 1
+                    continue
+                assert len(own) == len(phases)
+                for part, phase in zip(own, phases, strict=True):
+                    assert part.transfers == tuple(t for t in phase.transfers if rank in (t.sender, t.receiver))
+                    compared += len(part.transfers)
+    assert compared > 50
 
 
 def test_unknown_choices_are_refused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from optim_redist._lazy import lazy
 from optim_redist.index_sets import IndexSet, intersect, interval, num_below, size
@@ -94,6 +94,11 @@ class Overlap:
                 if a and b and a[0].start < b[-1].stop and b[0].start < a[-1].stop and (n := size(intersect(a, b))):
                     found[i][j] = n
         return found
+
+    @lazy
+    def before(self) -> list[dict[int, int]]:
+        """For every entry of ``common``, how many indices are in those before it in its row."""
+        return [dict(zip(row, accumulate(row.values(), initial=0))) for row in self.common]
 
     @lazy
     def from_src(self) -> list[list[tuple[int, IndexSet]]]:

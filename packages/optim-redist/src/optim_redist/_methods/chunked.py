@@ -11,7 +11,7 @@ receiver.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -21,14 +21,17 @@ from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
 
-def in_rounds(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
-    """The phase as ``num_rounds`` phases that together make the same transfers."""
+def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence[int] | None = None) -> list[Phase]:
+    """The phase as ``num_rounds`` phases that together make the same transfers.
+
+    ``numbers`` are those of the transfers in the whole phase where this is one rank's part of it.
+    """
     if num_rounds == 1:
         return [phase]
     if problem.num_contributions > 1:
         return _by_target(problem, phase, num_rounds)
     rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
-    for number, transfer in enumerate(phase.transfers):
+    for number, transfer in enumerate(phase.transfers) if numbers is None else zip(numbers, phase.transfers):
         if transfer.sender == transfer.receiver:
             # local copies need no buffer: all in the first round
             rounds[0].append(transfer)
@@ -60,17 +63,25 @@ def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, 
 
 
 def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
-    sizes = [size(indices) for indices in box]
+    return points_of(*steps_of([size(indices) for indices in box], num_rounds), num_rounds, shift)
+
+
+def steps_of(sizes: Sequence[int], num_rounds: int) -> tuple[int, int]:
+    """(unit, steps): a box of these sizes is cut into so many steps of ``unit`` elements, which rounds share."""
     total = prod(sizes)
     unit = next((total // length for length in sizes if length >= 4 * num_rounds), 1)
-    steps = total // unit
+    return unit, total // unit
+
+
+def points_of(unit: int, steps: int, num_rounds: int, shift: int) -> list[int]:
+    """Where the parts of a box begin and end: with other shifts, other rounds get the larger ones."""
     points = [unit * ((steps * c + shift) // num_rounds) for c in range(num_rounds + 1)]
-    return [0, *points[1:-1], total]
+    return [0, *points[1:-1], unit * steps]
 
 
 def largest_part(problem: Problem, num_rounds: int) -> Callable[[Point], int]:
     """For every target point, the elements of the largest of the parts into which rounds of a reduction cut it."""
-    longest = _longest(problem)
+    longest = longest_dim(problem)
 
     def part(point: Point) -> int:
         if longest is None or num_rounds == 1:
@@ -81,12 +92,13 @@ def largest_part(problem: Problem, num_rounds: int) -> Callable[[Point], int]:
     return part
 
 
-def _longest(problem: Problem) -> int | None:
+def longest_dim(problem: Problem) -> int | None:
+    """The dimension along which rounds of reductions cut the target, None for a scalar."""
     return max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
 
 
 def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
-    longest = _longest(problem)
+    longest = longest_dim(problem)
     if longest is None:
         return [phase, *(Phase(phase.name, ()) for _ in range(num_rounds - 1))]
     slabs = [_equal_parts(held, num_rounds) for held in problem.overlaps[longest].dst.sets]
@@ -102,7 +114,7 @@ def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
 
 def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
     """For a transfer its elements in every round, as ``_by_target`` cuts it."""
-    longest = _longest(problem)
+    longest = longest_dim(problem)
     known: dict[tuple[int, IndexSet], list[int]] = {}
 
     def sizes(t: Transfer) -> list[int]:
@@ -111,18 +123,20 @@ def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], 
         place, part = problem.dst_points[t.receiver][longest], t.box[longest]
         found = known.get((place, part))
         if found is None:
-            held = problem.overlaps[longest].dst.sets[place]
-            if len(held) == 1 and held[0].repeats == 1:
-                start, length = held[0].start, held[0].length
-                points = [start + length * c // num_rounds for c in range(num_rounds + 1)]
-                found = [b - a for a, b in pairwise([num_below(part, point) for point in points])]
-            else:
-                found = [size(intersect(part, slab)) for slab in _equal_parts(held, num_rounds)]
-            known[place, part] = found
+            found = known[place, part] = part_sizes(problem.overlaps[longest].dst.sets[place], part, num_rounds)
         others = t.num_elements // size(part)
         return found if others == 1 else [count * others for count in found]
 
     return sizes
+
+
+def part_sizes(held: IndexSet, part: IndexSet, num_rounds: int) -> list[int]:
+    """How many indices of ``part`` lie in each of the equal parts into which rounds cut what a target holds."""
+    if len(held) == 1 and held[0].repeats == 1:
+        start, length = held[0].start, held[0].length
+        points = [start + length * c // num_rounds for c in range(num_rounds + 1)]
+        return [b - a for a, b in pairwise([num_below(part, point) for point in points])]
+    return [size(intersect(part, slab)) for slab in _equal_parts(held, num_rounds)]
 
 
 def _equal_parts(indices: IndexSet, count: int) -> list[IndexSet]:

@@ -20,7 +20,7 @@ Demand = tuple[int, Box]  # who needs it, and what
 
 def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest: bool = False) -> list[Phase]:
     """The whole redistribution as one phase."""
-    demands = {key: _demands(problem, *key) for key in problem.holders}
+    demands = {key: demands_of(problem, *key) for key in problem.holders}
     near = topology if topology is not None and topology.levels and problem.src_replicas > 1 else None
     limit = max((-(-_total(demands[key]) // len(ranks)) for key, ranks in problem.holders.items()), default=0)
     room = None if nearest else limit
@@ -30,29 +30,6 @@ def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest
         dealt = share(asked, holders) if near is None else _share_near(asked, holders, near, room)
         number = contribution if problem.num_contributions > 1 else -1
         transfers += (Transfer(sender, receiver, box, contribution=number) for sender, (receiver, box) in dealt)
-    return [Phase.of("exchange", transfers)]
-
-
-def direct_phases_on(problem: Problem, rank: int) -> list[Phase]:
-    """The transfers of ``direct_phases`` in which one rank takes part, where every part has one holder.
-
-    Those of all ranks together are as many as the square of their number, and each rank needs only its own.
-    """
-    assert problem.src_replicas == 1, "several holders share what is asked of all of them"
-    reduces = problem.num_contributions > 1
-    src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
-    transfers = [*stays(problem, (rank,))]
-    if src is not None:
-        own = problem.contribution[rank]
-        number = own if reduces else -1
-        transfers += (
-            Transfer(rank, receiver, box, contribution=number) for receiver, box in _demands(problem, src, own)
-        )
-    for point, box in () if dst is None else problem.atoms_to(dst):
-        for contribution in range(problem.num_contributions):
-            (holder,) = problem.holders[point, contribution]
-            if holder != rank:
-                transfers.append(Transfer(holder, rank, box, contribution=contribution if reduces else -1))
     return [Phase.of("exchange", transfers)]
 
 
@@ -66,7 +43,7 @@ def stays(problem: Problem, ranks: Iterable[int] | None = None) -> Iterator[Tran
             yield Transfer(rank, rank, box, contribution=problem.contribution[rank] if reduces else -1)
 
 
-def _demands(problem: Problem, point: Point, contribution: int) -> list[Demand]:
+def demands_of(problem: Problem, point: Point, contribution: int) -> list[Demand]:
     """What is asked of the holders of one source point."""
     holders = problem.holders[point, contribution]
     return [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from optim_redist._methods.direct import direct_phases_on
+from optim_redist._methods.own import own_phases
 from optim_redist._running.rank_program import Bound, Message, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
 from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
@@ -211,9 +211,9 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
     dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
     found = []
     for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
-        phases: Sequence[Phase]
-        if stage.method in ("direct", "nearest") and stage.rounds == 1 and problem.src_replicas == 1:
-            phases, reducing = direct_phases_on(problem, rank), [problem.num_contributions > 1]
+        phases: Sequence[Phase] | None = own_phases(problem, stage, plan.topology, rank)
+        if phases is not None:
+            reducing = [problem.num_contributions > 1] * len(phases)
         else:
             phases = plan.phases[number][1]
             reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]

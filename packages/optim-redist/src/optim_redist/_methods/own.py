@@ -1,0 +1,139 @@
+"""One rank's transfers of the direct exchange, without listing those of the others.
+
+All of them together are as many as the square of the number of ranks, and each rank needs only its own. Two numbers
+depend on the others' transfers. The holders of a source point i share what is asked of it in the order of target
+points and needers, so which of them sends a box depends on where it begins: for the k-th of q needers of target point j
+
+    begin(i, j, k) = q · Σ_{j' < j} |B(i, j')| + k · |B(i, j)| - (what is before it and holders keep)
+
+    Σ_{j' < j} |B(i, j')| = Σ_d  Π_{c<d} n_c(i_c, j_c) · Σ_{j' < j_d} n_d(i_d, j') · Π_{c>d} |A_c(i_c)|
+
+And which round begins with the larger part of a box depends on the box's number in the whole phase.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+
+from optim_redist._inside import Part
+from optim_redist._methods.chunked import in_rounds
+from optim_redist._methods.direct import demands_of, stays
+from optim_redist.boxes import Box, cut, fair_shares, volume
+from optim_redist.cost import Topology
+from optim_redist.moves import Phase, Stage, Transfer
+from optim_redist.problem import Point, Problem
+
+
+def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) -> list[Phase] | None:
+    """What one rank takes part in, round by round; None where that depends on all transfers.
+
+    So it does where holders are asked by nearness, up to what all of them can send; in rounds of what several holders
+    share, which are numbered behind the pieces of all others; and where forwarders and groups level what ranks send.
+    """
+    numbered = stage.rounds > 1 and problem.num_contributions == 1
+    if not is_in_order(problem, stage.method, topology) or (numbered and problem.src_replicas > 1):
+        return None
+    phase = Phase.of("exchange", [*stays(problem, (rank,)), *_dealt(problem, rank)])
+    return in_rounds(problem, phase, stage.rounds, _numbers(problem, phase) if numbered else None)
+
+
+def is_in_order(problem: Problem, method: str, topology: Topology) -> bool:
+    """Whether a method is one exchange in which holders of a part share what is asked of it in order."""
+    return method in ("direct", "nearest", "packed") and not (topology.levels and problem.src_replicas > 1)
+
+
+def _dealt(problem: Problem, rank: int) -> Iterator[Transfer]:
+    """What the rank sends and receives."""
+    reduces = problem.num_contributions > 1
+    src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
+    if src is not None:
+        own = src, problem.contribution[rank]
+        holders, number = problem.holders[own], own[1] if reduces else -1
+        ends, begin = _ends(problem, own), 0
+        for receiver, box in demands_of(problem, *own):
+            for sender, piece in _pieces(box, begin, holders, ends):
+                if sender == rank:
+                    yield Transfer(rank, receiver, piece, contribution=number)
+            begin += volume(box)
+    for point, box in () if dst is None else problem.atoms_to(dst):
+        for contribution in range(problem.num_contributions):
+            part = point, contribution
+            holders = problem.holders[part]
+            if rank not in holders:
+                begin = _begin(problem, part, rank) if len(holders) > 1 else 0
+                for sender, piece in _pieces(box, begin, holders, _ends(problem, part)):
+                    yield Transfer(sender, rank, piece, contribution=contribution if reduces else -1)
+
+
+def _ends(problem: Problem, part: Part) -> list[int]:
+    """Where each holder's share of what is asked of a part ends."""
+    return list(accumulate(fair_shares(problem.demand(part), len(problem.holders[part]))))
+
+
+def _pieces(box: Box, begin: int, holders: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, Box]]:
+    """A box that begins so many elements behind the first that is asked for, cut where shares end."""
+    if len(holders) == 1:
+        yield holders[0], box
+        return
+    stop = begin + volume(box)
+    first, last = bisect_right(ends, begin), bisect_left(ends, stop)
+    points = [0, *(end - begin for end in ends[first:last]), stop - begin]
+    for holder, pieces in zip(holders[first:], cut(box, points)):
+        yield from ((holder, piece) for piece in pieces)
+
+
+def _begin(problem: Problem, part: Part, rank: int) -> int:
+    """How many elements are asked of a part's holders before what the rank asks for."""
+    src, dst = part[0], problem.dst_points[rank]
+    before, meeting = 0, 1
+    for o, i, j in zip(problem.overlaps, src, dst):
+        before = before * o.src.sizes[i] + meeting * o.before[i][j]
+        meeting *= o.common[i][j]
+    needers = problem.needers[dst]
+    kept = problem.num_kept
+    return (
+        before * problem.dst_replicas
+        + meeting * needers.index(rank)
+        - sum(kept[h] for h in problem.holders[part] if h in kept and (problem.dst_points[h], h) < (dst, rank))
+    )
+
+
+def _numbers(problem: Problem, phase: Phase) -> list[int]:
+    """The numbers of transfers in the whole phase, in which every pair of ranks has one box at most."""
+    rows = Receivers(problem)
+    return [
+        rows.first_number[t.sender] + bisect_left(rows.of(problem.src_points[t.sender]), t.receiver)
+        for t in phase.transfers
+    ]
+
+
+class Receivers:
+    """Who gets something from whom, itself included, where every element has one holder.
+
+    Attributes:
+        first_number: for every sender, the number of transfers of those before it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._needers = problem.needers
+        # who meets the same target coordinates has the same receivers
+        self._met = [[tuple(row) for row in o.common] for o in problem.overlaps]
+        self._known: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        self.first_number: dict[int, int] = {}
+        number = 0
+        for rank in sorted(problem.src_points):
+            self.first_number[rank] = number
+            count = problem.dst_replicas
+            for rows, i in zip(self._met, problem.src_points[rank]):
+                count *= len(rows[i])
+            number += count
+
+    def of(self, point: Point) -> list[int]:
+        """The receivers of what is at a source point, ascending."""
+        met = tuple([rows[i] for rows, i in zip(self._met, point)])
+        found = self._known.get(met)
+        if found is None:
+            found = self._known[met] = sorted(rank for dst in product(*met) for rank in self._needers[dst])
+        return found
