@@ -7,10 +7,13 @@ share. CPU time of the thread, best of four.
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import pytest
 from redist_cases import random_case
 
 from optim_redist import Layout, Mesh, Program, Topology, plan, planning
+from optim_redist.moves import Transfer
 
 
 def cold_seconds(shape: tuple[int, ...], src: Layout, dst: Layout, *, repeats: int = 4) -> float:
@@ -81,6 +84,40 @@ def test_a_rank_among_many_lists_its_own_transfers_only() -> None:
         assert time.thread_time() - start < 2
         (phase,) = program.stages[0].phases
         assert len(phase.sends) == len(phase.receives) == 1023
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (2, {}),
+        # source, target and either buffer are 64 KiB each
+        (1, {"memory_limit": 3 * 2**16}),
+        (1, {"memory_limit": 3 * 2**16, "donate": True, "planners": ["packed"]}),
+        (2, {"memory_limit": 2**30}),
+    ],
+    ids=["shared", "rounds", "packed", "unbound"],
+)
+def test_plans_and_programs_of_many_ranks_list_no_transfers_of_others(
+    replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+    fill = Transfer.__init__
+
+    def counting(self: Transfer, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        made += 1
+        fill(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfer, "__init__", counting)
+    mesh = Mesh((128 // replicas, replicas))
+    found = plan((2048, 2048), "bf16", Layout(mesh, [0, None]), Layout(mesh, [None, (0, 1)]), **options)
+    (stage,) = found.stages
+    assert stage.rounds > 1 or stage.method == "packed" or options.get("memory_limit") != 3 * 2**16
+    program = Program(found, 5, None)
+    peers = {message.peer for phase in program.stages[0].phases for message in (*phase.sends, *phase.receives)}
+    assert len(peers) > 90
+    # all ranks have 128² and more
+    assert 0 < made < 128 * 2 * (2 + stage.rounds)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from optim_redist import (
     Plan,
     PlanInfeasibleError,
     Ragged,
+    Topology,
     UnsupportedError,
     bounds,
     boxes,
@@ -28,6 +29,7 @@ from optim_redist import (
 )
 from optim_redist._methods.chunked import fullest_round, in_rounds
 from optim_redist._methods.direct import direct_phases
+from optim_redist._methods.exchanges import Direct, Listed
 from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
 from optim_redist.problem import Problem
@@ -225,6 +227,28 @@ def test_rounds_together_are_the_phase() -> None:
                 assert count == sum(part.sent().get(rank, 0) for part in parts)
             for rank, count in phase.received().items():
                 assert count == sum(part.received().get(rank, 0) for part in parts)
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology.nodes(2)], ids=["flat", "nodes"])
+def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -> None:
+    scalar = (), Layout(Mesh(3), [], {0: "sum"}), Layout(Mesh(3), [])
+    compared = 0
+    for case in (scalar, *(random_case(seed, FAMILIES + "PP") for seed in range(150))):
+        problem = Problem(*case)
+        if topology.levels and problem.src_replicas > 1:
+            continue
+        (phase,) = direct_phases(problem, topology)
+        known, found = Listed(problem, phase, topology), Direct(problem, topology)
+        for ours, theirs in zip(found.volumes, known.volumes, strict=True):
+            assert _moved(ours) == _moved(theirs) if isinstance(ours, dict) else ours == theirs or not phase.transfers
+        for num_rounds in (1, 2, 3, 5, 40):
+            assert _moved(found.fullest_round(num_rounds)) == _moved(known.fullest_round(num_rounds))
+        compared += len(phase.transfers)
+    assert compared > 1000
+
+
+def _moved(counts: dict[Any, int]) -> dict[Any, int]:
+    return {key: count for key, count in counts.items() if count}
 
 
 def test_later_stages_count_the_source_unless_it_is_donated() -> None:

@@ -25,8 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from optim_redist._inside import Inside
-from optim_redist._methods.borders import listed
-from optim_redist._methods.candidates import from_layouts, from_phases, from_ways, one_exchange, step_of, whole_phases
+from optim_redist._methods.candidates import exchanges_of, from_layouts, from_phases, from_ways, one_exchange, step_of
 from optim_redist._methods.collective_search import search_collectives
 from optim_redist._methods.packed import packed_peak
 from optim_redist._methods.reduce_inside import ways_to_reduce
@@ -199,10 +198,10 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
 
 def _packed(request: Request, limits: Bounds) -> Candidate:
     problem, width, model = request.problem, request.itemsize, request.model
-    (phase,) = whole_phases(problem, "packed", model.topology)
-    borders = listed(phase, model.topology).borders
-    peak = packed_peak(problem, phase) * width
-    step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, borders)
+    (exchange,) = exchanges_of(problem, "packed", model.topology)
+    moved = exchange.volumes
+    peak = packed_peak(problem, moved) * width
+    step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, moved.borders)
     # what stays is copied twice
     kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
     step = step._replace(seconds=step.seconds + kept)

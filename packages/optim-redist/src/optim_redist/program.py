@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_redist._methods.candidates import exchanges_of
 from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
@@ -283,12 +284,14 @@ def _excess_of_out(plan: Plan) -> int:
     """Bytes above the plan's limit where every rank holds its target from the start; 0 if they fit."""
     if plan.memory_limit is None:
         return 0
-    (problem, phases), last = plan.phases[-1], plan.stages[-1]
+    problem, last = plan.problems[-1], plan.stages[-1]
     if last.method == "packed":
-        held = packed_peak(problem, phases[0], given=True) * plan.itemsize
+        (exchange,) = exchanges_of(problem, "packed", plan.topology)
+        held = packed_peak(problem, exchange.volumes, given=True) * plan.itemsize
     else:
         # the steps of the last stage count the target already
-        earlier = plan.steps[: -(len(phases) // last.rounds)]
+        in_one = last.method in ("direct", "nearest")
+        earlier = plan.steps[: -(1 if in_one else len(plan.phases[-1][1]) // last.rounds)]
         target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
         held = max([step.peak + target for step in earlier], default=0)
     return max(0, held - plan.memory_limit)

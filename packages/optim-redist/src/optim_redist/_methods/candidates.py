@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from optim_redist._methods.borders import crossings, listed
-from optim_redist._methods.chunked import fullest_round, in_rounds, largest_part
+from optim_redist._methods.borders import crossings
+from optim_redist._methods.chunked import in_rounds, largest_part
 from optim_redist._methods.direct import direct_phases
+from optim_redist._methods.exchanges import Direct, Exchange, Listed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
+from optim_redist._methods.own import is_in_order
 from optim_redist._methods.relay import relay_phases
 from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
@@ -45,6 +47,13 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
     if method == "hierarchical":
         return hierarchical_phases(problem, topology)
     raise RedistError(f"this version does not know the method {method!r} of the plan")
+
+
+def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Exchange]:
+    """What the exchanges of a method move, each in one piece."""
+    if is_in_order(problem, method, topology):
+        return [Direct(problem, topology)]
+    return [Listed(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
 
 
 def one_exchange(
@@ -110,16 +119,16 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
     if method == "hierarchical" and request.memory_limit is None:
         found = node_volumes(problem, topology, bounds_of(problem).lb)
     if found is None:
-        phases = whole_phases(problem, method, topology)
-        rounds = _num_rounds(request, phases)
-        found = [listed(phase, topology) for phase in phases]
+        exchanges = exchanges_of(problem, method, topology)
+        rounds = _num_rounds(request, exchanges)
+        found = [exchange.volumes for exchange in exchanges]
     steps = []
     for number, moved in enumerate(found):
         recv, send = max(moved.received.values(), default=0), max(moved.sent.values(), default=0)
         if rounds == 1:
             peak = _peak_bytes(request, moved.sent, moved.received)
         else:
-            peak = _peak_bytes(request, fullest_round(problem, phases[number], rounds), {}, rounds)
+            peak = _peak_bytes(request, exchanges[number].fullest_round(rounds), {}, rounds)
         combined = recv if moved.reduces else 0
         steps.append(
             step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
@@ -129,17 +138,18 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
     return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
 
 
-def _num_rounds(request: Request, phases: Sequence[Phase]) -> int:
+def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
     """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
     if request.memory_limit is None:
         return 1
     buffers_of_none = _peak_bytes(request, {}, {}, _MAX_ROUNDS)
     rounds, room = 1, request.memory_limit - buffers_of_none
     # with an element a round and rank no more rounds can help
-    volumes = [n for phase in phases for counts in (phase.sent(), phase.received()) for n in counts.values()]
+    moved = [exchange.volumes for exchange in exchanges]
+    volumes = [n for found in moved for counts in (found.sent, found.received) for n in counts.values()]
     while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
-        fullest = (fullest_round(request.problem, phase, rounds) for phase in phases)
-        peak = max((_peak_bytes(request, moved, {}, rounds) for moved in fullest), default=0)
+        fullest = (exchange.fullest_round(rounds) for exchange in exchanges)
+        peak = max((_peak_bytes(request, most, {}, rounds) for most in fullest), default=0)
         if peak <= request.memory_limit:
             return rounds
         if room <= 0:

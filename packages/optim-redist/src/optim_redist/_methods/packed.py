@@ -11,13 +11,13 @@ sums to what D sums to, so this is not below S + D; but it takes one exchange.
 
 from __future__ import annotations
 
-from optim_redist.moves import Phase
+from optim_redist.moves import Volumes
 from optim_redist.problem import Problem
 
 
-def packed_peak(problem: Problem, exchange: Phase, *, given: bool = False) -> int:
+def packed_peak(problem: Problem, exchange: Volumes, *, given: bool = False) -> int:
     """Elements that the fullest rank holds; with the target ``given``, that is held beside the source, too."""
-    sent, received, kept = exchange.sent(), exchange.received(), problem.num_kept
+    sent, received, kept = exchange.sent, exchange.received, problem.num_kept
     most = 0
     for rank, (src, dst) in problem.num_stored.items():
         taken = sent.get(rank, 0) + kept.get(rank, 0)

@@ -1,0 +1,163 @@
+"""What exchanges move, in all and in one of several rounds: from their transfers, or the direct one's without them.
+
+Notation: m contributions to every element, q needers, B(i, j) what source point i and target point j share. Where every
+part has one holder, a rank at source point i and target point j
+
+    receives  m·|B(·, j)| - |B(i, j)|        sends  q·|B(i, ·)| - |B(i, j)|
+
+Rounds of a reduction cut what j holds along one dimension, so these sums stay products of sums over one dimension.
+Rounds of finished values cut each transfer, and its number tells which rounds get the larger parts; senders of the
+same sizes to the same receivers, with numbers that differ by a multiple of the rounds, are counted as one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
+from math import prod
+from typing import Protocol
+
+from optim_redist._lazy import lazy
+from optim_redist._methods.borders import crossings, listed
+from optim_redist._methods.chunked import fullest_round, longest_dim, part_sizes, points_of, steps_of
+from optim_redist._methods.direct import direct_phases
+from optim_redist._methods.own import Receivers, is_in_order
+from optim_redist.boxes import fair_shares
+from optim_redist.cost import Topology
+from optim_redist.moves import Phase, Volumes
+from optim_redist.problem import Point, Problem
+
+
+class Exchange(Protocol):
+    """One exchange of a stage."""
+
+    @property
+    def volumes(self) -> Volumes:
+        """All that it moves."""
+
+    def fullest_round(self, num_rounds: int) -> dict[int, int]:
+        """For every rank, the most elements that it sends and receives in one of the rounds."""
+
+
+class Listed:
+    """An exchange whose transfers are known."""
+
+    def __init__(self, problem: Problem, phase: Phase, topology: Topology) -> None:
+        self._problem, self._phase = problem, phase
+        self.volumes = listed(phase, topology)
+
+    def fullest_round(self, num_rounds: int) -> dict[int, int]:
+        return fullest_round(self._problem, self._phase, num_rounds)
+
+
+class Direct:
+    """The direct exchange, where it is dealt out in order; only rounds of what several holders share list it."""
+
+    def __init__(self, problem: Problem, topology: Topology) -> None:
+        assert is_in_order(problem, "direct", topology), "who is asked depends on who is near"
+        self._problem, self._topology = problem, topology
+
+    @lazy
+    def volumes(self) -> Volumes:
+        problem = self._problem
+        kept, needed, contributions = problem.num_kept, problem.needed_sizes, problem.num_contributions
+        received = {r: contributions * needed[point] - kept.get(r, 0) for r, point in problem.dst_points.items()}
+        sent: dict[int, int] = {}
+        for part, ranks in problem.holders.items():
+            sent.update(zip(ranks, fair_shares(problem.demand(part), len(ranks))))
+        borders = crossings(problem, self._topology, None)[0] if self._topology.levels else {}
+        return Volumes("exchange", sent, received, dict(borders), contributions > 1)
+
+    def fullest_round(self, num_rounds: int) -> dict[int, int]:
+        if num_rounds == 1 or not self._problem.overlaps:
+            # a scalar moves in one of them
+            sent, received = self.volumes.sent, self.volumes.received
+            return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
+        if self._problem.src_replicas > 1:
+            return fullest_round(self._problem, self._phase, num_rounds)
+        if self._problem.num_contributions > 1:
+            return _fullest_of_reduction(self._problem, num_rounds)
+        return _fullest_of_values(self._problem, num_rounds)
+
+    @lazy
+    def _phase(self) -> Phase:
+        (phase,) = direct_phases(self._problem, self._topology)
+        return phase
+
+
+def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
+    """``fullest_round`` of contributions with one holder each: a rank's parts lie in equal parts of its target."""
+    dim = longest_dim(problem)
+    assert dim is not None, "a scalar is not cut"
+    divided = problem.overlaps[dim]
+    others = [(k, o) for k, o in enumerate(problem.overlaps) if k != dim]
+    parts = [{j: part_sizes(divided.dst.sets[j], part, num_rounds) for j, part in row} for row in divided.from_src]
+    by_src, by_dst = [[0] * num_rounds for _ in parts], [[0] * num_rounds for _ in divided.dst.sizes]
+    for i, row in enumerate(parts):
+        for j, part in row.items():
+            _add(by_src[i], part)
+            _add(by_dst[j], part)
+
+    @cache
+    def most(i: int, sent: int, j: int, received: int, kept: int) -> int:
+        total = [0] * num_rounds
+        _add(total, by_src[i], sent)
+        _add(total, by_dst[j], received)
+        if kept:
+            # neither sent nor received
+            _add(total, parts[i][j], -2 * kept)
+        return max(total)
+
+    moved = {}
+    for rank in problem.ranks:
+        src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
+        sent = 0 if src is None else problem.dst_replicas * prod(o.src.sizes[src[k]] for k, o in others)
+        received = 0 if dst is None else problem.num_contributions * prod(o.dst.sizes[dst[k]] for k, o in others)
+        kept = 0
+        if src is not None and dst is not None and dst[dim] in parts[src[dim]]:
+            kept = prod(o.common[src[k]].get(dst[k], 0) for k, o in others)
+        moved[rank] = most(src[dim] if src else 0, sent, dst[dim] if dst else 0, received, kept)
+    return moved
+
+
+def _fullest_of_values(problem: Problem, num_rounds: int) -> dict[int, int]:
+    """``fullest_round`` of finished values with one holder each: a transfer's number tells how it is cut."""
+    rows = Receivers(problem)
+    sizes = [[tuple(row.items()) for row in o.common] for o in problem.overlaps]
+    totals = {rank: [0] * num_rounds for rank in problem.ranks}
+
+    @cache
+    def parts(steps: tuple[int, int], shift: int) -> list[int]:
+        return [stop - start for start, stop in pairwise(points_of(*steps, num_rounds, shift))]
+
+    alike: dict[tuple[object, int], list[int]] = {}
+    for rank, point in problem.src_points.items():
+        key = tuple([rows_of[i] for rows_of, i in zip(sizes, point)])
+        alike.setdefault((key, rows.first_number[rank] % num_rounds), []).append(rank)
+    for senders in alike.values():
+        point, first = problem.src_points[senders[0]], rows.first_number[senders[0]]
+        receivers = rows.of(point)
+        sent = [0] * num_rounds
+        steps = [_steps(problem, point, problem.dst_points[receiver], num_rounds) for receiver in receivers]
+        for number, receiver in enumerate(receivers):
+            part = parts(steps[number], (first + number) % num_rounds)
+            _add(sent, part)
+            _add(totals[receiver], part, len(senders))
+        for rank in senders:
+            _add(totals[rank], sent)
+            number = bisect_left(receivers, rank)
+            if number < len(receivers) and receivers[number] == rank:
+                # what it keeps is neither sent nor received
+                _add(totals[rank], parts(steps[number], (first + number) % num_rounds), -2)
+    return {rank: max(total) for rank, total in totals.items()}
+
+
+def _steps(problem: Problem, src: Point, dst: Point, num_rounds: int) -> tuple[int, int]:
+    return steps_of([o.common[i][j] for o, i, j in zip(problem.overlaps, src, dst)], num_rounds)
+
+
+def _add(total: list[int], more: Iterable[int], times: int = 1) -> None:
+    """Add to every entry so many times what belongs to it."""
+    total[:] = [n + times * other for n, other in zip(total, more)]
