@@ -100,15 +100,7 @@ def test_a_rank_among_many_lists_its_own_transfers_only() -> None:
 def test_plans_and_programs_of_many_ranks_list_no_transfers_of_others(
     replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = 0
-    fill = Transfer.__init__
-
-    def counting(self: Transfer, *args: Any, **kwargs: Any) -> None:
-        nonlocal made
-        made += 1
-        fill(self, *args, **kwargs)
-
-    monkeypatch.setattr(Transfer, "__init__", counting)
+    made = _counted_transfers(monkeypatch)
     mesh = Mesh((128 // replicas, replicas))
     found = plan((2048, 2048), "bf16", Layout(mesh, [0, None]), Layout(mesh, [None, (0, 1)]), **options)
     (stage,) = found.stages
@@ -117,7 +109,32 @@ def test_plans_and_programs_of_many_ranks_list_no_transfers_of_others(
     peers = {message.peer for phase in program.stages[0].phases for message in (*phase.sends, *phase.receives)}
     assert len(peers) > 90
     # all ranks have 128² and more
-    assert 0 < made < 128 * 2 * (2 + stage.rounds)
+    assert 0 < len(made) < 128 * 2 * (2 + stage.rounds)
+
+
+def test_relays_of_many_ranks_list_no_transfers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _counted_transfers(monkeypatch)
+    mesh = Mesh(128)
+    found = plan((2048, 2048), "bf16", Layout(mesh, [None, None], {0: "sum"}), Layout(mesh, [None, None]))
+    assert "relay" in {other.planner for other in found.alternatives}
+    assert not made
+    relayed = plan((2048, 2048), "bf16", found.src, found.dst, planners=["relay"])
+    for phase in Program(relayed, 5, None).stages[0].phases:
+        assert len(phase.sends) == len(phase.receives) == 127
+    assert 0 < len(made) < 128 * 5
+
+
+def _counted_transfers(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list with an item for every transfer that is made."""
+    made: list[None] = []
+    fill = Transfer.__init__
+
+    def counting(self: Transfer, *args: Any, **kwargs: Any) -> None:
+        made.append(None)
+        fill(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfer, "__init__", counting)
+    return made
 
 
 if __name__ == "__main__":

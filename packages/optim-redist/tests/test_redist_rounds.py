@@ -29,7 +29,8 @@ from optim_redist import (
 )
 from optim_redist._methods.chunked import fullest_round, in_rounds
 from optim_redist._methods.direct import direct_phases
-from optim_redist._methods.exchanges import Direct, Listed
+from optim_redist._methods.exchanges import Direct, Listed, relayed
+from optim_redist._methods.relay import relay_phases
 from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
 from optim_redist.problem import Problem
@@ -237,13 +238,18 @@ def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -
         problem = Problem(*case)
         if topology.levels and problem.src_replicas > 1:
             continue
-        (phase,) = direct_phases(problem, topology)
-        known, found = Listed(problem, phase, topology), Direct(problem, topology)
-        for ours, theirs in zip(found.volumes, known.volumes, strict=True):
-            assert _moved(ours) == _moved(theirs) if isinstance(ours, dict) else ours == theirs or not phase.transfers
-        for num_rounds in (1, 2, 3, 5, 40):
-            assert _moved(found.fullest_round(num_rounds)) == _moved(known.fullest_round(num_rounds))
-        compared += len(phase.transfers)
+        phases, found = direct_phases(problem, topology), [Direct(problem, topology)]
+        if problem.num_contributions > 1 and problem.src_replicas == 1:
+            phases, found = [*phases, *relay_phases(problem)], [*found, *relayed(problem, topology)]
+        for phase, ours in zip(phases, found, strict=True):
+            known = Listed.of(problem, phase, topology)
+            assert ours.volumes.name == known.volumes.name
+            assert ours.volumes.reduces == known.volumes.reduces or not phase.transfers
+            for counts in ("sent", "received", "borders"):
+                assert _moved(getattr(ours.volumes, counts)) == _moved(getattr(known.volumes, counts))
+            for num_rounds in (1, 2, 3, 5, 40):
+                assert _moved(ours.fullest_round(num_rounds)) == _moved(known.fullest_round(num_rounds))
+            compared += len(phase.transfers)
     assert compared > 1000
 
 

@@ -285,13 +285,12 @@ def _excess_of_out(plan: Plan) -> int:
     if plan.memory_limit is None:
         return 0
     problem, last = plan.problems[-1], plan.stages[-1]
+    exchanges = exchanges_of(problem, last.method, plan.topology)
     if last.method == "packed":
-        (exchange,) = exchanges_of(problem, "packed", plan.topology)
-        held = packed_peak(problem, exchange.volumes, given=True) * plan.itemsize
+        held = packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize
     else:
         # the steps of the last stage count the target already
-        in_one = last.method in ("direct", "nearest")
-        earlier = plan.steps[: -(1 if in_one else len(plan.phases[-1][1]) // last.rounds)]
+        earlier = plan.steps[: -len(exchanges)]
         target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
         held = max([step.peak + target for step in earlier], default=0)
     return max(0, held - plan.memory_limit)

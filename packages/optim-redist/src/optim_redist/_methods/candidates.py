@@ -12,7 +12,7 @@ from typing import Literal
 from optim_redist._methods.borders import crossings
 from optim_redist._methods.chunked import in_rounds, largest_part
 from optim_redist._methods.direct import direct_phases
-from optim_redist._methods.exchanges import Direct, Exchange, Listed
+from optim_redist._methods.exchanges import Direct, Listed, relayed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
@@ -49,11 +49,13 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
     raise RedistError(f"this version does not know the method {method!r} of the plan")
 
 
-def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Exchange]:
+def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Listed]:
     """What the exchanges of a method move, each in one piece."""
     if is_in_order(problem, method, topology):
         return [Direct(problem, topology)]
-    return [Listed(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
+    if method == "relay" and problem.src_replicas == 1:
+        return relayed(problem, topology)
+    return [Listed.of(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
 
 
 def one_exchange(
@@ -138,7 +140,7 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
     return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
 
 
-def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
+def _num_rounds(request: Request, exchanges: Sequence[Listed]) -> int:
     """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
     if request.memory_limit is None:
         return 1

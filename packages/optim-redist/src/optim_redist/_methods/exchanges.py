@@ -13,78 +13,71 @@ same sizes to the same receivers, with numbers that differ by a multiple of the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Protocol
 
-from optim_redist._lazy import lazy
 from optim_redist._methods.borders import crossings, listed
 from optim_redist._methods.chunked import fullest_round, longest_dim, part_sizes, points_of, steps_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.own import Receivers, is_in_order
+from optim_redist._methods.relay import relay_phases
+from optim_redist._methods.relay_volumes import relay_volumes
 from optim_redist.boxes import fair_shares
 from optim_redist.cost import Topology
 from optim_redist.moves import Phase, Volumes
 from optim_redist.problem import Point, Problem
 
 
-class Exchange(Protocol):
-    """One exchange of a stage."""
+class Listed:
+    """An exchange whose transfers are known, or made once they are asked for."""
 
-    @property
-    def volumes(self) -> Volumes:
-        """All that it moves."""
+    def __init__(self, problem: Problem, volumes: Volumes, phase: Callable[[], Phase]) -> None:
+        self._problem, self.volumes, self._made = problem, volumes, cache(phase)
+
+    @classmethod
+    def of(cls, problem: Problem, phase: Phase, topology: Topology) -> Listed:
+        return cls(problem, listed(phase, topology), lambda: phase)
 
     def fullest_round(self, num_rounds: int) -> dict[int, int]:
         """For every rank, the most elements that it sends and receives in one of the rounds."""
+        if num_rounds == 1:
+            sent, received = self.volumes.sent, self.volumes.received
+            return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
+        return fullest_round(self._problem, self._made(), num_rounds)
 
 
-class Listed:
-    """An exchange whose transfers are known."""
-
-    def __init__(self, problem: Problem, phase: Phase, topology: Topology) -> None:
-        self._problem, self._phase = problem, phase
-        self.volumes = listed(phase, topology)
-
-    def fullest_round(self, num_rounds: int) -> dict[int, int]:
-        return fullest_round(self._problem, self._phase, num_rounds)
-
-
-class Direct:
+class Direct(Listed):
     """The direct exchange, where it is dealt out in order; only rounds of what several holders share list it."""
 
     def __init__(self, problem: Problem, topology: Topology) -> None:
         assert is_in_order(problem, "direct", topology), "who is asked depends on who is near"
-        self._problem, self._topology = problem, topology
-
-    @lazy
-    def volumes(self) -> Volumes:
-        problem = self._problem
-        kept, needed, contributions = problem.num_kept, problem.needed_sizes, problem.num_contributions
-        received = {r: contributions * needed[point] - kept.get(r, 0) for r, point in problem.dst_points.items()}
-        sent: dict[int, int] = {}
-        for part, ranks in problem.holders.items():
-            sent.update(zip(ranks, fair_shares(problem.demand(part), len(ranks))))
-        borders = crossings(problem, self._topology, None)[0] if self._topology.levels else {}
-        return Volumes("exchange", sent, received, dict(borders), contributions > 1)
+        super().__init__(problem, _volumes(problem, topology), lambda: direct_phases(problem)[0])
 
     def fullest_round(self, num_rounds: int) -> dict[int, int]:
-        if num_rounds == 1 or not self._problem.overlaps:
-            # a scalar moves in one of them
-            sent, received = self.volumes.sent, self.volumes.received
-            return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
-        if self._problem.src_replicas > 1:
-            return fullest_round(self._problem, self._phase, num_rounds)
-        if self._problem.num_contributions > 1:
-            return _fullest_of_reduction(self._problem, num_rounds)
-        return _fullest_of_values(self._problem, num_rounds)
+        # a scalar is not cut
+        if num_rounds > 1 and self._problem.src_replicas == 1 and self._problem.overlaps:
+            reduces = self._problem.num_contributions > 1
+            return (_fullest_of_reduction if reduces else _fullest_of_values)(self._problem, num_rounds)
+        return super().fullest_round(num_rounds)
 
-    @lazy
-    def _phase(self) -> Phase:
-        (phase,) = direct_phases(self._problem, self._topology)
-        return phase
+
+def relayed(problem: Problem, topology: Topology) -> list[Listed]:
+    """The two exchanges of a relay in which every contribution has one holder."""
+    made = cache(lambda: relay_phases(problem))
+    reduce, hand_on = relay_volumes(problem, topology)[1]
+    return [Listed(problem, reduce, lambda: made()[0]), Listed(problem, hand_on, lambda: made()[1])]
+
+
+def _volumes(problem: Problem, topology: Topology) -> Volumes:
+    kept, needed, contributions = problem.num_kept, problem.needed_sizes, problem.num_contributions
+    received = {r: contributions * needed[point] - kept.get(r, 0) for r, point in problem.dst_points.items()}
+    sent: dict[int, int] = {}
+    for part, ranks in problem.holders.items():
+        sent.update(zip(ranks, fair_shares(problem.demand(part), len(ranks))))
+    borders = crossings(problem, topology, None)[0] if topology.levels else {}
+    return Volumes("exchange", sent, received, borders, contributions > 1)
 
 
 def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""One rank's transfers of the direct exchange, without listing those of the others.
+"""One rank's transfers of the direct exchange and of relays, without listing those of the others.
 
 All of them together are as many as the square of the number of ranks, and each rank needs only its own. Two numbers
 depend on the others' transfers. The holders of a source point i share what is asked of it in the order of target
@@ -20,23 +20,31 @@ from itertools import accumulate, product
 from optim_redist._inside import Part
 from optim_redist._methods.chunked import in_rounds
 from optim_redist._methods.direct import demands_of, stays
+from optim_redist._methods.relay import relay_phases_on
 from optim_redist.boxes import Box, cut, fair_shares, volume
 from optim_redist.cost import Topology
 from optim_redist.moves import Phase, Stage, Transfer
 from optim_redist.problem import Point, Problem
 
 
-def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) -> list[Phase] | None:
-    """What one rank takes part in, round by round; None where that depends on all transfers.
+def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) -> tuple[list[Phase], list[bool]] | None:
+    """What one rank takes part in, round by round, with whether the round brings contributions, to any rank.
 
-    So it does where holders are asked by nearness, up to what all of them can send; in rounds of what several holders
-    share, which are numbered behind the pieces of all others; and where forwarders and groups level what ranks send.
+    None where it depends on all transfers: where holders are asked by nearness, up to what all of them can send; in
+    rounds of what several holders share, which are numbered behind the pieces of all others; where several holders
+    share what is relayed, as who owns it follows from what all of them send; and where forwarders and groups level it.
     """
-    numbered = stage.rounds > 1 and problem.num_contributions == 1
+    reduces = problem.num_contributions > 1
+    if stage.method == "relay" and problem.src_replicas == 1:
+        phases = relay_phases_on(problem, rank)
+        parts = [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
+        return parts, [True] * stage.rounds + [False] * stage.rounds
+    numbered = stage.rounds > 1 and not reduces
     if not is_in_order(problem, stage.method, topology) or (numbered and problem.src_replicas > 1):
         return None
-    phase = Phase.of("exchange", [*stays(problem, (rank,)), *_dealt(problem, rank)])
-    return in_rounds(problem, phase, stage.rounds, _numbers(problem, phase) if numbered else None)
+    whole = Phase.of("exchange", [*stays(problem, (rank,)), *_dealt(problem, rank)])
+    parts = in_rounds(problem, whole, stage.rounds, _numbers(problem, whole) if numbered else None)
+    return parts, [reduces] * len(parts)
 
 
 def is_in_order(problem: Problem, method: str, topology: Topology) -> bool:

@@ -7,35 +7,60 @@ all of them in equal shares, whichever keeps the busiest rank less busy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from optim_redist._methods.direct import share
+from optim_redist._methods.relay_volumes import most_moved, owners_of, relay_volumes
 from optim_redist.boxes import Box
-from optim_redist.moves import Phase, Transfer, added_up
-from optim_redist.problem import Problem
+from optim_redist.moves import Phase, Transfer
+from optim_redist.problem import Point, Problem
 
 
 def relay_phases(problem: Problem) -> list[Phase]:
     """Two phases, "reduce" at one owner of every element and "share" from there; the better of two owner choices."""
-    choices = [_phases(problem, prefer_contributors) for prefer_contributors in (True, False)]
-    return min(choices, key=busiest)
+    if problem.src_replicas == 1:
+        return _phases(problem, relay_volumes(problem)[0])
+    return min((_phases(problem, choice) for choice in (True, False)), key=busiest)
 
 
-def busiest(phases: list[Phase]) -> int:
+def relay_phases_on(problem: Problem, rank: int) -> list[Phase]:
+    """The transfers of ``relay_phases`` in which one rank takes part, where every contribution has one holder."""
+    return _phases(problem, relay_volumes(problem)[0], rank)
+
+
+def busiest(phases: Sequence[Phase]) -> int:
     """Elements that the busiest rank sends or receives over all phases."""
-    sent, received = added_up(map(Phase.sent, phases)), added_up(map(Phase.received, phases))
-    return max([*sent.values(), *received.values()], default=0)
+    return most_moved([phase.sent() for phase in phases], [phase.received() for phase in phases])
 
 
-def _phases(problem: Problem, prefer_contributors: bool) -> list[Phase]:
+def _phases(problem: Problem, prefer_contributors: bool, rank: int | None = None) -> list[Phase]:
+    """All transfers, or those in which one rank takes part."""
     reduce: list[Transfer] = []
     hand_on: list[Transfer] = []
-    for dst, needers in problem.needers.items():
-        for src, box in problem.atoms_to(dst):
-            contributing = [rank for rank in needers if problem.src_points.get(rank) == src]
-            owners = contributing if prefer_contributors and contributing else needers
-            for owner, (_, part) in share([(0, box)], owners):
+    for dst, src, box in _atoms(problem, rank):
+        needers = problem.needers[dst]
+        owners = owners_of(problem, src, needers, prefer_contributors)
+        contributes, needs = rank is not None and problem.src_points.get(rank) == src, rank in needers
+        for owner, (_, part) in share([(0, box)], owners):
+            if rank is None or rank == owner:
                 reduce += _contributions(problem, src, owner, part)
                 hand_on += (Transfer(owner, other, part, "dst") for other in needers if other != owner)
+                continue
+            if contributes:
+                reduce.append(Transfer(rank, owner, part, contribution=problem.contribution[rank]))
+            if needs:
+                hand_on.append(Transfer(owner, rank, part, "dst"))
     return [Phase.of("reduce", reduce), Phase.of("share", hand_on)]
+
+
+def _atoms(problem: Problem, rank: int | None) -> Iterator[tuple[Point, Point, Box]]:
+    """Target points with the source points that they meet and what they share, or those at which a rank is."""
+    points = problem.needers if rank is None else [problem.dst_points[rank]] if rank in problem.dst_points else []
+    for dst in points:
+        yield from ((dst, src, box) for src, box in problem.atoms_to(dst))
+    if rank is not None and rank in problem.src_points:
+        src = problem.src_points[rank]
+        yield from ((dst, src, box) for dst, box in problem.atoms_from(src) if dst not in points)
 
 
 def _contributions(problem: Problem, src: tuple[int, ...], owner: int, box: Box) -> list[Transfer]:

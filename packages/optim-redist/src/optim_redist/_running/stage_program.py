@@ -211,9 +211,10 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
     dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
     found = []
     for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
-        phases: Sequence[Phase] | None = own_phases(problem, stage, plan.topology, rank)
-        if phases is not None:
-            reducing = [problem.num_contributions > 1] * len(phases)
+        phases: Sequence[Phase]
+        own = own_phases(problem, stage, plan.topology, rank)
+        if own is not None:
+            phases, reducing = own
         else:
             phases = plan.phases[number][1]
             reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
