@@ -83,7 +83,9 @@ class RandomOptions(RandomModel):
         factors = []
         for limit in self.draw.choice([(0.5,), (0.5, 0.05), (0.05, 1e6)]):
             if self.is_active:
-                norm = clip_grad_norm_((p for p in self.net.parameters() if p.requires_grad), limit)
+                # what is frozen with a gradient is stepped
+                given = (p for p in self.net.parameters() if p.requires_grad or p.grad is not None)
+                norm = clip_grad_norm_(given, limit)
                 self.compare_norm(norm, 2.0)
                 factors.append(factor_of(norm, limit))
         if self.is_active:

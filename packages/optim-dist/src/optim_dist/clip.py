@@ -32,7 +32,7 @@ def clip_grad_norm_(
 
     Args:
         optimizer_or_parameters: optimizers of this package, or all parameters of some of them, which are looked up;
-            frozen ones may be left out.
+            frozen ones that have no gradient may be left out.
         error_if_nonfinite: raise if the norm is NaN or infinite; this waits for the device.
         foreach: torch's argument; it has no effect.
 
