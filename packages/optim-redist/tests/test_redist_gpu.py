@@ -1,14 +1,29 @@
-"""The same programs over NCCL: random cases, every dtype, reductions, async calls, many tensors, CUDA graphs."""
+"""The same programs over NCCL: random cases, every dtype, every planner, reductions, async calls, many, CUDA graphs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from redist_cases import combined, contributions_of, part_of, random_case
 
-from optim_redist import Item, Layout, Mesh, compile, plan, redistribute_local, redistribute_many, simulate
+from optim_redist import (
+    Item,
+    Layout,
+    Mesh,
+    Plan,
+    RedistError,
+    Topology,
+    compile,
+    plan,
+    redistribute_local,
+    redistribute_many,
+    simulate,
+)
 from optim_utils.testing import run_ranks
 
 WORLD = min(4, torch.cuda.device_count())
@@ -17,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(WORLD < 2, reason="needs two CUDA devices"),
 ]
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
+PLANNERS = ["direct", "forward", "relay", "scatter", "hierarchical", "packed", "collectives", "notebook", "naive"]
 
 
 def _fuzz(rank: int, world: int, num_cases: int) -> int:
@@ -61,6 +77,56 @@ def _reductions(rank: int, world: int) -> None:
 
 def test_reductions() -> None:
     run_ranks(_reductions, WORLD, backend="nccl")
+
+
+def _plans_of_every_kind(rank: int, world: int, device: str, num_cases: int) -> Counter[str]:
+    """Each planner's own plan, in rounds where memory is limited, with and without giving up the source."""
+    done: Counter[str] = Counter()
+    for seed in range(num_cases):
+        shape, src, dst = random_case(seed, "CBURIKMPPPP", [(2,), (1, 2)] if world < 4 else [(4,), (2, 2)])
+        ranks = {*src.mesh.ranks, *dst.mesh.ranks}
+        if max(ranks) >= world or rank not in ranks:
+            continue
+        draw = Random(seed)
+        full = [
+            torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(seed + k)).float()
+            for k in range(prod(src.mesh.sizes[axis] for axis, _ in src.partial))
+        ]
+        locals = {r: part_of(full[contributions_of(src, r)], src, r) for r in src.mesh.ranks}
+        for planner in PLANNERS:
+            options: dict[str, Any] = {"planners": [planner], "topology": Topology.nodes(draw.choice([1, 2]))}
+            try:
+                made = free = plan(shape, torch.float32, src, dst, **options)
+                if draw.random() < 0.5:
+                    fixed = 4 * max(_elements(shape, src, r) + _elements(shape, dst, r) for r in ranks)
+                    options["memory_limit"] = fixed + (free.peak_bytes - fixed) // 2
+                    made = plan(shape, torch.float32, src, dst, donate=draw.random() < 0.5, **options)
+            except RedistError:  # not for this case: the same on all ranks
+                continue
+            simulated = simulate(made, locals)
+            here = locals.get(rank)
+            found = compile(made)(None if here is None else here.to(device, copy=True))
+            assert (found is None) == (simulated.get(rank) is None)
+            assert found is None or torch.equal(found.cpu(), simulated[rank]), (seed, planner)
+            assert torch.equal(combined(src, shape, locals), combined(dst, shape, simulated)), (seed, planner)
+            done[planner] += made.communicates
+            done["rounds"] += _num_phases(made) > _num_phases(free)
+            done["donated"] += made.donate
+    return done
+
+
+def _elements(shape: tuple[int, ...], layout: Layout, rank: int) -> int:
+    return prod(layout.local_shape(shape, rank)) if rank in layout.mesh.coordinates else 0
+
+
+def _num_phases(made: Plan) -> int:
+    return sum(len(phases) for _, phases in made.phases)
+
+
+def test_plans_of_every_kind() -> None:
+    done = min(run_ranks(_plans_of_every_kind, WORLD, "cuda", 150, backend="nccl"), key=Counter.total)
+    wanted = {"direct", "rounds", "donated", *(["forward", "relay"] if WORLD > 3 else [])}
+    assert wanted <= {kind for kind, times in done.items() if times > 2}
 
 
 def _between_streams(rank: int, world: int) -> None:

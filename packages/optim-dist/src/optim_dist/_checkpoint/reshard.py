@@ -211,7 +211,7 @@ def exchange(
         before, after = (
             Layout(mesh, [((0,), Intervals(stream.rows(side, len(ranks))))]) for side in ("before", "after")
         )
-        source = torch.cat([torch.empty(0, dtype=stream.dtype), *mine]).to(device)
+        source = _joined(mine, stream.dtype, device)
         items[f"{len(moved):04d}"] = Item(source, (stream.numel,), before, after)
         del source
         moved.append(stream)
@@ -222,3 +222,9 @@ def exchange(
         own = list(stream.own("after", rank))
         for (name, part), found in zip(own, target.split([part.stop - part.start for _, part in own])):
             yield Arrival(name, stream.key, part.start - part.base, found)
+
+
+def _joined(parts: Iterable[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Flat parts, all in files or all on ``device``, as one tensor there."""
+    found = list(parts)
+    return torch.cat(found).to(device) if found else torch.empty(0, dtype=dtype, device=device)
