@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 2 -m benchmarks.training_benchmark        # gloo, a tiny model: a smoke test
 
     exposed = milliseconds of a step - milliseconds of forward and backward alone
+    gap     = milliseconds from the last kernel of a backward pass to the first of the next forward pass (GPUs)
 
-What a step reduces, updates and gathers beside products is not exposed, but makes these slower, which is: products and
-collectives share multiprocessors, memory and power. Steps follow each other without a wait, as in a training loop; the
-figure is the mean of a run of steps on the slowest rank, and of such runs the median. Before the time of a way counts
-its first steps are compared with those of DDP: by how far the mean loss of all ranks has fallen.
+What a step reduces, updates and gathers beside products is not in the gap, but makes these slower, which is exposed,
+too: products and collectives share multiprocessors, memory and power. Steps follow each other without a wait, as in a
+training loop; a figure is the mean of a run of steps on the slowest rank, and of such runs the median. Before the time
+of a way counts its first steps are compared with those of DDP: by how far the mean loss of all ranks has fallen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +63,32 @@ class Setting:
         return sides
 
 
+class Gap:
+    """Events in the current stream at the end of every backward pass and at the start of every forward pass."""
+
+    def __init__(self, first: nn.Module) -> None:
+        # registered behind those of the optimizer, so it runs when what the module needs has been waited for
+        first.register_forward_pre_hook(lambda *_: self.starts.append(_recorded()))
+        self.clear()
+
+    def clear(self) -> None:
+        self.starts: list[torch.cuda.Event] = []
+        self.ends: list[torch.cuda.Event] = []
+
+    def backward_has_ended(self) -> None:
+        self.ends.append(_recorded())
+
+    def milliseconds(self) -> float:
+        """The mean since the events were cleared, once all of them are over."""
+        return statistics.mean(end.elapsed_time(start) for end, start in zip(self.ends, self.starts[1:]))
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass
 class Way:
     """A model and what steps it: None for compute alone."""
@@ -70,10 +97,17 @@ class Way:
     optimizers: Iterable[torch.optim.Optimizer] = ()
     close: Callable[[], Any] = lambda: None
     bytes_shared: int = 0  # that torch's allocator does not count
+    gap: Gap | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if torch.cuda.is_available():
+            self.gap = Gap(next(module for module in self.net.modules() if isinstance(module, nn.Embedding)))
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = next_byte_loss(self.net, *batch)
         loss.backward()
+        if self.gap is not None:
+            self.gap.backward_has_ended()
         for optimizer in self.optimizers:
             optimizer.step()
         self.net.zero_grad(set_to_none=True)
@@ -146,22 +180,27 @@ def _torch_optimizers(setting: Setting, net: nn.Module) -> list[torch.optim.Opti
     return optimizers
 
 
-def timed(step: Callable[[], Any], device: torch.device, runs: int, steps: int) -> tuple[float, float]:
-    """Median and least milliseconds of a step in runs of them, on the slowest rank."""
+def timed(way: Way, setting: Setting, runs: int, steps: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of a step, and of the gap in it, in runs of steps, on the slowest rank; without a GPU no gaps."""
     found = []
-    for run in range(runs + 1):
-        synchronize(device)
+    for _ in range(runs + 1):
+        synchronize(setting.device)
         dist.barrier()
-        synchronize(device)
+        synchronize(setting.device)
+        if way.gap is not None:
+            way.gap.clear()
         start = time.perf_counter()
         for _ in range(steps):
-            step()
-        synchronize(device)
-        passed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(passed, op=dist.ReduceOp.MAX)
-        if run > 0:
-            found.append(1e3 * passed.item() / steps)
-    return statistics.median(found), min(found)
+            way.step(setting.batch)
+        synchronize(setting.device)
+        passed = [1e3 * (time.perf_counter() - start) / steps]
+        if way.gap is not None:
+            passed.append(way.gap.milliseconds())
+        slowest = torch.tensor(passed, dtype=torch.float64, device=setting.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found.append(slowest.tolist())
+    whole, *gaps = map(list, zip(*found[1:], strict=True))
+    return whole, gaps[0] if gaps else []
 
 
 def measure(setting: Setting, name: str, options: argparse.Namespace, report: Report, known: dict[str, float]) -> None:
@@ -179,13 +218,15 @@ def measure(setting: Setting, name: str, options: argparse.Namespace, report: Re
         if name != COMPUTE and not abs(fall / known["fall"] - 1) <= LARGEST_DIFFERENCE:
             report.add(**row, note=f"wrong: the loss falls by {fall:.4g} for {known['fall']:.4g}, not timed")
             return
-        median, least = timed(lambda: way.step(setting.batch), setting.device, options.runs, options.steps)
+        times, gaps = timed(way, setting, options.runs, options.steps)
+        median = statistics.median(times)
         if name == COMPUTE:
             known["ms"] = median
         peak = None
         if setting.device.type == "cuda":
             peak = (torch.cuda.max_memory_allocated() + way.bytes_shared) / 2**30
-        figures = {"ms": median, "least": least, "exposed_ms": median - known["ms"], "peak_GiB": peak}
+        exposed, gap = median - known["ms"], statistics.median(gaps) if gaps else None
+        figures = {"ms": median, "least": min(times), "exposed_ms": exposed, "gap_ms": gap, "peak_GiB": peak}
         report.add(**row, **figures, fall=None if name == COMPUTE else fall)
     finally:
         way.close()
@@ -199,11 +240,13 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--batch-size", type=int, default=2, help="sequences of a rank")
     parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5, help="of a run")
+    parser.add_argument("--steps", type=int, default=5, help="of a run, two or more")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error(f"--steps has to be 2 or more, as gaps lie between two steps; got {options.steps}")
     deadline = time.monotonic() + options.budget
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size < 2:

@@ -8,7 +8,7 @@ from optim_utils.testing import run_ranks
 
 
 def run(rank, world_size, mode):
-    report = main(["--modes", mode, "--dtype", "fp32", "--steps", "1", "--runs", "1"])
+    report = main(["--modes", mode, "--dtype", "fp32", "--steps", "2", "--runs", "1"])
     return report.rows
 
 
