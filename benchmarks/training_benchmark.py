@@ -8,8 +8,9 @@
 
 What a step reduces, updates and gathers beside products is not in the gap, but makes these slower, which is exposed,
 too: products and collectives share multiprocessors, memory and power. Steps follow each other without a wait, as in a
-training loop; a figure is the mean of a run of steps on the slowest rank, and of such runs the median. Before the time
-of a way counts its first steps are compared with those of DDP: by how far the mean loss of all ranks has fallen.
+training loop; a figure is the mean of a run of steps on the slowest rank, whose gap is the shortest as it waits for
+nobody, and of such runs the median. Before the time of a way counts its first steps are compared with those of DDP: by
+how far the mean loss of all ranks has fallen.
 """
 
 from __future__ import annotations
@@ -195,10 +196,10 @@ def timed(way: Way, setting: Setting, runs: int, steps: int) -> tuple[list[float
         synchronize(setting.device)
         passed = [1e3 * (time.perf_counter() - start) / steps]
         if way.gap is not None:
-            passed.append(way.gap.milliseconds())
-        slowest = torch.tensor(passed, dtype=torch.float64, device=setting.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found.append(slowest.tolist())
+            passed.append(-way.gap.milliseconds())
+        largest = torch.tensor(passed, dtype=torch.float64, device=setting.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found.append(largest.abs().tolist())
     whole, *gaps = map(list, zip(*found[1:], strict=True))
     return whole, gaps[0] if gaps else []
 

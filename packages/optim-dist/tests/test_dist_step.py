@@ -404,37 +404,69 @@ def wire_bytes_are_two_f_p(rank, world_size):
     assert optimizer.plan.wire_bytes == pytest.approx(wanted, rel=0.001)
 
 
+def _orders(rank, **options):
+    """A small model's buckets as they are listed, as the step reduced them, and as it gathered them."""
+    net = Net(device_of(rank))
+    groups = [
+        {"kind": "muon", "params": [layer.weight for layer in net.layers]},
+        {"kind": "adamw", "params": [layer.bias for layer in net.layers]},
+    ]
+    if options.pop("under_forward"):
+        options["model"] = net
+    optimizer = TritonDistMuonAdamW(groups, bucket_mb=4e-5, **options)
+    buckets = optimizer._bucketed.buckets
+    net(batch(rank, 0)).backward()  # reductions under backward are set apart
+    optimizer.step()
+    optimizer.zero_grad()
+    reduced, gathered = [], []
+    reducing = optimizer._bucketed._reducer.communicator
+    _listen(reducing, "reduce_scatter_", [bucket.gradients for bucket in buckets], reduced)
+    _listen(optimizer.communicator, "all_gather_", [bucket.values for bucket in buckets], gathered)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert sorted(reduced) == sorted(gathered) == list(range(len(buckets)))
+    plans = [bucket.plan for bucket in buckets]
+    optimizer.close()
+    assert min(sum(plan.route == route for plan in plans) for route in ("muon", "adamw")) > 1
+    return plans, reduced, gathered
+
+
+def _listen(communicator, name, flats, order):
+    """Note in ``order`` which of ``flats`` a collective is called with."""
+    places, collective = {flat.data_ptr(): place for place, flat in enumerate(flats)}, getattr(communicator, name)
+
+    def listen(flat):
+        if flat.data_ptr() in places:
+            order.append(places[flat.data_ptr()])
+        return collective(flat)
+
+    setattr(communicator, name, listen)
+
+
 @scenario(2)
 def the_last_gather_alone_runs_beside_nothing(rank, world_size):
-    """What is elementwise is gathered beside the last matrices' iteration, or where it is needed first."""
-    for eager in (False, True):
-        net = Net(device_of(rank))
-        groups = [
-            {"kind": "muon", "params": [layer.weight for layer in net.layers]},
-            {"kind": "adamw", "params": [layer.bias for layer in net.layers]},
-        ]
-        steps = 1 if eager else None
-        optimizer = TritonDistMuonAdamW(groups, model=net, bucket_mb=4e-5, accumulation_steps=steps)
-        routes = {bucket.values.data_ptr(): bucket.plan.route for bucket in optimizer._bucketed.buckets}
-        gathered = []
+    """What is elementwise is gathered beside the last matrices' iteration, if nothing is under the forward pass."""
+    plans, reduced, gathered = _orders(rank, under_forward=False)
+    assert reduced == list(range(len(plans)))
+    routes = [plans[place].route for place in gathered]
+    assert routes == sorted(routes, reverse=True)[1:] + ["muon"]
 
-        def listen(flat, gather=optimizer.communicator.all_gather_, routes=routes, gathered=gathered):
-            if flat.data_ptr() in routes:
-                gathered.append(routes[flat.data_ptr()])
-            return gather(flat)
 
-        optimizer.communicator.all_gather_ = listen
-        net(batch(rank, 0)).backward()
-        optimizer.step()
-        optimizer.wait()
-        assert sorted(gathered) == sorted(routes.values())
-        assert gathered.count("muon") > 1 < gathered.count("adamw")
-        if eager:
-            needed = sorted(optimizer.plan.buckets, key=lambda bucket: min(slot.parameter for slot in bucket.slots))
-            assert gathered == [bucket.route for bucket in needed]
-        else:
-            assert gathered == sorted(gathered, reverse=True)[1:] + ["muon"]
-        optimizer.close()
+@scenario(2)
+def what_the_next_forward_pass_needs_first_goes_first(rank, world_size):
+    """It begins while others are gathered; only some matrices are before what it needs first."""
+    for steps in (None, 1):
+        plans, reduced, gathered = _orders(rank, under_forward=True, accumulation_steps=steps)
+        first, *others = gathered
+        assert first == min((place for place, plan in enumerate(plans) if plan.route == "muon"), key=_needed(plans))
+        assert others == sorted(others, key=_needed(plans))
+        # where backward reduces, as gradients come
+        assert reduced == (gathered if steps is None else list(range(len(plans))))
+
+
+def _needed(plans):
+    return lambda place: min(slot.parameter for slot in plans[place].slots)
 
 
 @scenario(2)

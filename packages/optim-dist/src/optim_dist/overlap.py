@@ -1,9 +1,11 @@
-"""When collectives start: during backward where that is allowed, otherwise at ``step()``; always in plan order.
+"""When reductions start: during backward where that is allowed, otherwise at ``step()``.
 
-A hook on every parameter counts its bucket down. A full bucket is launched once all buckets before it have been, so
-that every rank issues the same collectives in the same order, whatever order its gradients arrive in; what never fills
-is launched by ``launch_all``. Launching early is allowed only when the loop has said how it accumulates:
-``accumulation_steps=k`` (every k-th backward pass reduces) or one use of ``no_sync()`` (the passes outside it reduce).
+A hook on every parameter counts its bucket down. A full bucket is launched once all buckets before it have been, in
+plan order, so that every rank issues the same collectives in the same order, whatever order its gradients arrive in;
+what never fills is launched by ``launch_all``. Launching early is allowed only when the loop has said how it
+accumulates: ``accumulation_steps=k`` (every k-th backward pass reduces) or one use of ``no_sync()`` (the passes outside
+it reduce). Until then all gradients are there when the first bucket is launched, and what ``arrange`` was given is the
+order.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ refused_passes: Counter[tuple[int, ...]] = Counter()
 
 
 class BackwardReduction:
-    """Counts gradients in, and launches the reductions of buckets in plan order."""
+    """Counts gradients in, and launches the reductions of buckets, in the same order on all ranks."""
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
 
@@ -42,7 +44,9 @@ class BackwardReduction:
         self.paused = False
         self.num_given_up = 0  # steps, since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
-        self._next = 0
+        self._in_step: Sequence[Bucket] = self.buckets  # as they are launched if none is under backward
+        self._order: Sequence[Bucket] = self.buckets  # as they are in this step
+        self._next = 0  # of that order
         self._ranks = tuple(ranks)
         self._refused_before = refused_passes[self._ranks]  # when this step began
         # the last of this step to get a gradient, and that
@@ -72,6 +76,11 @@ class BackwardReduction:
             for member in bucket.members
         ]
 
+    def arrange(self, buckets: Sequence[ParameterBucket]) -> None:
+        """All of its buckets in the order in which to launch them where that is not under backward."""
+        self._in_step = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self._begin_order()
+
     @property
     def gradient_bytes(self) -> int:
         """Memory for gradients that stays."""
@@ -81,6 +90,8 @@ class BackwardReduction:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; from now on those outside reduce while they run."""
         self.eager = self.overlap
+        if not self.started:
+            self._begin_order()
         before, self.paused = self.paused, True
         try:
             yield
@@ -112,7 +123,7 @@ class BackwardReduction:
 
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
-        while self._next < len(self.buckets):
+        while self._next < len(self._order):
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
@@ -134,7 +145,7 @@ class BackwardReduction:
         """
         if is_agreed or self.is_due:
             self.num_given_up += 1
-            for bucket in self.buckets[self._next :]:
+            for bucket in self._order[self._next :]:
                 self.reducer.launch(bucket)
             for bucket in self.buckets:
                 self.reducer.finish(bucket)
@@ -146,7 +157,7 @@ class BackwardReduction:
         They may never end, for other ranks may launch none. What they write to stays, and is not used again.
         """
         was_started = self.started
-        for bucket in self.buckets[: self._next]:
+        for bucket in self._order[: self._next]:
             bucket.drop_gradients()
         self.restart()
         return was_started
@@ -155,17 +166,22 @@ class BackwardReduction:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
         self.counts = self._latest = None
         self._streams.forget()
-        self._next, self._refused_before = 0, refused_passes[self._ranks]
+        self._refused_before = refused_passes[self._ranks]
+        self._begin_order()
         for bucket in self.buckets:
             bucket.launched = False
             for member in bucket.members:
                 member.arrivals, member.arrived = 0, False
             bucket.missing = len(bucket.members)
 
+    def _begin_order(self) -> None:
+        self._order, self._next = self.buckets if self.eager else self._in_step, 0
+
     def clear(self) -> None:
         """Let go of all buckets; others may come."""
         self.close()
         self.buckets.clear()
+        self._in_step = self.buckets
         self.restart()
 
     def close(self) -> None:
@@ -198,7 +214,7 @@ class BackwardReduction:
                 refused_passes[self._ranks] += 1
                 raise
             while is_counted and self._is_next_ready:
-                self.buckets[self._next].check_gradients()
+                self._order[self._next].check_gradients()
                 self._launch()
 
         # compiled autograd would make graphs of it
@@ -207,9 +223,9 @@ class BackwardReduction:
     @property
     def _is_next_ready(self) -> bool:
         """Whether a bucket can be launched under backward: full, and without waiting for ranks that launch it later."""
-        if self._next == len(self.buckets):
+        if self._next == len(self._order):
             return False
-        bucket = self.buckets[self._next]
+        bucket = self._order[self._next]
         return not bucket.missing and self.reducer.is_ready(bucket)
 
     def _all_dropped(self, arriving: ResidentMember) -> bool:
@@ -232,12 +248,12 @@ class BackwardReduction:
         return all(m.parameter.grad is None for m in members if m is not arriving)
 
     def _launch(self) -> None:
-        bucket = self.buckets[self._next]
+        bucket = self._order[self._next]
         self._streams.follow(bucket.gradients)
         bucket.collect_gradients()
         self.reducer.launch(bucket)
         bucket.note_reduced()
         bucket.launched = True
         self._next += 1
-        if self._next == len(self.buckets):
+        if self._next == len(self._order):
             self._streams.forget()

@@ -98,6 +98,8 @@ class BucketedParameters:
                 self._gathers.close()
             self._gathers = ForwardGathers(options.model, self.buckets)
             weakref.finalize(self, self._gathers.close)
+            if isinstance(self.reduction, BackwardReduction):
+                self.reduction.arrange(self._in_order())
 
     def clear(self) -> list[ParameterBucket]:
         """Let go of all buckets, between two steps, for ``extend`` to make others; ``release`` them afterwards."""
@@ -243,12 +245,16 @@ class BucketedParameters:
             self._gathers.defer()
 
     def _in_order(self) -> list[ParameterBucket]:
-        """As they are needed again if all were reduced during backward, else as they are reduced.
+        """As they are updated, and gathered.
 
-        But the last matrices behind what is elementwise, whose gathers would run beside nothing.
+        In the order of the next forward pass where they are gathered under that, but some matrices first: under their
+        Newton–Schulz run reductions of others. Else as they are reduced, but the last matrices behind what is
+        elementwise, whose gathers would run beside nothing.
         """
-        if self._gathers is not None and self.reduction is not None and self.reduction.eager:
-            return sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
+        if self._gathers is not None:
+            forward = sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
+            first = [bucket for bucket in forward if bucket.plan.route == "muon"][:1]
+            return [*first, *(bucket for bucket in forward if bucket not in first)]
         last = [bucket for bucket in self.buckets if bucket.plan.route == "muon"][-1:]
         return [*(bucket for bucket in self.buckets if bucket not in last), *last]
 
