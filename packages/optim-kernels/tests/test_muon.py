@@ -484,7 +484,9 @@ def test_kernels_that_are_asked_for_in_vain_are_refused_before_anything_moves(op
 def test_bad_parameters_are_named() -> None:
     with pytest.raises(ValueError, match=r"got norm\.weight of shape \(4,\); give it to AdamW"):
         TritonMuon([("norm.weight", nn.Parameter(torch.ones(4)))])
-    with pytest.raises(RuntimeError, match="complex"):
+    with pytest.raises(ValueError, match="the shape of weight is not known yet; run its lazy module first"):
+        TritonMuon(nn.LazyLinear(3, bias=False).named_parameters())
+    with pytest.raises(RuntimeError, match=r"complex.*; give it to AdamW"):
         TritonMuon([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))])
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = TritonMuon(embedding.parameters())

@@ -236,7 +236,12 @@ def test_what_a_missing_gradient_means_the_variant_says(group: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("group", "message"),
-    [({}, "kind"), ({"kind": "sgd"}, "kind"), ({"kind": "adamw", "eps": -1.0}, "epsilon"), ({"kind": "muon"}, "AdamW")],
+    [
+        ({}, "kind"),
+        ({"kind": "sgd"}, "kind"),
+        ({"kind": "adamw", "eps": -1.0}, "epsilon"),
+        ({"kind": "muon"}, "AdamW"),
+    ],
     ids=["none", "unknown", "bad eps", "vector to muon"],
 )
 def test_bad_groups(group: dict[str, Any], message: str) -> None:
@@ -274,6 +279,15 @@ def test_adamw_groups_check_what_they_are_given() -> None:
     for option, value in (("lr", None), ("eps", "1e-8"), ("weight_decay", [0.1])):
         with pytest.raises(TypeError, match=f"{option} must be a number or a 1-element tensor, got"):
             TritonMuonAdamW([{"params": rest, "kind": "adamw", option: value}])
+
+
+def test_lazy_parameters_of_adamw_are_explained_before_they_are_there() -> None:
+    model = nn.LazyLinear(3)
+    optimizer = TritonMuonAdamW([{"params": model.named_parameters(), "kind": "adamw"}])
+    assert optimizer.explain().count("its lazy module has seen no input") == 2
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert "(3, 5)" in optimizer.explain()
 
 
 def test_an_exchanged_parameter_of_adamw_is_stepped() -> None:

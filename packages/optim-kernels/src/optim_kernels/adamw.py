@@ -22,6 +22,7 @@ from optim_kernels._optimizers.adamw_state import (
     NEEDED,
     MasterWeights,
     StateDtype,
+    check_dtype,
     check_storage,
     drop_other_masters,
     laid_out,
@@ -261,6 +262,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                     f"TritonAdamW takes dense gradients, but that of {names[param]} is {grad.layout}; make it dense "
                     "(sparse=False in nn.Embedding) or give the parameter to torch.optim.SparseAdam"
                 )
+            if not param.is_complex():
+                check_dtype(param, names[param])
             reason = why_not_kernels(param, group)
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:

@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from optim_kernels._dtensors import gradients_of, local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
-from optim_kernels._optimizers.adamw_paths import why_not_stored
-from optim_kernels._optimizers.adamw_state import NEEDED, drop_other_masters, laid_out, new_count
+from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
+from optim_kernels._optimizers.adamw_state import NEEDED, check_dtype, drop_other_masters, laid_out, new_count
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -215,6 +216,8 @@ class TritonMuonAdamW(MuonGroups):
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
+            # one that was frozen, or not there, when its group was added
+            _check_adamw_param(p, names[p])
             check_state_in_capture(p, self._own_state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
@@ -268,6 +271,8 @@ class TritonMuonAdamW(MuonGroups):
             for place, p in enumerate(group["params"]):
                 if self._is_muon(group):
                     rows.append(["muon", *explain_row(names[p], place, group, self._own_state, tiles)])
+                elif is_lazy(p):
+                    rows.append(["adamw", names[p], "", "", "", "", NOT_YET_THERE, "", ""])
                 else:
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"
@@ -321,14 +326,17 @@ def _check_choices(group: dict[str, Any]) -> None:
             )
 
 
+def _check_adamw_param(p: Tensor, name: str) -> None:
+    if p.is_complex():
+        raise ValueError(f"kind='adamw' is for real parameters, and {name} is {p.dtype}; give it to TritonAdamW")
+    check_dtype(p, name)
+
+
 def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
     """torch.optim.AdamW's conditions, in its words, and what is `TritonAdamW`'s alone."""
     _check_choices(group)
     for p in group["params"]:
-        if not p.is_floating_point():
-            raise ValueError(
-                f"kind='adamw' is for real floating parameters, and {names[p]} is {p.dtype}; give it to TritonAdamW"
-            )
+        _check_adamw_param(p, names[p])
     if not float(group["lr"]) >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
     if not group["eps"] >= 0.0:

@@ -13,6 +13,7 @@ from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
 from optim_kernels._optimizers.adamw_state import bytes_per_element, moment_dtypes, stored_dtypes
 from optim_kernels.multi_tensor import why_not_in_place
 
+NOT_YET_THERE = "not yet there: its lazy module has seen no input"
 EXPLAIN_HEADER = ("parameter", "shape", "path", "notes", "p", "g", "m", "v", "master", "B/elt")
 
 
@@ -52,7 +53,7 @@ def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
 def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> tuple[object, ...]:
     """A parameter's row of ``TritonAdamW.explain``; see ``EXPLAIN_HEADER``."""
     if is_lazy(param):
-        return (name, "", "", "not yet there: its lazy module has seen no input", _short(param.dtype), *[""] * 5)
+        return (name, "", "", NOT_YET_THERE, _short(param.dtype), *[""] * 5)
     reason = why_not_kernels(param, group)
     dtypes = stored_dtypes(param, group, state)
     notes = [reason] if reason is not None else []

@@ -64,6 +64,18 @@ def check_master(param: Tensor, name: str, master_weights: MasterWeights) -> Non
         )
 
 
+def check_dtype(param: Tensor, name: str) -> None:
+    """Raise ``ValueError`` for a parameter with gradients, or to have some, in a dtype that is not computed in.
+
+    Those are integers and 8-bit floats; frozen parameters, as quantised weights beside their adapters, may have any.
+    """
+    if param.dtype not in MOMENT_DTYPES and (param.requires_grad or param.grad is not None):
+        raise ValueError(
+            f"parameters are updated in one of {MOMENT_DTYPES}, but {name} is {param.dtype}; freeze it "
+            "(requires_grad=False, no .grad) or leave it out"
+        )
+
+
 def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the first and the second moment of ``param``; ``torch.uint8`` stands for 8-bit codes."""
     if state_dtype is None:

@@ -13,11 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
-from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, check_master
+from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, check_dtype, check_master
 from optim_kernels._options import check_scalars, check_seed, check_switches
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
@@ -198,10 +199,13 @@ def check_choices(group: Mapping[str, Any]) -> None:
 
 def check_param(param: Tensor, group: Mapping[str, Any], name: str) -> None:
     """Raise where ``param`` cannot be updated by Muon with the group's options."""
+    if is_lazy(param):
+        raise ValueError(f"Muon takes matrices, but the shape of {name} is not known yet; run its lazy module first")
     if torch.is_complex(param):
-        raise RuntimeError(f"Muon does not support complex parameters, got {name} of dtype {param.dtype}")
-    if not param.is_floating_point():
-        raise ValueError(f"Muon takes floating-point parameters, got {name} of dtype {param.dtype}")
+        raise RuntimeError(
+            f"Muon does not support complex parameters, got {name} of dtype {param.dtype}; give it to AdamW"
+        )
+    check_dtype(param, name)
     check_master(param, name, group["master_weights"])
 
 
