@@ -237,7 +237,7 @@ def test_what_a_missing_gradient_means_the_variant_says(group: dict[str, Any], m
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({}, "kind"),
+        ({}, r"kind.*route_parameters\(model\)\.param_groups\(\)"),
         ({"kind": "sgd"}, "kind"),
         ({"kind": "adamw", "eps": -1.0}, "epsilon"),
         ({"kind": "muon"}, "AdamW"),

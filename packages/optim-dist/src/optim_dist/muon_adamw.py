@@ -54,7 +54,10 @@ class TritonDistMuonAdamW(DistOptimizer):
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         kind = group.get("kind", {True: "muon", False: "adamw"}.get(group.get("use_muon", ...)))
         if kind not in self._routes:
-            raise ValueError(f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}")
+            raise ValueError(
+                f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}; "
+                "optim_utils.route_parameters(model).param_groups() makes such groups"
+            )
         if kind == "adamw":
             options = ADAMW_DEFAULTS
         else:

@@ -300,7 +300,10 @@ def _kind_of(group: dict[str, Any]) -> dict[str, str]:
     """``{"kind": …}`` of a group, from its ``kind`` or Keller Jordan's ``use_muon``."""
     kind = group.get("kind", {True: "muon", False: "adamw"}.get(group.get("use_muon", ...)))
     if kind not in ("muon", "adamw"):
-        raise ValueError(f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}")
+        raise ValueError(
+            f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}; "
+            "optim_utils.route_parameters(model).param_groups() makes such groups"
+        )
     return {"kind": kind}
 
 
