@@ -284,7 +284,7 @@ def _states_of_dtensors(rank: int, world_size: int, exchange: bool) -> None:
         ("master_weights", "fp32", r"param_groups\[1\].* is torch.float32"),
         ("max_norm", 1.0, "all groups are clipped together: max_norm is None in the first group, but 1"),
         ("max_norm", -1.0, "max_norm must be positive or None, got -1"),
-        ("norm_type", 1.0, "all groups are clipped together"),
+        ("norm_type", 1.0, "all groups are clipped together: .* give it to the optimizer's constructor, or to all"),
     ],
 )
 def test_options_that_are_wrong_by_now_are_refused(option: str, value: Any, words: str) -> None:

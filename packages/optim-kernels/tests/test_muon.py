@@ -429,7 +429,7 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
         ({"momentum": -0.1}, "momentum should be >= 0"),
         ({"weight_decay": -0.1}, "weight decay should be >= 0"),
-        ({"adjust_lr_fn": "moonlight"}, "is not supported"),
+        ({"adjust_lr_fn": "moonlight"}, r"moonlight is not supported; choose one of \(None, 'original', .*\)"),
         ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
         ({"ns_steps": 100}, "steps"),
         ({"beta2": 1.0}, "beta2"),

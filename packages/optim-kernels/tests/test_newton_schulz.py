@@ -256,7 +256,7 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
         ({"norm_scale": torch.tensor(1.0)}, "norm_scale must be a number"),
         ({"method": "newton"}, "method"),
         ({"eps_mode": "max"}, "eps_mode"),
-        ({"dtype": torch.int32}, "dtype"),
+        ({"dtype": torch.int32}, r"the dtype of products \(compute_dtype, ns_dtype\) must be None or one of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -298,6 +298,8 @@ def test_outs_that_do_not_fit_are_refused_before_one_is_written() -> None:
 def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match="matrices"):
         newton_schulz(torch.randn(4))
+    with pytest.raises(TypeError, match="a tensor or a sequence of tensors, got a NoneType"):
+        newton_schulz([torch.randn(2, 3), None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="floating"):
         newton_schulz(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="out has shape"):

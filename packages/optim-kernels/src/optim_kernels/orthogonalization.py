@@ -204,8 +204,9 @@ def _check(x: Tensor) -> None:
 
 def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
     """`_one` of each, small ones of one shape as a batch."""
-    if not isinstance(xs, Sequence) or not all(isinstance(x, Tensor) for x in xs):
-        raise TypeError(f"newton_schulz takes a tensor or a sequence of tensors, got {type(xs).__name__}")
+    others = [x for x in xs if not isinstance(x, Tensor)] if isinstance(xs, Sequence) else [xs]
+    if others:
+        raise TypeError(f"newton_schulz takes a tensor or a sequence of tensors, got a {type(others[0]).__name__}")
     groups: dict[Any, list[int]] = {}
     for number, x in enumerate(xs):
         key = (x.shape, x.dtype, x.device) if x.is_cuda and _gains_by_batches(x, values, impl) else number

@@ -82,7 +82,10 @@ class NSConfig:
         if self.method not in get_args(Method):
             raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
         if self.dtype is not None and self.dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype must be None or one of {COMPUTE_DTYPES}, got {self.dtype}")
+            raise ValueError(
+                f"the dtype of products (compute_dtype, ns_dtype) must be None or one of {COMPUTE_DTYPES}, got "
+                f"{self.dtype!r}"
+            )
         if self.eps_mode not in get_args(EpsMode):
             raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
         for name in ("norm_scale", "eps"):

@@ -36,7 +36,8 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
     for option, wanted, found in zip(("max_norm", "norm_type"), _clipping_of(first), _clipping_of(group)):
         if found != wanted:
             raise ValueError(
-                f"all groups are clipped together: {option} is {wanted} in the first group, but {found} in another"
+                f"all groups are clipped together: {option} is {wanted} in the first group, but {found} in another; "
+                "give it to the optimizer's constructor, or to all"
             )
     if max_norm is not None and any(map(is_dtensor, group["params"])):
         names = optimizer._parameter_names()

@@ -20,7 +20,7 @@ from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, check_dtype, check_master
 from optim_kernels._options import check_scalars, check_seed, check_switches
-from optim_kernels.reference.muon import MuonRule
+from optim_kernels.reference.muon import MuonRule, ScaleRule
 from optim_utils.param_groups import MatrixView
 
 MissingGrad = Literal["skip", "zero", "raise"]
@@ -129,6 +129,7 @@ def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     return config_of(*(hashable(group[key]) for key in _NS_KEYS))
 
 
+_ADJUST_LR_FNS = (None, *get_args(ScaleRule))
 _SWITCHES = tuple(key for key, value in DEFAULTS.items() if isinstance(value, bool))
 _RULE_KEYS = ("nesterov", "adjust_lr_fn", "row_equilibrate", "renormalize", "cautious", "maximize")
 # in the order of the fields of `NSConfig`
@@ -179,8 +180,10 @@ def check_choices(group: Mapping[str, Any]) -> None:
     """`check_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
     _check_kinds(group)
     check_switches(**{option: group[option] for option in _SWITCHES})
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw", "keller", "none"):
-        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+    if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
+        raise ValueError(
+            f"Adjust learning rate function {group['adjust_lr_fn']} is not supported; choose one of {_ADJUST_LR_FNS}"
+        )
     if group["nd"] not in (None, "batch", "flatten", "convolution"):
         raise ValueError(f"nd must be None, 'batch', 'flatten' or 'convolution', got {group['nd']!r}")
     if group["missing_grad"] not in get_args(MissingGrad):
