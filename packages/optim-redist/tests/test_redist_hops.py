@@ -100,6 +100,24 @@ def test_reductions_are_scattered_over_their_contributors() -> None:
     verify(made)
 
 
+def test_scattered_reductions_leave_contributions_what_they_are_where_the_target_keeps_them() -> None:
+    # the target keeps the four that the first axis counts, and not half of them or none
+    mesh = Mesh((4, 3))
+    src, dst = Layout(mesh, [None, None], {0: "max", 1: "max"}), Layout(mesh, [None, None], {0: "max"})
+    made = plan((14, 15), "int64", src, dst, planners=["scatter"])
+    assert [step.layout for step in made.steps] == ["[-, 1/]+max(0)", "[-, -]+max(0)"]
+    verify(made)
+    # in the default choice, under a limit that leaves rounds of a direct exchange slower
+    assert plan((14, 15), "int64", src, dst, memory_limit=5400).planner == "scatter"
+    verify(plan((14, 15), "int64", src, dst, memory_limit=5400))
+    # what is reduced is cut into factors all the same
+    mesh = Mesh((2, 6))
+    src, dst = Layout(mesh, [None, None], {0: "sum", 1: "sum"}), Layout(mesh, [None, None], {0: "sum"})
+    made = plan((3, 8), "int16", src, dst, planners=["scatter"])
+    assert [step.layout for step in made.steps] == ["[2/, 1/]+sum(0)", "[-, -]+sum(0)"]
+    verify(made)
+
+
 def test_holders_of_one_part_share_what_only_they_have() -> None:
     # four ranks hold each part and need none of it: together they send it once, 624 elements
     mesh = Mesh((4, 2, 4))

@@ -6,19 +6,24 @@ more than (k-1)·S/k + S/k = S, what its part of the source demands anyway. So s
 have nothing to contribute. Where contributions are replicated, their holders may share the combining too.
 
 Axes are cut into their prime factors, each of which divides the dimension that stays most even; of equal ones, that
-which leaves the neediest rank least to fetch.
+which leaves the neediest rank least to fetch. Contributions that the target keeps are told by the axes along which they
+lie, so that axes stay whole where the way through cut ones would take them elsewhere, or reduce them.
 """
 
 from __future__ import annotations
 
 from optim_redist._methods.reduce_inside import cut_axes, split_further
 from optim_redist.layout import Layout
-from optim_redist.problem import Problem
+from optim_redist.problem import Point, Problem
 
 
 def scattered(problem: Problem) -> list[Layout]:
     """The layouts with the reduced axes of the source splitting dimensions, without and with its replicating axes."""
-    start = cut_axes(problem.src)
+    found = _scattered_from(problem, cut_axes(problem.src))
+    return found if all(_keeps_alike(problem, layout) for layout in found) else _scattered_from(problem, problem.src)
+
+
+def _scattered_from(problem: Problem, start: Layout) -> list[Layout]:
     reduced = Problem(problem.shape, start, problem.dst).reduced_axes
     replicating = [axis for axis in start.replicated_axes if start.mesh.sizes[axis] > 1]
     found = []
@@ -29,6 +34,24 @@ def scattered(problem: Problem) -> list[Layout]:
         if layout is not None:
             found.append(layout)
     return found
+
+
+def _keeps_alike(problem: Problem, layout: Layout) -> bool:
+    """Whether on the way through a layout the target keeps what it keeps without it, at the same ranks."""
+    if not problem.dst.partial:
+        return True
+    there, onwards = Problem(problem.shape, problem.src, layout), Problem(problem.shape, layout, problem.dst)
+    pairs = (
+        (problem.src_points, there.src_points),
+        (there.dst_points, onwards.src_points),
+        (onwards.dst_points, problem.dst_points),
+    )
+    return all(_kept_places(problem, a) == _kept_places(problem, b) for a, b in pairs)
+
+
+def _kept_places(problem: Problem, points: dict[int, Point]) -> dict[int, Point]:
+    """Which of the contributions that stay each rank has: the coordinates behind those of tensor dimensions."""
+    return {rank: point[len(problem.shape) :] for rank, point in points.items()}
 
 
 def _divided(problem: Problem, layout: Layout, mesh_axis: int) -> Layout | None:
