@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
+from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
@@ -84,6 +85,7 @@ def redistribute_local(
 ) -> Tensor | Handle[Tensor | None] | None: ...
 
 
+@uncompiled
 def redistribute_local(
     tensor: Tensor | None,
     shape: Sequence[int],

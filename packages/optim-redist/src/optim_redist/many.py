@@ -19,6 +19,7 @@ from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import Copy, copy_together, refuse_dtensor, resolved
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, UnsupportedError, noting
@@ -304,6 +305,7 @@ def redistribute_many(
 ) -> list[Tensor | None] | Handle[list[Tensor | None]]: ...
 
 
+@uncompiled
 def redistribute_many(
     items: Mapping[Name, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
     *,

@@ -22,6 +22,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.native import NativeReduction
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived, extent, refuse_dtensor, refuse_unwritable, resolved
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, done
@@ -99,6 +100,7 @@ class Program:
         device: torch.device | None = ...,
     ) -> Tensor | Handle[Tensor | None] | None: ...
 
+    @uncompiled
     def __call__(
         self,
         x: Tensor | None,
@@ -312,6 +314,7 @@ def _give_up(tensor: Tensor | None) -> None:
         tensor.untyped_storage().resize_(0)
 
 
+@uncompiled
 def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
     """The plan as this rank runs it. Every rank of both layouts has to call, since a group may have to be made.
 

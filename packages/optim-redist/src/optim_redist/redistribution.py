@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived
 from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
@@ -109,6 +110,7 @@ def redistribute(
 ) -> DTensor | Handle[DTensor]: ...
 
 
+@uncompiled
 def redistribute(
     dtensor: DTensor,
     device_mesh: DeviceMesh | None = None,
