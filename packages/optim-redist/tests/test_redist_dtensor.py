@@ -398,9 +398,9 @@ def _strides(rank: int, world_size: int) -> list[tuple[object, ...]]:
     return found
 
 
-def _shared_memory(rank: int, world_size: int) -> list[bool]:
+def _shared_memory(rank: int, world_size: int, later: bool) -> list[bool]:
     """Whether a result shares its memory with a tensor of ones, to which nobody writes through it."""
-    from optim_redist import redistribute
+    from optim_redist import Handle, redistribute
 
     device_mesh, found = init_device_mesh("cpu", (2,)), []
     ones = torch.ones(1, 3)
@@ -414,7 +414,8 @@ def _shared_memory(rank: int, world_size: int) -> list[bool]:
         tensor = distribute_tensor(ones, device_mesh, [Replicate() if src == Partial() else src])
         if src == Partial():
             tensor = DTensor.from_local(ones.clone(), device_mesh, [src])
-        moved = redistribute(tensor, None, [dst])
+        moved = redistribute(tensor, None, [dst], async_op=later)
+        moved = moved.wait() if isinstance(moved, Handle) else moved
         local, before = moved.to_local(), tensor.to_local().clone()
         shares = local.numel() == 0 or local.data_ptr() == tensor.to_local().data_ptr()
         if not shares:
@@ -428,8 +429,9 @@ def _shared_memory(rank: int, world_size: int) -> list[bool]:
     return [*found, moved.to_local().data_ptr() == tensor.to_local().data_ptr()]
 
 
-def test_what_stays_on_some_ranks_has_memory_of_its_own():
-    first, second = run_ranks(_shared_memory, 2)
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_what_stays_on_some_ranks_has_memory_of_its_own(later: bool):
+    first, second = run_ranks(_shared_memory, 2, later)
     assert first == [False, False, True, True, True, True]
     assert second == [True, False, True, True, True, True]
 
@@ -463,6 +465,11 @@ def test_redistribute_refuses_arguments_of_other_types_by_name():
 
     with pytest.raises(UnsupportedError, match=r"takes a DTensor, got Tensor.*DTensor.from_local"):
         redistribute(torch.ones(4), None, [Shard(0)])
+    with pytest.raises(UnsupportedError, match=r"placements is Shard\(dim=0\); give a list of them"):
+        redistribute(torch.ones(4), None, Shard(0))
+    for device_mesh in (Mesh((2, 2)), "cpu"):
+        with pytest.raises(UnsupportedError, match="device_mesh must be a DeviceMesh or None, got "):
+            redistribute(torch.ones(4), device_mesh, [Shard(0)])
     for name in ("forward_dtype", "backward_dtype"):
         with pytest.raises(UnsupportedError, match=f"{name} must be a torch.dtype or None, got 'bf16'"):
             redistribute(torch.ones(4), None, [Shard(0)], **{name: "bf16"})

@@ -25,7 +25,7 @@ from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
-from optim_redist.handle import Handle
+from optim_redist.handle import Handle, done
 from optim_redist.layout import Layout
 from optim_redist.placements import ShardOrder, as_shard_order
 
@@ -142,6 +142,10 @@ def redistribute(
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
+    if isinstance(placements, Placement):
+        raise UnsupportedError(f"placements is {placements!r}; give a list of them, one for each axis of the mesh")
+    if not isinstance(device_mesh, DeviceMesh | None):
+        raise UnsupportedError(f"device_mesh must be a DeviceMesh or None, got {device_mesh!r}")
     for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
         if not isinstance(dtype, torch.dtype | None):
             raise UnsupportedError(f"{name} must be a torch.dtype or None, got {dtype!r}")
@@ -210,8 +214,9 @@ def _move(
         local = local.to(place.dtype)
     inside = dtensor.device_mesh.get_coordinate() is not None
     target = place.layout(shape)
-    if not async_op and _stays(source, target, shape):
-        return _wrapped(local if inside else None, dtensor, place, local, stays=True)
+    if _stays(source, target, shape):
+        stayed = _wrapped(local if inside else None, dtensor, place, local, stays=True)
+        return Handle(done(stayed)) if async_op else stayed
     moved = redistribute_local(
         local if inside else None,
         shape,
