@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -742,6 +743,23 @@ def test_a_call_that_frees_its_source_is_not_replayed() -> None:
 
 def test_a_dropped_handle_waits_and_warns() -> None:
     run_ranks(_dropped_handle, 4)
+
+
+def test_a_dropped_handle_waits_where_warnings_are_errors() -> None:
+    finished = []
+
+    def steps() -> Any:
+        yield None
+        yield None
+        finished.append(True)
+
+    handle = Handle(steps())
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="dropped without wait"):
+        warnings.simplefilter("error")
+        # what the collector calls, and whose errors it prints
+        handle.__del__()
+    # others would wait for the later rounds for ever
+    assert finished
 
 
 def test_what_stays_is_not_copied() -> None:

@@ -79,9 +79,12 @@ class Handle(Generic[Result]):
 
     def __del__(self) -> None:
         if getattr(self, "_steps", None) is not None:
-            warnings.warn("a redistribution was dropped without wait(); it is waited for now", stacklevel=2)
-            with suppress(RuntimeError):
-                self.wait()
+            try:
+                warnings.warn("a redistribution was dropped without wait(); it is waited for now", stacklevel=2)
+            finally:
+                # also where warnings are errors: other ranks wait for the later rounds
+                with suppress(RuntimeError):
+                    self.wait()
 
 
 def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
