@@ -15,12 +15,13 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, device_of
+from dist_cases import Scenarios, device_of, mesh_of
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
+from optim_dist._optimizers import meeting
 from optim_dist._optimizers.agreement import check_replicas
 from optim_kernels import TritonMuon
 from optim_utils.testing import run_ranks
@@ -662,9 +663,33 @@ def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
         TritonDistAdamW([nowhere])
     with pytest.raises((ValueError, RuntimeError), match="no collectives for parameters on meta"):
         TritonDistAdamW([nowhere if rank else there])
+    # of a mesh the dimension that has several ranks is asked
+    with pytest.raises(ValueError, match="no collectives for parameters on meta; move the model to c"):
+        TritonDistAdamW([nowhere], mesh=mesh_of(1, 2))
     # without a parameter from whose device one could tell
     with pytest.raises(ValueError, match="empty parameter list"):
         TritonDistAdamW(iter(()))
+
+
+@scenario(2)
+def ranks_with_parameters_on_other_devices_are_refused(rank, world_size):
+    """As where one has not moved its model, and the group has collectives for both: they meet all the same."""
+    there, nowhere = (nn.Parameter(torch.ones(3, device=device)) for device in (device_of(rank), "meta"))
+    kind = there.device.type
+    for its, on_one in (([nowhere], "meta"), ([{"params": []}], "not given")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "device_types", lambda group: [kind, "meta"])
+            refused = f"different options: the device of parameters is {kind} on rank 0, {on_one} on rank 1"
+            with pytest.raises(RuntimeError, match=refused):
+                TritonDistAdamW(its if rank else [there])
+
+
+@scenario(2)
+def who_is_not_in_the_group_is_told_so(rank, world_size):
+    group = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="this rank is not a member of the optimizer's process group"):
+            TritonDistAdamW([nn.Parameter(torch.ones(3, device=device_of(rank)))], process_group=group)
 
 
 @scenario(2)

@@ -21,16 +21,21 @@ SYNC_CHECK = "sync_params='check': "
 def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
     """Raise ``refused``; without one, what another rank refuses. Collective."""
     problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
+    raise_refusals(refused, what, dict(zip(communicator.ranks, problems)))
+
+
+def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, Any]) -> None:
+    """Raise ``refused``; without one, an error with the ``problems`` of others, by rank, if there are any."""
     if refused is not None:
         raise refused
-    for rank, text in zip(communicator.ranks, problems):
+    for rank, text in problems.items():
         if not isinstance(text, str | None):
             raise RuntimeError(
-                f"{what}: rank {rank} does something else meanwhile; give every rank the same timeout=, and call the "
-                "same methods in the same order"
+                f"{what}: rank {rank} does something else meanwhile; call the same methods in the same order on every "
+                "rank"
             )
-    if any(problems):
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(communicator.ranks, problems) if text)
+    if any(problems.values()):
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items() if text)
         raise RuntimeError(f"{what}, for it was refused by {listed}")
 
 
@@ -57,14 +62,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | int | float | str | torch.dtype)
 
 
-def check_plan(
-    plan: Plan, options: Mapping[str, str], hyperparameters: Mapping[str, str], communicator: Communicator
-) -> None:
-    """Fail on every rank if ranks do not have the same options, plan and groups, naming the first that differ."""
-    hashes, *described = zip(*communicator.gather_json([plan.hash, dict(options), dict(hyperparameters)]))
-    check_options(described[0])
+def check_plan(plan: Plan, hyperparameters: Mapping[str, str], communicator: Communicator) -> None:
+    """Fail on every rank if ranks do not have the same plan and groups, naming the first that differ."""
+    hashes, groups = zip(*communicator.gather_json([plan.hash, dict(hyperparameters)]))
     if len(set(hashes)) == 1:
-        check_options(described[1])
+        check_options(groups)
         return
     described = communicator.gather_json(plan.describe()["parameters"])
     first = described[0]

@@ -25,7 +25,6 @@ ORDERS = ("rank", "tree")
 SYNC = ("broadcast", "check")
 GRADIENTS = ("resident", "streamed")
 TRANSPORTS = ("backend", "symm")
-CONNECTING = ("mesh", "process_group", "transport", "timeout")
 STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
 # That NCCL finds beside Newton-Schulz: as good as 24 for it on two H100s, and .4 to 2 % of Newton-Schulz itself.
 SPARE_MULTIPROCESSORS = 16
@@ -137,6 +136,8 @@ class Options:
         _choice("transport", self.transport, TRANSPORTS)
         if self.transport == "symm":
             object.__setattr__(self, "reducer", "exact")
+        if not isinstance(self.mesh, DeviceMesh | None):
+            raise TypeError(f"mesh must be a DeviceMesh, got {self.mesh!r}")
         if self.mesh is not None and self.process_group is not None:
             raise ValueError("give mesh or process_group, not both")
         if self.mesh is not None and self.mesh.ndim > 2:
@@ -169,11 +170,6 @@ class Options:
                     f"it takes {', '.join(known)}"
                 )
         return cls(**given)
-
-    @classmethod
-    def that_connect(cls, given: Mapping[str, Any]) -> Options:
-        """Of the options given to an optimizer those by which ranks meet, whatever is wrong with the others."""
-        return cls(**{name: given[name] for name in CONNECTING if name in given})
 
     def _check_values(self) -> None:
         """Refuse values of another kind, such as ``"no"``, which counts as true."""
@@ -247,19 +243,17 @@ class Options:
         return (self.reduced_dtype or plan.grad_dtype) if self.reducer == "exact" else plan.wire_dtype
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Of the ranks that share the work, or those along one dimension of a mesh; None: the default one."""
-        return self.process_group if self.mesh is None else self.mesh.get_group(0)
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Those that connect the ranks that share the work, see ``groups_of``."""
+        return groups_of(self.mesh, self.process_group)
 
     def communicator(self, device: torch.device, beside: Communicator | None = None) -> Communicator:
         """The ranks that share the work; see ``Communicator`` for the arguments."""
         # what runs under backward is set apart, and may wait for ranks that are late by all of that
         kind = PeerCommunicator if self.transport == "symm" and beside is None else Communicator
-        if self.mesh is None:
-            return kind(self.process_group, device, self.timeout, beside)
-        wide = [dim for dim, size in enumerate(self.mesh.shape) if size > 1]
-        if len(wide) < 2:
-            return kind(self.mesh.get_group(wide[0] if wide else 0), device, self.timeout, beside)
+        first, *others = self.groups
+        if self.mesh is None or not others:
+            return kind(first, device, self.timeout, beside)
         if self.transport == "symm":
             raise ValueError(
                 "transport='symm' is for the ranks of one host, which a mesh of one dimension has, got "
@@ -277,6 +271,16 @@ class Options:
     def without_process(self) -> Options:
         """Without what belongs to this process and cannot be pickled."""
         return replace(self, model=None, mesh=None, process_group=None)
+
+
+def groups_of(mesh: object, process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
+    """The groups of this rank, one along each dimension of a mesh that has several ranks; None: the default one.
+
+    What is no mesh is left out, as if it had not been given: options refuse it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return [process_group]
+    return [mesh.get_group(dim) for dim, size in enumerate(mesh.shape) if size > 1] or [mesh.get_group(0)]
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -18,19 +18,17 @@ from optim_dist._optimizers import agreement, construction, step_checks
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
-from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.meeting import meet
+from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.bucketed import BucketedParameters
 from optim_dist._reduction.collectives import Communicator
-from optim_dist._reduction.groups import usable_device
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import ResidentParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
-
-NOT_BUILT = "the optimizer was not built"
 
 
 class PlannedOptimizer(LiveOptimizer):
@@ -45,9 +43,8 @@ class PlannedOptimizer(LiveOptimizer):
             super().__init__(given, self._completed_defaults(defaults))
         except Exception as error:
             # the others wait for this rank to connect
-            connecting = Options.that_connect(options)
-            device = usable_device(connecting.group, construction.device_of([given, options.get("model")]))
-            agreement.raise_if_refused(error, NOT_BUILT, connecting.communicator(device))
+            device = construction.device_of([given, options.get("model")])
+            meet(groups_of(options.get("mesh"), options.get("process_group")), device, {}, error)
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
@@ -80,15 +77,8 @@ class PlannedOptimizer(LiveOptimizer):
         listed = (parameter for group in self.param_groups for parameter in group["params"])
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), None)
-        usable = usable_device(self._options.group, device)
-        self._communicator = self._options.communicator(usable)
-        refused = None
-        if device is not None and device != usable:
-            refused = ValueError(
-                f"the process group has no collectives for parameters on {device.type}; move the model to "
-                f"{usable.type} before the optimizer is built, or initialize the group with a backend for both"
-            )
-        agreement.raise_if_refused(refused, NOT_BUILT, self._communicator)
+        device = meet(self._options.groups, device, self._options.described())
+        self._communicator = self._options.communicator(device)
         self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)
         self._resident = ResidentParameters(self._communicator, self._options)
@@ -127,10 +117,10 @@ class PlannedOptimizer(LiveOptimizer):
         return plan, meshes
 
     def _agree(self, plan: Plan, found: Sequence[Entry]) -> None:
-        """Refuse a plan, options or hyperparameters of ``found`` that other ranks do not have."""
+        """Refuse a plan or hyperparameters of ``found`` that other ranks do not have."""
         if self._communicator.world_size > 1:
             hyperparameters = agreement.describe_groups(self.param_groups, found)
-            agreement.check_plan(plan, self._options.described(), hyperparameters, self._communicator)
+            agreement.check_plan(plan, hyperparameters, self._communicator)
 
     def _move(
         self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]

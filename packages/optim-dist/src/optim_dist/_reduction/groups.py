@@ -21,9 +21,12 @@ Kind = tuple[tuple[int, ...], str, timedelta]
 # The names of groups that were given back, as torch knows them.
 _spare: dict[Kind, set[str]] = {}
 
-
 _NUMBER = "number in the name of a process group"
 _SPARE = "names of process groups that were given back"
+_OTHERWISE = (
+    "does not make a process group for its optimizer as this one does; give every rank the same timeout= and "
+    "accumulation_steps=, and the first no_sync() in the same step"
+)
 
 
 class Connected(Protocol):
@@ -35,15 +38,14 @@ class Connected(Protocol):
         """What every rank says. Collective."""
 
 
-def usable_device(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
-    """``device`` if the group has collectives for tensors there; else where it has: on the CPU, or a current device."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return device or torch.device("cpu")
-    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    if device is not None and device.type in kinds:
-        return device
-    kind = "cpu" if "cpu" in kinds else kinds[0]
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+def device_types(group: dist.ProcessGroup | None) -> list[str]:
+    """The types of devices for which the group has collectives; none where there will be none, as of one rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+        return []
+    found = group or dist.group.WORLD
+    assert found is not None, "torch.distributed is initialized"
+    # not by what was asked for, of which split groups may have less
+    return sorted({device.type for device in found._device_types})
 
 
 def own_group(
@@ -68,7 +70,7 @@ def own_group(
     known: dict[str, dist.ProcessGroup] = {name: each for each, name in dist.distributed_c10d._world.pg_names.items()}
     spare = _spare.setdefault(kind, set())
     spare.intersection_update(known)
-    common = set(spare).intersection(*_gathered(met, _SPARE, sorted(spare)))
+    common = set(spare).intersection(*gathered(met, _SPARE, sorted(spare), _OTHERWISE))
     if common:
         name = min(common)
         spare.remove(name)
@@ -128,17 +130,14 @@ def _one_name(met: Sequence[Connected]) -> Iterator[None]:
 def _largest(met: Sequence[Connected], number: int) -> int:
     """Of the numbers of all ranks that make a group."""
     for communicator in met:
-        number = max(_gathered(communicator, _NUMBER, number))
+        number = max(gathered(communicator, _NUMBER, number, _OTHERWISE))
     return number
 
 
-def _gathered(communicator: Connected, what: str, mine: Any) -> list[Any]:
-    """What every rank says of it, if all make a group."""
+def gathered(communicator: Connected, what: str, mine: Any, otherwise: str) -> list[Any]:
+    """What every rank says of ``what``; ``otherwise`` is what is said of one that says something else."""
     every = communicator.gather_json({what: mine})
     for rank, found in zip(communicator.ranks, every):
         if not isinstance(found, dict) or what not in found:
-            raise RuntimeError(
-                f"rank {rank} does not make a process group for its optimizer as this one does; give every rank "
-                "the same timeout= and accumulation_steps=, and the first no_sync() in the same step"
-            )
+            raise RuntimeError(f"rank {rank} {otherwise}")
     return [found[what] for found in every]

@@ -1,0 +1,70 @@
+"""What ranks say to each other before there is an optimizer, so that what one of them refuses is an error on all.
+
+They meet wherever they can, whatever else they were given: in the process group alone, and where that has collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optim_dist._optimizers.agreement import check_options, raise_refusals
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import device_types, gathered
+
+_BUILDS = "what the building of an optimizer begins with"
+_OTHERWISE = "does not build an optimizer as this one does; call the same methods in the same order on every rank"
+
+
+def meet(
+    groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device | None,
+    described: Mapping[str, str],
+    refused: Exception | None = None,
+) -> torch.device:
+    """Where collectives of the optimizer are to run: where its parameters are. Collective.
+
+    Args:
+        groups: as ``groups_of`` has them.
+        device: of the parameters, if there are any.
+        described: options that have to be the same on all ranks, as text.
+        refused: why this rank builds none.
+
+    Raises:
+        Exception: ``refused``; without one, what other ranks refuse, and parameters and options that are not alike.
+    """
+    types = [device_types(group) for group in groups]
+    places = [_place(each, device) for each in types]
+    if refused is None and device is not None and any(each and device.type not in each for each in types):
+        refused = ValueError(
+            f"the process group has no collectives for parameters on {device.type}; move the model to "
+            f"{places[0].type} before the optimizer is built, or initialize the group with a backend for both"
+        )
+    if device is not None:
+        described = {"the device of parameters": device.type, **described}
+    problem = None if refused is None else f"{type(refused).__name__}: {refused}"
+    said = _said_by_all([problem, dict(described)], list(map(Communicator, groups, places)))
+    raise_refusals(refused, "the optimizer was not built", {rank: text for rank, (text, _) in said.items()})
+    check_options([theirs for _, theirs in said.values()])
+    return device or places[0]
+
+
+def _place(types: Sequence[str], device: torch.device | None) -> torch.device:
+    """Where ranks with parameters on whatever device can meet."""
+    chosen = "cpu" if "cpu" in types or not types else types[0]
+    if device is not None and device.type == chosen:
+        return device
+    if chosen == "cpu":
+        return torch.device("cpu")
+    return torch.device(chosen, torch.get_device_module(chosen).current_device())
+
+
+def _said_by_all(value: Any, met: Sequence[Communicator]) -> dict[int, Any]:
+    """What each rank says, by global rank, ascending; ``met`` connect them, along one dimension of a mesh each."""
+    said = [[dist.get_rank() if met[0].world_size > 1 else 0, value]]
+    for communicator in met:
+        said = [each for its in gathered(communicator, _BUILDS, said, _OTHERWISE) for each in its]
+    return dict(sorted(said))
