@@ -1,6 +1,6 @@
 """What ranks have of a checkpoint together, and which of them reads which file.
 
-    1. ranks say which names they see, and each file is given to one that sees it
+    1. ranks that lack the manifest get it; all say which names they see, and each file is given to one that sees it
     2. who was given a file looks at its size; of one that is not whole the others say whether theirs is
     3. digests, likewise: of one that is not as it was written another copy is read
 
@@ -146,9 +146,9 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
     def look() -> list[Any]:
         nonlocal mine
         mine = _view_of(folder)
-        return [mine.identity, len(mine.content), mine.names, mine.problems, platform.node(), str(folder)]
+        return [mine.identity, len(mine.content), mine.problems, platform.node(), str(folder)]
 
-    identities, sizes, names, found, hosts, folders = zip(*_by_all(folder, communicator, look))
+    identities, sizes, found, hosts, folders = zip(*_by_all(folder, communicator, look))
     having = [rank for rank, each in enumerate(identities) if each is not None]
     if not having:
         return Survey(None, list(dict.fromkeys(problem for its in found for problem in its)) or [manifests.ABSENT])
@@ -156,19 +156,19 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         return Survey(None, [f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"])
     # that of another host takes the place of one that is damaged
     if mine.problems:
-        _logger.warning("%s is not used: %s", folder, "; ".join(mine.problems))
-    manifest = mine.manifest
+        _logger.warning("%s is not used: %s", folder / MANIFEST, "; ".join(mine.problems))
+    content, manifest = bytearray(mine.content), mine.manifest
     if len(having) < num_ranks:
-        sent = sent_to_all(mine.content, sizes[having[0]], having[0], communicator)
+        content = sent_to_all(mine.content, sizes[having[0]], having[0], communicator)
 
-        def understand() -> None:
-            nonlocal manifest
-            manifest = manifest or manifests.understood(folder, sent)
+    def look_for_files() -> str:
+        nonlocal manifest
+        # a rank with another version of this package may not understand it
+        manifest = manifest or manifests.understood(folder, content)
+        return _present(folder, manifest)
 
-        # a rank with another version of this package may not
-        _by_all(folder, communicator, understand)
+    names = _by_all(folder, communicator, look_for_files)
     assert manifest is not None, "ranks that have none were sent one"
-
     holders = _holders(folder, manifest, names, communicator)
     problems = []
     if missing := [name for name, ranks in holders.items() if not ranks]:
@@ -183,7 +183,7 @@ def _holders(
 ) -> dict[str, list[int]]:
     """By file the ranks that have it whole, as far as its size says, from the ``names`` that each sees; collective."""
     rank = communicator.rank
-    files, seen = _files(manifest), [int(each or "0", 16) for each in names]
+    files, seen = _files(manifest), [int(each, 16) for each in names]
     holders = {name: [other for other, its in enumerate(seen) if its >> bit & 1] for bit, name in enumerate(files)}
     # all who have the common file read it
     readers = [*shared_out([holders[name] for name in files[:-1]], len(seen)), rank]
@@ -198,18 +198,16 @@ def _holders(
 
 @dataclass(frozen=True)
 class View:
-    """What one rank sees in its folder.
+    """What one rank sees of the manifest in its folder.
 
     Attributes:
-        content, manifest, identity: of the manifest's file; empty, and None, if there is none that can be understood.
-        names: the set of files, by their places in ``_files``, of which there is one of the name, as ``as_set`` has it.
-        problems: what is wrong with the manifest.
+        content, manifest, identity: of its file; empty, and None, if there is none that can be understood.
+        problems: what is wrong with it.
     """
 
     content: bytes = b""
     manifest: Manifest | None = None
     identity: str | None = None
-    names: str = ""
     problems: Sequence[str] = ()
 
 
@@ -217,13 +215,19 @@ def _view_of(folder: Path) -> View:
     try:
         # not by is_file(), which is False in Python 3.14 for what cannot be looked at
         content = (folder / MANIFEST).read_bytes()
-        manifest, present = manifests.understood(folder, content), set(os.listdir(folder))
+        return View(content, manifests.understood(folder, content), hashlib.sha256(content).hexdigest())
     except (FileNotFoundError, NotADirectoryError):
         return View()  # what is not here may be somewhere else
     except CheckpointError as error:
         return View(problems=error.problems)
-    names = as_set(bit for bit, name in enumerate(_files(manifest)) if name in present)
-    return View(content, manifest, hashlib.sha256(content).hexdigest(), names)
+
+
+def _present(folder: Path, manifest: Manifest) -> str:
+    """The set of files, by their places in ``_files``, of which there is one of the name, as ``as_set`` has it."""
+    present: set[str] = set()
+    with suppress(FileNotFoundError, NotADirectoryError):
+        present.update(os.listdir(folder))
+    return as_set(bit for bit, name in enumerate(_files(manifest)) if name in present)
 
 
 def _files(manifest: Manifest) -> list[str]:
