@@ -158,13 +158,13 @@ def memory():
     return 1024 * int(status["RssAnon"].split()[0])
 
 
-def build_large():
+def build_large(**group):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
-    return model, TritonDistAdamW(model.named_parameters())
+    return model, TritonDistAdamW(model.named_parameters(), **group)
 
 
-def save_large(rank, world_size, folder):
-    model, optimizer = build_large()
+def save_large(rank, world_size, folder, group):
+    model, optimizer = build_large(**group)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -193,10 +193,16 @@ def memory_to_load(rank, world_size, folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2), (2, 2), (2, 1)])
-def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "group"),
+    [
+        *[pytest.param(*sizes, {}, id="-".join(map(str, sizes))) for sizes in [(1, 2), (3, 2), (2, 2), (2, 1)]],
+        pytest.param(3, 1, {"state_dtype": "int8"}, id="3-1-of codes"),
+    ],
+)
+def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after, group):
     """The state takes 8 bytes for each element, and what was read, sent and received once took as much each."""
-    run_ranks(save_large, before, str(tmp_path))
+    run_ranks(save_large, before, str(tmp_path), group)
     for found in run_ranks(memory_to_load, after, str(tmp_path)):
         assert 8 / after - 1 < found < 8 / after + 2
 

@@ -403,6 +403,7 @@ def save(rank, world_size, folder):
 
 
 def load(rank, world_size, folder):
+    checkpoint.ROOM = 1000  # bytes: of most parameters there are several parts
     outcome = []
     for how in ("ours", "dcp"):
         net, optimizer = build()
@@ -484,6 +485,7 @@ def test_checkpoints_hold_codes(backend, tmp_path):
 
 def from_and_to_shards(rank, world_size, folder):
     """Over DTensors states are numbers; in buckets they become codes, the same ones on the way back."""
+    checkpoint.ROOM = 1000  # bytes: parts begin and end within blocks
     options = {"has_across": False}
     net, optimizer = build(**options)
     steps(net, optimizer, range(2))

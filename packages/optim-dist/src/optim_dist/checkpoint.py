@@ -161,7 +161,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     folder, communicator = Path(path), opt.communicator
     rest: dict[str, Any] = {}
     specs: list[ParameterSpec] = []
-    contents: dict[int, dict[str, dict[str, Tensor]]] = {}
+    contents: dict[int, dict[str, dict[str, Any]]] = {}  # as ``codes.Contents``
     common: dict[str, Any] = {}
     saved: list[SavedParameter] = []
     cause: Exception | None = None

@@ -4,15 +4,16 @@
     exp_avg.scale   fp32, one for each block of elements
 
 Pieces begin between blocks, at any number of ranks, so that both are exchanged like anything else. For an optimizer
-that cuts the parameter elsewhere (without 8-bit states, or as DTensors) the rank that reads codes makes them numbers.
+that cuts the parameter elsewhere (without 8-bit states, or as DTensors) the rank that reads codes makes them numbers,
+as many at a time as are exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,7 +23,30 @@ from optim_utils.low_bit import LowBitFormat, LowBitTensor
 
 SCALE = ".scale"  # behind the key of the moment
 
-Contents = Mapping[int, dict[str, dict[str, Tensor]]]  # by file, parameter and key
+
+class Flat(Protocol):
+    """What can be read piece by piece."""
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+Contents = Mapping[int, dict[str, dict[str, Any]]]  # by file, parameter and key: tensors, ``Flat`` behind with_numbers
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers that flat codes stand for, made when they are read."""
+
+    codes: Tensor
+    scale: Tensor
+    fmt: LowBitFormat
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        size = self.fmt.block_size
+        first, last = part.start // size, -(-part.stop // size)  # blocks
+        codes = self.codes[first * size : last * size]
+        numbers = LowBitTensor(codes, self.scale[first:last], None, self.fmt, codes.shape).dequantize()
+        return numbers[part.start - first * size : part.stop - first * size]
 
 
 def in_files(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int, dict[str, int]]]:
@@ -56,8 +80,7 @@ def with_numbers(
             state[key] = SavedState("float32", state[key].shape, in_pieces=True)
             del state[key + SCALE]
             for parts in (content[saved.name] for content in contents.values() if saved.name in content):
-                codes = parts[key]
-                parts[key] = LowBitTensor(codes, parts.pop(key + SCALE), None, fmt, codes.shape).dequantize()
+                parts[key] = Numbers(parts[key], parts.pop(key + SCALE), fmt)
         found.append(replace(saved, state=state))
     return found
 

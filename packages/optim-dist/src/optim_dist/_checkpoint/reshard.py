@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_dist._checkpoint.codes import blocks_of
+from optim_dist._checkpoint.codes import Flat, blocks_of
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
@@ -185,7 +185,7 @@ def in_batches(wanted: Iterable[Stream], room: int) -> Iterator[list[Stream]]:
 
 def exchange(
     wanted: Sequence[Stream],
-    read: Callable[[int, str, str], Tensor],
+    read: Callable[[int, str, str], Flat],
     rank: int,
     ranks: Sequence[int],
     group: ProcessGroup | None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._checkpoint.codes import in_files, joined, with_numbers
+from optim_dist._checkpoint.codes import Flat, in_files, joined, with_numbers
 from optim_dist._checkpoint.contents import (
     SCALARS,
     describe_state,
@@ -90,7 +90,7 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
     saved = with_numbers(saved, plan.parameters, {communicator.rank: mine})
     known = {each.name: each for each in saved}
 
-    def read(_: int, name: str, key: str) -> Tensor:
+    def read(_: int, name: str, key: str) -> Flat:
         return mine[name].pop(key)
 
     moved = MovedState(known, {})
