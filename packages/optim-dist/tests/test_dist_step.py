@@ -470,6 +470,44 @@ def _needed(plans):
 
 
 @scenario(2)
+def the_message_comes_behind_the_first_bucket_where_nobody_looks_at_it(rank, world_size):
+    """As on a GPU, and with the same results; a norm, a dropped batch and a missing gradient included."""
+    found = []
+    for is_watched in (True, False):
+        net, optimizer = build(rank, reducer="exact", bucket_mb=1e-4)
+        optimizer._bucketed._is_watched = is_watched
+        order = []
+        launch, gather = optimizer._bucketed._reducer.launch, optimizer.communicator.gather_message
+        optimizer._bucketed._reducer.launch = lambda bucket, launch=launch, order=order: (
+            order.append("bucket"),
+            launch(bucket),
+        )
+        optimizer.communicator.gather_message = lambda message, gather=gather, order=order: (
+            order.append("message"),
+            gather(message),
+        )[1]
+        for step in range(4):
+            net(batch(rank, step)).backward()
+            if rank == 1:
+                net.layers[0].weight.grad = None
+            if step:
+                optimizer.clip_grad_norm_(0.1)
+            if step == 2:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            if step == 0:
+                num_buckets = len(optimizer._bucketed.buckets)
+                assert num_buckets > 2
+                expected = ["message", "bucket"] if is_watched else ["bucket", "message"]
+                assert order[: num_buckets + 1] == [*expected, *["bucket"] * (num_buckets - 1)]
+            optimizer.zero_grad()
+        found.append(values(net))
+        optimizer.close()
+    assert_same(*found)
+
+
+@scenario(2)
 def sum_instead_of_average(rank, world_size):
     average, total = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(7))
     gradient = normal((7,), 5, rank)
