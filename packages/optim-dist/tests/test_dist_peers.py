@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -111,7 +112,7 @@ def rs_is_exact_there(rank, world_size):
     _, optimizer = build(rank, transport="symm", reducer="rs")
     assert optimizer.explain().data["reducer"] == "exact"
     assert optimizer.explain().data["transport"] == "symm"
-    assert "between the memories of ranks; what is reduced under backward, by the process group" in optimizer.explain()
+    assert "buckets travel by copies between the memories of ranks\n" in optimizer.explain()
 
 
 def come_and_go(rank, folder, transport):
@@ -182,6 +183,86 @@ def what_others_do_not_see_goes_by_the_backend(rank, world_size):
     assert flat.tolist() == [1, 1, 2, 2]
     assert [found["rank"] for found in ours.gather_json({"rank": rank})] == [0, 1]
     assert ours.gather_message(torch.tensor([rank], device=device_of(rank))).flatten().tolist() == [0, 1]
+
+
+def _trained(rank, change, **options):
+    """Parameters after two steps of two passes, the first of which only accumulates."""
+    net, optimizer = build(rank, reducer="exact", bucket_mb=1e-4, **options)
+    for step in range(2):
+        with nullcontext() if "accumulation_steps" in options else optimizer.no_sync():
+            net(batch(rank, step, 0)).backward()
+        net(batch(rank, step, 1)).backward()
+        if "symm" in options.values():
+            assert all(bucket.is_as_noted for bucket in optimizer._bucketed.buckets)
+            assert not optimizer._bucketed.started
+        change(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return values(net)
+
+
+@scenario(2)
+def gradients_are_taken_under_backward_and_copied_in_the_step(rank, world_size):
+    share_host_memory()
+    for options in ({"accumulation_steps": 2}, {}):
+        found = [_trained(rank, lambda net: None, transport=name, **options) for name in ("symm", "backend")]
+        assert_same(*found)
+
+
+@scenario(2)
+def gradients_that_are_changed_behind_backward_are_what_counts(rank, world_size):
+    share_host_memory()
+
+    def halved(net):
+        for parameter in net.parameters():
+            parameter.grad.mul_(0.5)
+
+    def replaced(net):
+        for parameter in net.parameters():
+            parameter.grad = 0.5 * parameter.grad
+
+    expected = _trained(rank, halved, overlap=False, accumulation_steps=2)
+    for change in (halved, replaced):
+        assert_same(_trained(rank, change, transport="symm", accumulation_steps=2), expected)
+
+
+@scenario(2)
+def ranks_that_are_late_and_talk_between_do_not_wait_for_ever(rank, world_size):
+    """A copy that waits for a rank holds up others, such as those by which the host sees a number."""
+    share_host_memory()
+    found, seen = [], []
+    for transport in ("symm", "backend"):
+        net, optimizer = build(rank, transport=transport, accumulation_steps=1)
+        for step in range(6):
+            loss = net(batch(rank, step))
+            if loss.is_cuda and (step + rank) % 2:
+                torch.cuda._sleep(50_000_000)
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            seen.append(total.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        found.append(values(net))
+        optimizer.close()
+    assert_same(*found)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+@scenario(2)
+def one_more_pass_than_was_said_is_added(rank, world_size):
+    share_host_memory()
+    found = []
+    for options in ({"transport": "symm", "accumulation_steps": 1}, {"reducer": "exact"}):
+        net, optimizer = build(rank, bucket_mb=1e-4, **options)
+        for micro in range(2):
+            net(batch(rank, 0, micro)).backward()
+        optimizer.step()
+        found.append(values(net))
+        optimizer.close()
+    assert_same(*found)
 
 
 @scenario(2)

@@ -55,6 +55,7 @@ class Bucket(Contribution, ParameterBucket):
     members: Sequence[ResidentMember]
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
+    _full_versions: list[int] | None = None  # the gradients' when the bucket was full, if that was noted
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +102,26 @@ class Bucket(Contribution, ParameterBucket):
         if absent:
             torch._foreach_zero_(absent)
         self.present = [member.parameter.grad is not None for member in self.members]
+
+    def note_full(self) -> None:
+        """All gradients of this step are in the bucket: what reads them need not wait for what comes later."""
+        self._full_versions = [gradient._version for gradient in self._gradients]
+        if self.gradients.is_cuda:
+            current = torch.cuda.current_stream(self.gradients.device)
+            self.full = current.record_event(self.full)
+
+    def forget_full(self) -> None:
+        """What reads the gradients waits for all that the current stream does."""
+        self._full_versions = self.full = None
+
+    @property
+    def is_as_noted(self) -> bool:
+        """Whether the bucket's being full was noted, and nobody has changed a gradient since."""
+        return (
+            self._full_versions is not None
+            and self._all_in_place()
+            and self._full_versions == [gradient._version for gradient in self._gradients]
+        )
 
     def presence(self) -> list[bool]:
         return self.present if self.launched else [parameter.grad is not None for parameter in self._parameters]

@@ -6,6 +6,9 @@ what never fills is launched by ``launch_all``. Launching early is allowed only 
 accumulates: ``accumulation_steps=k`` (every k-th backward pass reduces) or one use of ``no_sync()`` (the passes outside
 it reduce). Until then all gradients are there when the first bucket is launched, and what ``arrange`` was given is the
 order.
+
+Reductions by copies must not be launched during backward, where a copy that waits for a rank holds up others. They are
+at ``step()``, but begin on the device, which is behind the host, where their bucket was full.
 """
 
 from __future__ import annotations
@@ -36,11 +39,15 @@ class BackwardReduction:
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
 
-    def __init__(self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, launches_in_step: bool = False
+    ) -> None:
         self.buckets: list[Bucket] = []
         self.overlap = overlap
         self.passes = accumulation_steps or 1
-        self.eager = overlap and accumulation_steps is not None
+        # the loop has said which pass is the last of a step, so that gradients which that has brought can be taken
+        self.is_told = overlap and accumulation_steps is not None
+        self._launches_in_step = launches_in_step
         self.paused = False
         self.num_given_up = 0  # steps, since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
@@ -86,10 +93,15 @@ class BackwardReduction:
         """Memory for gradients that stays."""
         return sum(bucket.gradients.nbytes for bucket in self.buckets)
 
+    @property
+    def eager(self) -> bool:
+        """Whether reductions are launched during backward."""
+        return self.is_told and not self._launches_in_step
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; from now on those outside reduce while they run."""
-        self.eager = self.overlap
+        self.is_told = self.overlap
         if not self.started:
             self._begin_order()
         before, self.paused = self.paused, True
@@ -170,12 +182,13 @@ class BackwardReduction:
         self._begin_order()
         for bucket in self.buckets:
             bucket.launched = False
+            bucket.forget_full()
             for member in bucket.members:
                 member.arrivals, member.arrived = 0, False
             bucket.missing = len(bucket.members)
 
     def _begin_order(self) -> None:
-        self._order, self._next = self.buckets if self.eager else self._in_step, 0
+        self._order, self._next = self.buckets if self.is_told else self._in_step, 0
 
     def clear(self) -> None:
         """Let go of all buckets; others may come."""
@@ -201,7 +214,7 @@ class BackwardReduction:
             gradient = member.parameter.grad
             assert gradient is not None, "hooks run behind the accumulation"
             member.arrived, self._latest = True, (member, weakref.ref(gradient))
-            is_counted = self.eager and not self.paused
+            is_counted = self.is_told and not self.paused
             if is_counted:
                 member.arrivals += 1
                 if member.arrivals == self.passes:
@@ -213,7 +226,16 @@ class BackwardReduction:
             except RuntimeError:
                 refused_passes[self._ranks] += 1
                 raise
-            while is_counted and self._is_next_ready:
+            if not is_counted:
+                return
+            if self._launches_in_step:
+                if not bucket.missing:
+                    bucket.check_gradients()
+                    self._streams.follow(bucket.gradients)
+                    bucket.collect_gradients()
+                    bucket.note_full()
+                return
+            while self._is_next_ready:
                 self._order[self._next].check_gradients()
                 self._launch()
 
@@ -249,8 +271,10 @@ class BackwardReduction:
 
     def _launch(self) -> None:
         bucket = self._order[self._next]
-        self._streams.follow(bucket.gradients)
-        bucket.collect_gradients()
+        if not bucket.is_as_noted:
+            bucket.forget_full()
+            self._streams.follow(bucket.gradients)
+            bucket.collect_gradients()
         self.reducer.launch(bucket)
         bucket.note_reduced()
         bucket.launched = True

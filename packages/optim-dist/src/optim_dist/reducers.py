@@ -179,7 +179,7 @@ class ExactOfPeers(Exact):
     """``exact`` between ranks that see each other's memory: contributions are added up as they come, whoever waits.
 
     So what is launched later waits on the device for a scratch that others have had, never here. Set apart, for
-    reductions under backward, it is ``Exact``.
+    gradients that are given up under backward, it is ``Exact``.
     """
 
     def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -208,7 +208,8 @@ class ExactOfPeers(Exact):
         others, place = self.communicator.world_size - 1, scratch.data_ptr()
         room = scratch[: others * bucket.plan.chunk].view(others, -1)
         add = partial(self._add, bucket, sums=self._sums(bucket))
-        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, self._latest.get(place))
+        full = bucket.full if wire is bucket.gradients else None  # else what is sent was written just now
+        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, self._latest.get(place), full)
 
     def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:

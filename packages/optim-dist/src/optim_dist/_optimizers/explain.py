@@ -91,8 +91,8 @@ def explain(
         lines.append("order: a binary tree over all micro-batches, that of pass j on rank r being number j W + r")
     if data["transport"] == "symm":
         lines.append(
-            "transport: buckets travel by copies between the memories of ranks; what is reduced under backward, by the "
-            "process group"
+            "transport: buckets travel by copies between the memories of ranks"
+            + ("; gradients, which are given up under backward, by the process group" if options.is_streamed else "")
         )
     lines.append(f"states on this rank: {state_bytes:,} bytes")
     lines.append(
@@ -141,6 +141,8 @@ def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str
         backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
     elif options.is_streamed:
         backward = "on: every backward pass reduces while it runs, and no gradients are kept"
+    elif options.transport == "symm":
+        backward = f"on: every {options.accumulation_steps}. backward pass, which the step's copies run beside"
     else:
         backward = f"on: every {options.accumulation_steps}. backward pass reduces while it runs"
     if not options.overlap:

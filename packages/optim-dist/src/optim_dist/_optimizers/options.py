@@ -97,8 +97,8 @@ class Options:
             has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
             with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
         transport: how buckets travel: ``"backend"`` by the process group's collectives, ``"symm"`` by copies between
-            GPUs of one host that see each other's memory (torch's symmetric memory), without multiprocessors; but what
-            is reduced under backward goes by the process group. Sums are those of ``reducer="exact"`` then, whatever it
+            GPUs of one host that see each other's memory (torch's symmetric memory), without multiprocessors; but
+            ``gradients="streamed"`` go by the process group. Sums are those of ``reducer="exact"`` then, whatever it
             is. For one device a rank, on CUDA; without effect on DTensors, and on one rank.
         timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and

@@ -131,9 +131,9 @@ class BucketedParameters:
         return self.reduction is not None and self.reduction.started
 
     @property
-    def is_eager(self) -> bool:
-        """Whether reductions are launched during backward."""
-        return bool(self.buckets) and self.reduction is not None and self.reduction.eager
+    def is_told(self) -> bool:
+        """Whether gradients are taken during backward."""
+        return bool(self.buckets) and self.reduction is not None and self.reduction.is_told
 
     @property
     def has_gradients(self) -> bool:
@@ -301,8 +301,15 @@ class BucketedParameters:
         """Backward passes inside only accumulate; the first time a collective."""
         if self.reduction is None or self._reducer is None:
             return nullcontext()
+        if self._launches_in_step and not self.reduction.is_told:
+            self._communicator.gather_json(None)  # from here on ranks launch in another order
         self._set_apart(self._reducer)
         return self.reduction.no_sync()
+
+    @property
+    def _launches_in_step(self) -> bool:
+        """Whether reductions are copies, which have to wait for the step."""
+        return isinstance(self._communicator, PeerCommunicator) and not self._options.is_streamed
 
     def _set_apart(self, reducer: Reducer) -> None:
         """Give reductions a group of their own if they may be launched during backward.
@@ -310,7 +317,7 @@ class BucketedParameters:
         A rank without some gradient launches what follows only at its step: behind collectives of others (of another
         optimizer, of the user, of FSDP) that come after it on other ranks.
         """
-        if not self._options.overlap or reducer.communicator is self._apart:
+        if not self._options.overlap or self._launches_in_step or reducer.communicator is self._apart:
             return
         if self._apart is None:
             world = self._communicator
@@ -410,10 +417,12 @@ class BucketedParameters:
 
     def _new_reduction(self) -> BackwardReduction | StreamedReduction:
         options, ranks = self._options, self._communicator.ranks
-        if options.gradients == "streamed":
+        if options.is_streamed:
             assert options.accumulation_steps is not None, "options are checked"
             return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums, options.is_tree)
-        return BackwardReduction(options.accumulation_steps, options.overlap, ranks)
+        return BackwardReduction(
+            options.accumulation_steps, options.overlap, ranks, launches_in_step=self._launches_in_step
+        )
 
 
 def _abandon_started(reduction: BackwardReduction | StreamedReduction, apart: Communicator) -> None:

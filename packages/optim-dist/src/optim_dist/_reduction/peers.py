@@ -11,8 +11,8 @@ One copy after the other, as two at once take longer. Ranks meet on the device, 
 waits. What other ranks cannot see (messages, say) goes by the process group.
 
 A copy that waits for a rank holds up others of the same engine, and whoever waits for those: ranks must come in the
-same order, with nothing of the user's between. In a step they do. Under backward, where a rank may be late by all of
-it, reductions go by the process group.
+same order, with nothing of the user's between. In a step they do, so that copies are launched there and nowhere else;
+those of gradients that were complete before wait for these alone, and run beside what is left of backward.
 
 Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Nothing here travels by NVLink's multicast,
 which torch sets up for that memory all the same, unless the environment has TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
@@ -135,14 +135,17 @@ class PeerMemory:
         copies: Copies,
         then: Callable[[], object] | None = None,
         behind: Waitable | None = None,
+        full: torch.cuda.Event | None = None,
     ) -> Waitable:
-        """Copy behind what the current stream does, once all ranks have come, and go on ``then``, once all have.
+        """Copy once all ranks have come, and go on ``then``, once all have.
 
-        And ``behind`` what was returned for others that need the same memory.
+        Behind what the current stream does, or ``full`` alone, and ``behind`` what was returned for others that need
+        the same memory.
         """
         current, stream = torch.cuda.current_stream(self._device), self._copying
-        self._ready.record(current)
-        stream.wait_event(self._ready)
+        if full is None:
+            self._ready.record(current)
+        stream.wait_event(self._ready if full is None else full)
         # as the context of torch.cuda.stream, which takes twice as long; to set a stream sets the device, too
         with torch.cuda.device(self._device):
             torch.cuda.set_stream(stream)
@@ -222,7 +225,12 @@ class PeerCommunicator(Communicator):
             self._memory.keep(tensor)
 
     def collect(
-        self, flat: Tensor, room: Tensor, add: Callable[[Sequence[Tensor]], object], behind: Waitable | None
+        self,
+        flat: Tensor,
+        room: Tensor,
+        add: Callable[[Sequence[Tensor]], object],
+        behind: Waitable | None,
+        full: torch.cuda.Event | None = None,
     ) -> Waitable:
         """Let ``add`` have every rank's contribution to this rank's chunk of ``flat [W * C]``, in the order of ranks.
 
@@ -230,6 +238,7 @@ class PeerCommunicator(Communicator):
             flat: memory that ``zeros`` has made.
             room: ``[W - 1, C]``, for those of other ranks.
             behind: what was returned for the last that had this room.
+            full: behind which this rank's contributions are what they are now; None: what the current stream does.
         """
         chunk = None if self._memory is None else self._memory.chunk_of(flat)
         if self._memory is None or chunk is None:
@@ -239,7 +248,7 @@ class PeerCommunicator(Communicator):
         # the next rank's comes first
         copies = zip(others[self.rank :] + others[: self.rank], chunk.everywhere)
         contributions = (*others[: self.rank], self._own(flat), *others[self.rank :])
-        return self._memory.run(chunk, copies, partial(add, contributions), behind)
+        return self._memory.run(chunk, copies, partial(add, contributions), behind, full)
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         chunk = None if self._memory is None else self._memory.chunk_of(flat)

@@ -110,6 +110,7 @@ class Contribution:
     sums: Tensor | None = None  # the own chunk's reduced gradient
     sums_dtype: torch.dtype | None = None  # of those, where a reducer that can choose was told nothing; the gradients'
     work: Waitable | None = None
+    full: torch.cuda.Event | None = None  # behind which the gradients are what they are now, if that is known
     divided: bool = False  # see ``ParameterBucket``
 
     def own(self, flat: Tensor) -> Tensor:

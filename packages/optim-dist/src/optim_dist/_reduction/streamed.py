@@ -42,7 +42,7 @@ class StreamedReduction:
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
     number: int  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
-    eager = True
+    eager = is_told = True
 
     def __init__(
         self,
