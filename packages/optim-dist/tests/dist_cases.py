@@ -20,6 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
 from optim_utils.testing import run_ranks
 
+try:
+    import quick_interpreter  # from the folder of all packages; it needs Triton
+except ImportError:
+    pass
+else:
+    quick_interpreter.install()  # as conftest.py does, which ranks do not import
+
 # each backend as a parameter; NCCL needs two devices
 BACKENDS = [
     "gloo",

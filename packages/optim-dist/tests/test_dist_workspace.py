@@ -84,3 +84,15 @@ def limits_of_ranks(rank, world_size):
 
 def test_ranks_have_the_same():
     run_ranks(limits_of_ranks, 2)
+
+
+def interpreter_of_a_rank(rank, world_size):
+    from triton.runtime import interpreter
+
+    return interpreter._patch_lang.__module__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+def test_ranks_interpret_as_quickly():
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    assert run_ranks(interpreter_of_a_rank, 1) == [interpreter._patch_lang.__module__]

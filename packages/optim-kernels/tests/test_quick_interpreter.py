@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import numpy as np
 import quick_interpreter
 from triton.runtime import interpreter
 
@@ -61,3 +65,47 @@ def test_dtypes_are_the_same(dtype: tl.dtype) -> None:
     for each in (dtype, tl.block_type(dtype, [2])):
         assert interpreter._get_np_dtype(each) == quick_interpreter._get_np_dtype(each)
         assert interpreter._get_np_dtype(each) == quick_interpreter._get_np_dtype(each)
+
+
+@pytest.mark.parametrize("shape", [[1], [4, 8], tl.core.tuple([4, 8]), [tl.constexpr(16)]], ids=str)
+@pytest.mark.parametrize("dtype", [tl.bfloat16, tl.pointer_type(tl.int8)], ids=str)
+def test_tensors_and_their_types_are_the_same(dtype: tl.dtype, shape: Any) -> None:
+    """At the first of a shape, and at those that share what it has left."""
+    twin = tl.block_type.__new__(tl.block_type)
+    quick_interpreter._block_type_init(twin, dtype, shape)
+    for _ in range(2):
+        block = tl.block_type(dtype, shape)
+        with pytest.raises(AssertionError):
+            tl.block_type(dtype, tuple(shape))
+        assert repr(vars(block)) == repr({name: vars(twin)[name] for name in vars(block)})
+        assert vars(block).keys() == vars(twin).keys()
+        assert block == twin
+        for each in (block, dtype):
+            found, expected = tl.tensor(None, each), tl.tensor.__new__(tl.tensor)
+            quick_interpreter._tensor_init(expected, None, each)
+            assert vars(found).keys() == vars(expected).keys()
+            assert repr(found.shape) == repr(expected.shape)
+            assert repr(found.numel) == repr(expected.numel)
+            assert (found.type, found.dtype) == (expected.type, expected.dtype)
+
+
+@triton.jit
+def _integers_kernel(x, out):
+    one = tl.load(x)
+    tl.store(out, one + one)
+    tl.store(out + 1, one * one)
+    tl.store(out + 2, one - 2 * one)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_no_overflow_of_integers_was_found_before_either(sanitize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes whether there is one, and passes over it."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    assert not builder.options.sanitize_overflow
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=sanitize))
+    largest = torch.tensor([2**31 - 1], dtype=torch.int32)
+    out = torch.empty(3, dtype=torch.int32)
+    with np.errstate(over="ignore"):
+        _integers_kernel[(1,)](largest, out)
+    assert out.tolist() == [-2, 1, -(2**31) + 1]
