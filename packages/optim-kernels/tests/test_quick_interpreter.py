@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,21 @@ def test_tl_is_left_as_it_was_found() -> None:
     with pytest.raises(Exception, match="axis 5 out of bounds"):
         _reductions_kernel[(1,)](torch.randn(4, 8), torch.empty(4), 5, False)
     assert {name: getattr(tl, name) for name in dir(tl)} == before
+
+
+@pytest.mark.parametrize("package", [tl, tl.core, tl.tensor, tl.math], ids=str)
+def test_the_same_is_patched(package: Any) -> None:
+    before = dict(inspect.getmembers(package))
+    found = []
+    for patch in (interpreter._patch_builtin, quick_interpreter._patch_builtins):
+        scope = interpreter._LangPatchScope()
+        patch(package, interpreter.interpreter_builder, scope)
+        patch(package, interpreter.interpreter_builder, scope)  # again, and nothing is left to patch
+        found.append([name for _, name, _ in scope._changes])
+        scope.restore()
+        assert dict(inspect.getmembers(package)) == before
+    assert found[0] == found[1]
+    assert len(found[0]) > 10
 
 
 @pytest.mark.parametrize("dtype", [tl.int1, tl.bfloat16, tl.float8e5, tl.uint32, tl.pointer_type(tl.int8)], ids=str)
