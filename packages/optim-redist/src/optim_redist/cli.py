@@ -339,6 +339,8 @@ def start_ranks() -> str:
         )
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
+        # a rank that refuses its options at once would end connections that other ranks have yet to make
+        dist.barrier()
         return "cpu"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
