@@ -79,8 +79,10 @@ def device_of(rank: int) -> torch.device:
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh over this process's kind of device."""
-    return init_device_mesh(device_of(dist.get_rank()).type, sizes, mesh_dim_names=names)
+    """A mesh over this process's kind of device, which all ranks have joined: a test may be over at once."""
+    mesh = init_device_mesh(device_of(dist.get_rank()).type, sizes, mesh_dim_names=names)
+    dist.barrier()
+    return mesh
 
 
 def make_parameters(case: Case, device: torch.device) -> list[torch.nn.Parameter]:

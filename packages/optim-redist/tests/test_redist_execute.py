@@ -609,6 +609,7 @@ def test_results_of_functional_collectives_that_are_still_arriving() -> None:
 def _groups_that_are_none(rank: int, world: int) -> None:
     task = _numbered((2, 4)), (4, 4), Layout(Mesh(2), [0, None]), Layout(Mesh(2), [None, 0])
     gone = torch.distributed.new_group([0, 1])
+    torch.distributed.barrier(gone)  # only what both have joined may go
     torch.distributed.destroy_process_group(gone)
     group: Any
     for group in (gone, init_device_mesh("cpu", (2,)), "world"):
