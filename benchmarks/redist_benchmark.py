@@ -16,34 +16,37 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks import redist_planning
+from benchmarks.arguments import count
 from benchmarks.report import Report
 from optim_redist import benchmarking
-from optim_redist.cli import start_ranks
+from optim_redist.cli import joined_ranks
 from optim_redist.units import parse_bytes
 from optim_utils.testing import run_ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--planning", action="store_true", help="only the planning figures")
-    parser.add_argument("--cases", type=int, default=1000, help="random redistributions of each kind")
-    parser.add_argument("--sizes", type=_sizes, help="bytes of the tensors, such as 64MiB,2GiB")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ranks", type=int, default=4, help="gloo ranks where torchrun has started none")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--planning", action="store_true", help="only the planning figures")
+    one.add_argument("--sizes", type=_sizes, help="only moves, of tensors of so many bytes, such as 64MiB,2GiB")
+    parser.add_argument("--cases", type=count, default=1000, help="random redistributions of each kind")
+    parser.add_argument("--repeats", type=count, default=9)
+    parser.add_argument("--ranks", type=count, default=4, help="gloo ranks where torchrun has started none")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:
+        if options.planning:
+            parser.error("--planning takes no ranks: start it without torchrun")
         return _under_torchrun(options)
     report = Report("Redistribution beside DTensor")
-    if options.planning or not options.sizes:
+    if not options.sizes:
         planning = Report("Planning redistributions beside DTensor's planners")
         planning.rows = redist_planning.rows_of(options.cases)
         planning.show()
         report.rows += planning.rows
-    if options.sizes or not options.planning:
+    if not options.planning:
         measured = run_ranks(_measure, options.ranks, options.sizes or [1 << 20], options.repeats, timeout=1800.0)[0]
         print(f"{report.heading()}\n{options.ranks} gloo ranks\n\n{benchmarking.table(measured)}\n")
         report.rows += [asdict(row) for row in measured]
@@ -53,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sizes(text: str) -> list[int]:
-    return [parse_bytes(part) for part in text.split(",")]
+    try:
+        return [parse_bytes(part) for part in text.split(",")]
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def _measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> list[benchmarking.Row]:
@@ -62,11 +68,10 @@ def _measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> list
     return benchmarking.measure(sizes, repeats=repeats)
 
 
-def _under_torchrun(options: Any) -> int:
+def _under_torchrun(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    start_ranks()
-    try:
+    with joined_ranks():
         rows = _measure(dist.get_rank(), dist.get_world_size(), options.sizes or [64 << 20], options.repeats)
         if dist.get_rank() == 0:
             report = Report("Redistribution beside DTensor")
@@ -74,8 +79,6 @@ def _under_torchrun(options: Any) -> int:
             print(f"{report.heading()}\n\n{benchmarking.table(rows)}")
             if options.json:
                 report.save_json(options.json)
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

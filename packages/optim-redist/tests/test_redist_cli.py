@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 
@@ -30,7 +32,7 @@ from optim_redist import (
 )
 from optim_redist._progress import progress
 from optim_redist.benchmarking import matrix_shape
-from optim_redist.cli import main
+from optim_redist.cli import joined_ranks, main
 from optim_redist.plan_text import crossings, traffic, worst_cut
 from optim_redist.units import format_bytes, format_seconds
 from optim_utils.testing import run_ranks
@@ -227,6 +229,27 @@ def test_calibrate_and_bench_on_ranks(tmp_path):
     bench = json.loads((tmp_path / "rows.json").read_text())
     assert len(bench["rows"]) == 19
     assert all(row["same"] and row["ours_ms"] > 0 and row["dtensor_ms"] > 0 for row in bench["rows"])
+
+
+def test_threads_let_go_of_tensors_before_the_process_group_ends(monkeypatch):
+    freed, said = threading.Semaphore(0), []
+    thread = threading.Thread(target=lambda: (freed.acquire(), said.append("let go")))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: said.append("end"))
+    thread.start()
+    interval = sys.getswitchinterval()
+    # nobody is given Python's lock who is not waited for
+    sys.setswitchinterval(100)
+    try:
+        with joined_ranks():
+            freed.release()
+        assert said == ["let go", "end"]
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_calibrate_needs_ranks():

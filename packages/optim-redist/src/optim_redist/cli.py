@@ -9,7 +9,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -285,8 +287,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     from optim_redist.calibration import calibrate
 
-    device = start_ranks()
-    try:
+    with joined_ranks() as device:
         mesh = None
         if options.mesh is not None:
             from torch.distributed.device_mesh import init_device_mesh
@@ -300,8 +301,6 @@ def _calibrate(options: argparse.Namespace) -> int:
                 _print_json(model.to_json())
             else:
                 print(f"{model.id}: {len(model.curves)} collectives measured, written to {options.out}")
-    finally:
-        dist.destroy_process_group()
     return 0
 
 
@@ -310,8 +309,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     from optim_redist import benchmarking
 
-    start_ranks()
-    try:
+    with joined_ranks():
         rows = benchmarking.measure(
             options.sizes, against=options.against, repeats=options.repeats, cost_model=options.model
         )
@@ -323,13 +321,12 @@ def _bench(options: argparse.Namespace) -> int:
                 _print_json(data)
             else:
                 print(benchmarking.table(rows))
-    finally:
-        dist.destroy_process_group()
     return 0 if all(row.same for row in rows) else 1
 
 
-def start_ranks() -> str:
-    """Join the ranks that torchrun has started; returns their kind of device."""
+@contextmanager
+def joined_ranks() -> Iterator[str]:
+    """The process group of the ranks that torchrun has started, while the block runs; gives their kind of device."""
     import torch
     import torch.distributed as dist
 
@@ -337,12 +334,19 @@ def start_ranks() -> str:
         raise RedistError(
             "this command measures running ranks; start it with torchrun --nproc-per-node N -m optim_redist …"
         )
-    if not torch.cuda.is_available():
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
         dist.init_process_group("gloo")
         # a rank that refuses its options at once would end connections that other ranks have yet to make
         dist.barrier()
-        return "cpu"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return "cuda"
+    try:
+        yield kind
+    finally:
+        # A thread of gloo may still hold tensors of the last collective. It takes Python's lock to let go of them, and
+        # aborts a process that ends meanwhile (torch 2.13): leave it the lock for a moment.
+        time.sleep(0.1)
+        dist.destroy_process_group()
