@@ -30,5 +30,5 @@ def on_every_rank(rank, world_size, folder, blocks):
 
 def test_examples_for_several_ranks_run(tmp_path):
     blocks = re.findall(r"```python skip\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert run_ranks(on_every_rank, 3, str(tmp_path), blocks) == [("FSDPSequential", "muon")] * 3
