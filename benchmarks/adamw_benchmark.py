@@ -17,18 +17,21 @@ import argparse
 import gc
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
+from benchmarks.arguments import count
 from benchmarks.ceilings import ceilings
-from benchmarks.model_lists import ONE, Shape, make_parameters, model_shapes, num_elements, size
-from benchmarks.report import Report, clocks
+from benchmarks.model_lists import MODELS, ONE, Shape, make_parameters, model_shapes, num_elements
+from benchmarks.report import Report
 from optim_kernels import TritonAdamW, reference
 
 # More elements than this, and contenders are measured one after the other: their states do not fit side by side.
@@ -96,20 +99,19 @@ def main() -> int:
 
 
 def finish(report: Report, arguments: argparse.Namespace) -> None:
-    """Show the rows, with the clocks after the last one, and write the files that were asked for."""
-    report.add(what="clocks after the last", note=str(clocks()))
+    """Show the rows, and write the files that were asked for."""
     report.show()
     if arguments.json:
         report.save_json(arguments.json)
     if arguments.plot:
         time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
-        report.save_plot(arguments.plot, value=time, label="what", group="list")
+        report.save_plot(arguments.plot, value=time, labels=["what"], group="list")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=size, nargs="+", help="one tensor of this shape instead of a model")
-    parser.add_argument("--model", default="gpt2_124m", help="gpt2_124m, gpt2_1.56b, d20 or tiny")
+    parser.add_argument("--shape", type=count, nargs="+", help="one tensor of this shape instead of a model")
+    parser.add_argument("--model", default="gpt2_124m", choices=MODELS, help="default: %(default)s")
     parser.add_argument("--suite", choices=sorted(SUITES), help="many rows in one process, with one table at the end")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], help="how moments are stored")
@@ -119,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", default="torch", choices=PEERS)
     parser.add_argument("--json", help="write rows, machine and versions to this file")
     parser.add_argument("--plot", help="draw the device times into this file")
-    parser.add_argument("--steps", type=int, default=1, help="time at least so many back to back, and at least .1 s")
+    parser.add_argument("--steps", type=count, default=1, help="time at least so many back to back, and at least .1 s")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     return parser.parse_args()
 
@@ -243,6 +245,8 @@ def _measure_side_by_side(
                 graphs[name] = timing.capture_rounds(steps[name])
                 timers[name, "graph_ms"] = partial(timing.replay_ms, *graphs[name])
         except (RuntimeError, ImportError, TypeError) as problem:
+            if name == "ours":
+                raise
             rows[name]["note"] = str(problem).splitlines()[0][:60]
         # some compile for a minute
         print(f"{name}: ready after {perf_counter() - start:.0f} s", file=sys.stderr)
@@ -264,6 +268,11 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def largest_of(tensors: Iterable[Tensor]) -> float:
+    """The largest magnitude in all tensors; NaN if there is one, which Python's ``max`` would pass over."""
+    return float(torch.stack([tensor.abs().max() for tensor in tensors]).max())
 
 
 def first_step_error(case: Case) -> tuple[float, float]:
@@ -289,9 +298,9 @@ def first_step_error(case: Case) -> tuple[float, float]:
         **HYPERPARAMETERS,
     )
     TritonAdamW(params, **HYPERPARAMETERS, **case.arguments).step()
-    error = max(float((p.detach().double() - q).abs().max()) for p, q in zip(params, wide))
-    largest = max(float(p.abs().max()) for p in wide)
-    moved = max(float((p - q).abs().max()) for p, q in zip(wide, before))
+    error = largest_of(p.detach().double() - q for p, q in zip(params, wide))
+    largest = largest_of(wide)
+    moved = largest_of(p - q for p, q in zip(wide, before))
     return error / largest, torch.finfo(case.dtype).eps + 1e-6 * moved / largest
 
 

@@ -28,10 +28,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from benchmarks.arguments import count
+from benchmarks.ranks import end_ranks
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW, checkpoint
 
-WIDTH = 1024  # a layer is 4 MiB
+WIDTH = 1024
+LAYER = 4 * WIDTH**2 >> 20  # MiB
 
 Save = Callable[[Path], Callable[[], Any] | None]
 
@@ -55,24 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.show()
         if given.json:
             report.save_json(given.json)
-    dist.destroy_process_group()
+    end_ranks()
     return 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=200, help="of parameters (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=5, help="saves of each kind (default: %(default)s)")
+    parser.add_argument("--megabytes", type=count, default=200, help="of parameters (default: %(default)s)")
+    parser.add_argument("--trials", type=count, default=5, help="saves of each kind (default: %(default)s)")
     parser.add_argument(
         "--folder", help="where to write, on a disk that all ranks share (default: for temporary files)"
     )
     parser.add_argument("--json", help="write rows, machine and versions to this file")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.megabytes % LAYER:
+        parser.error(f"--megabytes must be a multiple of {LAYER}, the size of a layer, got {given.megabytes}")
+    return given
 
 
 def measure(given: argparse.Namespace, device: torch.device) -> Report | None:
     """A row for each way of saving; None if what was saved in the background is not what was there."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(given.megabytes // 4))).to(device)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(given.megabytes // LAYER))).to(device)
     optimizer = TritonDistAdamW(model.named_parameters())
     folder = shared(tempfile.mkdtemp(dir=given.folder) if dist.get_rank() == 0 else "")
     step(model, optimizer)

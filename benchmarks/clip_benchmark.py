@@ -22,8 +22,9 @@ import torch
 from benchmarks import adamw_benchmark, timing
 from benchmarks.adamw_benchmark import Case
 from benchmarks.adamw_peers import PEERS
+from benchmarks.arguments import count
 from benchmarks.ceilings import ceilings
-from benchmarks.model_lists import ONE, make_parameters, model_shapes, num_elements, size
+from benchmarks.model_lists import MODELS, ONE, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report
 from optim_kernels import clip_grad_norm_, compute_global_grad_norm
 
@@ -56,8 +57,8 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=size, nargs="+", help="one gradient of this shape instead of a model's")
-    parser.add_argument("--model", default="gpt2_124m", help="gpt2_124m, gpt2_1.56b, d20 or tiny")
+    parser.add_argument("--shape", type=count, nargs="+", help="one gradient of this shape instead of a model's")
+    parser.add_argument("--model", default="gpt2_124m", choices=MODELS, help="default: %(default)s")
     parser.add_argument("--suite", action="store_true", help="all lists in one process, with one table at the end")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--with-adamw", action="store_true", help="clipping and AdamW together as well")

@@ -24,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,7 +34,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.arguments import count
 from benchmarks.model_lists import Shape, gpt2, model_shapes, nanochat, num_elements
+from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
@@ -290,12 +291,12 @@ def timed(
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference over the largest value, over a sample of parameters."""
+    """The largest difference over the largest value, over a sample of parameters; NaN if any is."""
     errors = [
-        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
-        for a, b in zip(found, expected)
+        (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)
+        for a, b in zip(found, expected, strict=True)
     ]
-    return max(errors)
+    return float(torch.stack(errors).max())
 
 
 def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, None, None]:
@@ -327,10 +328,10 @@ def table(
     job: Job, model: str, dtype: str, options: argparse.Namespace, limits: dict[str, float], report: Report
 ) -> None:
     """Add the rows of one model, dtype and mode, each checked against the first before it is timed."""
-    world_size, count, itemsize = dist.get_world_size(), num_elements(job.shapes), job.dtype.itemsize
+    world_size, numel, itemsize = dist.get_world_size(), num_elements(job.shapes), job.dtype.itemsize
     f = (world_size - 1) / world_size
-    wire = f * count * itemsize * (1 / limits["reduce_scatter"] + 1 / limits["all_gather"]) / 1e6
-    local = 7 * count * itemsize / world_size / limits["copy"] / 1e6
+    wire = f * numel * itemsize * (1 / limits["reduce_scatter"] + 1 / limits["all_gather"]) / 1e6
+    local = 7 * numel * itemsize / world_size / limits["copy"] / 1e6
     floor = max(wire, local)
     reference: list[Tensor] | None = None
     for name in rows_for(job.mode, options.rows):
@@ -342,7 +343,7 @@ def table(
         reference = first if reference is None else reference
         error = largest_error(first, reference)
         limit = (2**-6 if job.dtype == torch.bfloat16 else 1e-3) if job.mode == "adamw" else 5e-2
-        if agreed(error > limit, job.device):
+        if agreed(not error <= limit, job.device):
             report.add(mode=job.mode, model=model, dtype=dtype, what=name, note=f"wrong by {error:.2g}, not timed")
         else:
             figures = next(steps)
@@ -362,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument("--modes", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--rows", default="all", choices=["all", "ours", "peers"])
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=count, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
     parser.add_argument("--json", help="write the rows to this file")
@@ -397,33 +398,6 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     return report
 
 
-def start_ranks() -> torch.device:
-    """The process group of torchrun's ranks: NCCL with a device each where there are GPUs, else gloo."""
-    cuda = torch.cuda.is_available()
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=300)
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timeout)
-    return device
-
-
-def agreed(flag: bool, device: torch.device) -> bool:
-    """Whether any rank says so."""
-    votes = torch.tensor(float(flag), device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes.item())
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    end_ranks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 
@@ -99,10 +98,3 @@ def make_parameters(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return parameters
-
-
-def size(text: str) -> int:
-    """A dimension from the command line."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a size is a whole number from 1 on, got {text!r}")
-    return int(text)

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
+from benchmarks.arguments import count
 from benchmarks.ceilings import ceilings
-from benchmarks.model_lists import make_parameters, model_shapes, muon_shapes, num_elements, size
+from benchmarks.model_lists import MODELS, make_parameters, model_shapes, muon_shapes, num_elements
 from benchmarks.newton_schulz_peers import installed_peers
-from benchmarks.report import Report, clocks
+from benchmarks.report import Report
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
 
 # Relative error against fp64 above which no speed is printed: twice that of bf16 products; of exact ones rounded to
@@ -65,14 +66,13 @@ def main() -> int:
     if report is None:
         return 1
     report.show()
-    if clocks_now := clocks():
-        print(", ".join(f"{key} {value}" for key, value in clocks_now.items()))
     if arguments.json:
         report.save_json(arguments.json)
     if arguments.plot:
-        report.save_plot(
-            arguments.plot, value="wall_ms" if arguments.model else "of_floor", label="what", group="shape"
-        )
+        if arguments.model:
+            report.save_plot(arguments.plot, value="wall_ms", labels=["what"])
+        else:
+            report.save_plot(arguments.plot, value="of_floor", labels=["what", "dtype"], group="shape")
     return 0
 
 
@@ -82,7 +82,7 @@ def measure_iteration(
     """Rows of Newton–Schulz on one shape; whether ours is right (else its speed is not reported)."""
     if device == "cpu":
         shape = tuple(min(size, 128) for size in shape)
-    config = NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
+    config = iteration_of(arguments)
     num_sets = min(12, timing.num_cold_sets(math.prod(shape) * dtype.itemsize))
     inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(num_sets)]
     ours = our_iteration(config, dtype if device == "cuda" else None)
@@ -118,6 +118,11 @@ def measure_iteration(
             method=config.method_for(*sorted(shape[-2:])) if name == "ours" else None,
         )
     return True
+
+
+def iteration_of(arguments: argparse.Namespace) -> NSConfig:
+    """What the command line says of the iteration."""
+    return NSConfig(coefficients=arguments.coefficients, steps=arguments.steps, method=arguments.method)
 
 
 def our_iteration(config: NSConfig, compute_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
@@ -212,21 +217,27 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
     # read p, g and B, write p and B; with NorMuon the update O is read once more, in 16 bits
     size = num_elements(shapes) * (5 * dtype.itemsize + (0 if arguments.semantics == "torch" else 2))
     floor = 1e3 * (flops / ceilings().product + size / ceilings().copy)
-    results = []
-    for name, make in makers.items():
-        params = make_parameters(shapes, dtype, device)
-        optimizer = make(params)
+    results = {name: make_parameters(shapes, dtype, device) for name in makers}
+    optimizers = {name: make(results[name]) for name, make in makers.items()}
+    for optimizer in optimizers.values():
         optimizer.step()
-        results.append([p.detach().float().clone() for p in params])
-        row = time_step(optimizer, device)
-        launches = sum(plan.launches for plan in plans_of(optimizer))
-        report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
     if len(results) == 2:
-        apart = max(float((p - q).norm() / p.norm()) for p, q in zip(*results))
+        apart = largest_difference(*results.values())
         if not apart <= 1e-2:
             print(f"ours and torch's step differ by {apart:.3g}; no speed is printed")
             return None
+    for name, optimizer in optimizers.items():
+        row = time_step(optimizer, device)
+        launches = sum(plan.launches for plan in plans_of(optimizer))
+        report.add(what=name, **row, floor_ms=floor, of_floor=row["wall_ms"] / floor, launches=launches or None)
     return report
+
+
+@torch.no_grad()
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """By how much a tensor differs at most, relative to its norm; NaN if anything is, which Python's ``max`` passes."""
+    differences = [(p.float() - q.float()).norm() / q.float().norm() for p, q in zip(found, expected, strict=True)]
+    return float(torch.stack(differences).max())
 
 
 def time_step(optimizer: torch.optim.Optimizer, device: str) -> dict[str, float]:
@@ -250,10 +261,10 @@ def plans_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=size, default=2048, help="one square matrix of this size")
-    parser.add_argument("--shape", type=size, nargs="+", help="a matrix, or a batch of matrices, of this shape")
+    parser.add_argument("--dim", type=count, default=2048, help="one square matrix of this size")
+    parser.add_argument("--shape", type=count, nargs="+", help="a matrix, or a batch of matrices, of this shape")
     parser.add_argument("--suite", action="store_true", help="all shapes of the suite")
-    parser.add_argument("--model", help="the matrices of gpt2_124m, gpt2_1.56b, d20 or tiny, full step")
+    parser.add_argument("--model", choices=MODELS, help="the full step of this model's matrices")
     parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])
     parser.add_argument(
         "--dtype",
@@ -266,12 +277,12 @@ def parse() -> argparse.Namespace:
         choices=["float16", "bfloat16", "float32"],
         help="of a model's products (float16 on CUDA)",
     )
-    parser.add_argument("--steps", type=int, default=5, help="Newton–Schulz steps")
+    parser.add_argument("--steps", type=count, default=5, help="Newton–Schulz steps")
     parser.add_argument("--coefficients", default="keller")
     parser.add_argument("--method", default="auto", choices=["auto", "standard", "gram"])
     parser.add_argument("--peers", default="builtin", choices=["none", "builtin", "all"], help="all: packages too")
     parser.add_argument("--warmup", type=int, default=2, help="calls before measuring")
-    parser.add_argument("--runs", type=int, default=15, help="graph replays, of which the median is taken")
+    parser.add_argument("--runs", type=count, default=15, help="graph replays, of which the median is taken")
     parser.add_argument("--json", help="write rows, machine and versions to this file")
     parser.add_argument("--plot", help="draw the rows into this file")
     arguments = parser.parse_args()
@@ -283,6 +294,12 @@ def parse() -> argparse.Namespace:
         parser.error(f"--dtype is one dtype for a --model, got {' '.join(arguments.dtype)}")
     if arguments.ns_dtype and not arguments.model:
         parser.error("--ns-dtype is for a --model; a shape's products take its --dtype")
+    if arguments.shape and len(arguments.shape) < 2:
+        parser.error(f"--shape is that of a matrix or a batch of matrices, got {arguments.shape[0]} alone")
+    try:
+        iteration_of(arguments)
+    except ValueError as problem:
+        parser.error(str(problem))
     return arguments
 
 

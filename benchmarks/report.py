@@ -2,9 +2,9 @@
 
 report = Report("AdamW step")
 report.add(list="d20", what="ours", ms=1.92, note="graph")
-report.show()                 # heading and table on stdout
+report.show()                 # heading, table and clocks on stdout
 report.save_json(path)        # the same rows with everything needed to repeat them
-report.save_plot(path, value="ms", label="what", group="list")
+report.save_plot(path, value="ms", labels=["what"], group="list")
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,41 @@ import torch
 
 Row = dict[str, Any]
 
-PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist", "torch", "triton", "numpy")
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist", "triton", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of python and of the packages that figures depend on, where they are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of what figures depend on, and the commit; what cannot be found is left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            found[package] = _version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
+    if commit := _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]):
+        found["commit"] = commit
     return found
+
+
+def _version(package: str) -> str:
+    """Of what is imported from this checkout the checkout's own: an installer notes that of the day it ran, or none."""
+    spec = find_spec(package.replace("-", "_"))
+    if spec is not None and spec.origin is not None and ROOT / "packages" in Path(spec.origin).resolve().parents:
+        project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+        return str(project["version"])
+    return importlib.metadata.version(package)
+
+
+def command() -> str:
+    """The command that repeats this process, with torchrun where that has started it."""
+    ranks, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    launcher = ["python"]
+    if ranks is not None:
+        launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", ranks]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
+    return shlex.join([*launcher, *program, *sys.argv[1:]])
 
 
 def machine() -> dict[str, Any]:
@@ -56,21 +81,25 @@ def machine() -> dict[str, Any]:
 
 def clocks(fields: str = "clocks.sm,clocks.mem,power.draw,temperature.gpu") -> dict[str, str]:
     """What nvidia-smi says of the first GPU at this moment; empty where it cannot be asked."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    answer = _said(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"])
+    return dict(zip(fields.split(","), (value.strip() for value in answer.split(",")), strict=True)) if answer else {}
+
+
+def _said(program: Sequence[str]) -> str:
+    """What a program prints; nothing if there is none, or it fails."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(program, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields.split(","), (value.strip() for value in answer.split(",")), strict=True))
+        return ""
 
 
 class Report:
     """Rows of one benchmark together with what is needed to repeat it."""
 
-    def __init__(self, title: str, *, command: str | None = None, note: str = "", announce: bool = True) -> None:
+    def __init__(self, title: str, *, note: str = "", announce: bool = True) -> None:
         self.title = title
         self.note = note
-        self.command = command or "python " + " ".join([f"-m {_module_name()}", *sys.argv[1:]])
+        self.command = command()
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
         self._announce = announce
@@ -103,11 +132,13 @@ class Report:
         )
 
     def show(self) -> None:
-        """Print heading and table."""
+        """Print heading and table, and behind them the clocks that a GPU has at the end."""
         print(f"{self.heading()}\n\n{self.table()}\n", flush=True)
+        if now := clocks():
+            print(", ".join(f"{key} {value}" for key, value in now.items()), flush=True)
 
     def save_json(self, path: str | Path) -> None:
-        """Write the rows with machine, versions, command and date."""
+        """Write the rows with machine, versions, command, date and clocks."""
         content = {
             "title": self.title,
             "command": self.command,
@@ -115,12 +146,13 @@ class Report:
             "machine": machine(),
             "versions": versions(),
             "note": self.note,
+            "clocks": clocks(),
             "rows": self.rows,
         }
         _prepared(path).write_text(json.dumps(content, indent=1, default=str) + "\n")
 
-    def save_plot(self, path: str | Path, *, value: str, label: str, group: str | None = None) -> None:
-        """Draw ``value`` as horizontal bars named by ``label``, one panel for each value of ``group``."""
+    def save_plot(self, path: str | Path, *, value: str, labels: Sequence[str], group: str | None = None) -> None:
+        """Draw ``value`` as horizontal bars named by the columns ``labels``, one panel for each value of ``group``."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -134,12 +166,13 @@ class Report:
             len(panels), 1, figsize=(8, sum(heights) + 0.6), squeeze=False, gridspec_kw={"height_ratios": heights}
         )
         for axis, panel, panel_rows in zip(axes[:, 0], panels, bars):
-            names = [_text(row.get(label)) for row in panel_rows]
+            names = [" ".join(_text(row.get(label)) for label in labels) for row in panel_rows]
             container = axis.barh(range(len(names)), [row[value] for row in panel_rows], color="#4477aa")
             axis.bar_label(container, fmt="%.4g", padding=3)
             axis.set_yticks(range(len(names)), names)
             axis.invert_yaxis()
-            axis.set_title(str(panel), fontsize=10)
+            if group:
+                axis.set_title(str(panel), fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
         axes[-1, 0].set_xlabel(value)
         figure.suptitle(self.title)
@@ -158,11 +191,6 @@ def _prepared(path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _module_name() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else Path(sys.argv[0]).stem
 
 
 def _cpu_name() -> str:

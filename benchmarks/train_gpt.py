@@ -31,7 +31,8 @@ from benchmarks.gpt.display import Display
 from benchmarks.gpt.model import MODELS
 from benchmarks.gpt.results import HEADER, Result, draw_curves, write_json
 from benchmarks.gpt.training import Settings, train
-from benchmarks.report import machine, versions
+from benchmarks.ranks import end_ranks
+from benchmarks.report import command, machine, versions
 
 TITLES = {"muon": "Muon + AdamW (this project)", "adamw": "AdamW (torch.optim)"}
 
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     if is_first_rank and all(r.history.validation for r in results):
         display.table(HEADER, [r.row() for r in results])
         about = {
-            "command": " ".join(sys.argv),
+            "command": command(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     if done < settings.steps:
         display.note(f"stopped after step {done} of {settings.steps}; --resume goes on from there")
     if dist.is_initialized():
-        dist.destroy_process_group()
+        end_ranks()
     return results
 
 

@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.dist_benchmark import ADAMW, DTYPES, MUON, agreed, start_ranks, synchronize
+from benchmarks.arguments import count
+from benchmarks.dist_benchmark import ADAMW, DTYPES, MUON
 from benchmarks.gpt.model import GPT, MODELS, next_byte_loss
+from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
@@ -239,10 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--dtype", default="bf16", choices=list(DTYPES), help="of parameters, activations, gradients")
     parser.add_argument("--modes", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a rank")
-    parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5, help="of a run, two or more")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--batch-size", type=count, default=2, help="sequences of a rank")
+    parser.add_argument("--context", type=count, default=32)
+    parser.add_argument("--steps", type=count, default=5, help="of a run, two or more")
+    parser.add_argument("--runs", type=count, default=5)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args(arguments)
@@ -281,3 +283,4 @@ def main(arguments: Sequence[str] | None = None) -> Report:
 
 if __name__ == "__main__":
     main()
+    end_ranks()

@@ -322,6 +322,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--json", metavar="PATH")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
     torch.manual_seed(0)
     report = Report(f"optim_utils on {arguments.device}")
     for name in arguments.only:

@@ -71,6 +71,23 @@ def test_tiny_runs(module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(row["error"] < 0.01 for row in rows if "ours" in row["what"])
 
 
+def test_nan_in_any_tensor_is_no_small_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = adamw_benchmark.TritonAdamW.step
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        right(optimizer)
+        optimizer.param_groups[0]["params"][-1].detach()[0] = torch.nan
+
+    monkeypatch.setattr(adamw_benchmark.TritonAdamW, "step", step)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--model", "tiny", "--peers", "none"])
+    assert adamw_benchmark.main() == 1
+    said = capsys.readouterr()
+    assert "the first step is wrong, error nan" in said.out
+    assert "wall_ms" not in said.out + said.err
+
+
 def test_as_many_calls_as_asked_for_are_timed() -> None:
     calls: list[int] = []
     timing.wall_ms([lambda: calls.append(0), lambda: calls.append(1)], at_least_ms=0, at_least_calls=20, warmups=3)
@@ -95,4 +112,4 @@ def test_shapes_that_are_none_are_refused(
     monkeypatch.setattr(sys, "argv", ["benchmark", "--shape", "4", "0"])
     with pytest.raises(SystemExit):
         module.main()
-    assert "a size is a whole number from 1 on, got '0'" in capsys.readouterr().err
+    assert "expected a whole number from 1 on, got '0'" in capsys.readouterr().err

@@ -62,6 +62,24 @@ def test_a_model_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, semantics
     assert [row["what"] for row in content["rows"]] == names
 
 
+@on_cpu
+@pytest.mark.parametrize("wrong", [1.02, torch.nan])
+def test_no_speed_of_a_wrong_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: float
+) -> None:
+    right = muon_benchmark.TritonMuon.step
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        right(optimizer)
+        optimizer.param_groups[0]["params"][-1].detach().mul_(wrong)
+
+    monkeypatch.setattr(muon_benchmark.TritonMuon, "step", step)
+    assert run(monkeypatch, "--model", "tiny") == 1
+    said = capsys.readouterr()
+    assert "no speed is printed" in said.out
+    assert "wall_ms" not in said.out + said.err
+
+
 def test_the_suite_is_in_both_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["muon_benchmark", "--suite"])
     assert muon_benchmark.parse().dtype == ["float16", "bfloat16"]
@@ -73,6 +91,10 @@ def test_the_suite_is_in_both_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "d20", "--dtype", "float16", "bfloat16"], "--dtype is one dtype for a --model"),
         (["--dim", "64", "--ns-dtype", "bfloat16"], "--ns-dtype is for a --model"),
         (["--dim", "64", "--dtype", "int8"], "invalid choice"),
+        (["--model", "d21"], "invalid choice: 'd21'"),
+        (["--shape", "64"], "--shape is that of a matrix or a batch of matrices, got 64 alone"),
+        (["--steps", "0"], "expected a whole number from 1 on, got '0'"),
+        (["--coefficients", "kelly"], "unknown coefficients 'kelly'"),
     ],
 )
 def test_arguments_that_do_not_fit(
