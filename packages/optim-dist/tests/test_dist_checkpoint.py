@@ -215,6 +215,18 @@ def test_loads_bitwise_on_devices(backend, tmp_path):
     check_every_pair(tmp_path, saved, sizes, backend)
 
 
+def test_what_was_loaded_in_inference_mode_is_stepped_outside(tmp_path):
+    net, optimizer = build()
+    steps(net, optimizer, 0, range(1))
+    checkpoint.save(tmp_path / "a", net, optimizer)
+    twin, twin_optimizer = build()
+    with torch.inference_mode():
+        checkpoint.load(tmp_path / "a", twin, twin_optimizer)
+    for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+        steps(model, opt, 0, range(1, 2))
+    assert_equal([*twin.parameters()], [*net.parameters()], "loaded")
+
+
 def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
     folder, _ = checkpoints
     assert checkpoint.latest(folder) == folder / "from-4"

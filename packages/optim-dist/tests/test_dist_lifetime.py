@@ -4,6 +4,7 @@ All scenarios of a backend run in one launch of ranks, each with its own optimiz
 raised.
 """
 
+import copy
 import gc
 import io
 import subprocess
@@ -741,6 +742,59 @@ def what_is_frozen_in_between_stays_and_goes_on(rank, world_size):
         if missing_grad == "raise" and world_size == 1:  # of several, the owner alone
             with pytest.raises(RuntimeError, match="has no gradient on any rank"):
                 optimizer.step()
+
+
+def _nothing(net, optimizer):
+    pass
+
+
+def _clip(net, optimizer):
+    optimizer.clip_grad_norm_(0.5)
+
+
+def _step(net, optimizer):
+    optimizer.step()
+
+
+def _show(net, optimizer):
+    optimizer.state_dict()
+
+
+def _load(net, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _plan(net, optimizer):
+    optimizer.zero_grad()
+    optimizer.rebuild_plan()
+
+
+def _add(net, optimizer):
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": net.late.parameters()})
+
+
+@scenario(1, 2)
+def what_is_made_in_inference_mode_can_be_stepped_outside(rank, world_size):
+    """Of torch's optimizers neither a first step nor a load there can be followed by steps outside."""
+    options = {"lr": 0.05, "reducer": "exact", "reduced_dtype": torch.float64}
+    for call in (_nothing, _clip, _step, _show, _load, _plan, _add):
+        found = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            net = Net(device_of(rank))
+            torch.manual_seed(0)
+            net.late = nn.Linear(5, 5, device=device_of(rank))
+            with mode():
+                optimizer = TritonDistAdamW(net.layers.parameters(), **options)
+            net(batch(rank, 0)).backward()
+            with mode():
+                call(net, optimizer)
+            for step in range(1, 3):
+                optimizer.zero_grad()
+                (net(batch(rank, step)) + net.late(batch(rank, step)).sum()).backward()
+                optimizer.step()
+            found.append(values(net.layers))
+        assert_same(*found)
 
 
 @scenario(2)

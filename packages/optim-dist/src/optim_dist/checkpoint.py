@@ -49,6 +49,7 @@ from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist.plan import ParameterSpec
 
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
@@ -147,6 +148,7 @@ def save(
     return Path(path) if saving is None else saving
 
 
+@out_of_inference_mode
 def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     """Bring model and optimizer to the saved state, whatever the number of ranks; returns ``extra``. Collective.
 

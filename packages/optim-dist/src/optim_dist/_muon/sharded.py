@@ -204,12 +204,8 @@ class ShardedMuon:
             owned = [owned_by(world.ranks[world.rank], part, self.owners) for part in self._parts]
             # one batch has been packed when the next begins
             room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
-            # a later step writes there, too, which it could not if this one ran in inference mode
-            with torch.inference_mode(False):
-                memory = torch.empty(room, dtype=torch.uint8, device=world.device)
-                self._batches = [
-                    Batch(part, self.owners, moments, world, memory, new_planner()) for part in self._parts
-                ]
+            memory = torch.empty(room, dtype=torch.uint8, device=world.device)
+            self._batches = [Batch(part, self.owners, moments, world, memory, new_planner()) for part in self._parts]
             self._moments = tuple(moments)
         return self._batches
 

@@ -32,6 +32,7 @@ from optim_dist._optimizers import step_checks
 from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
@@ -99,6 +100,7 @@ class DistOptimizer(StatefulOptimizer):
             self._routes[route].forget(cache)
 
     @_not_compiled
+    @out_of_inference_mode
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Reduce what is not reduced yet, update, and return the parameters to all ranks.
 
@@ -170,6 +172,7 @@ class DistOptimizer(StatefulOptimizer):
         """The norm of all gradients; the next ``step()`` scales them to ``max_norm``. See ``optim_dist.clip``."""
         return clip.clip_grad_norm_(self, max_norm, norm_type)
 
+    @out_of_inference_mode
     @torch.no_grad()
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
         """Phase 3: the norm of the gradients as the update will see them: 0-dim, fp64, the same bits on every rank."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from optim_dist._optimizers import agreement, construction, step_checks
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
+from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.meeting import meet
 from optim_dist._optimizers.options import Options, groups_of
@@ -34,6 +35,7 @@ from optim_utils.param_groups import MatrixView
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
+    @out_of_inference_mode
     def __init__(self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         given: list[Any] = []
         try:
@@ -142,6 +144,7 @@ class PlannedOptimizer(LiveOptimizer):
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
 
+    @out_of_inference_mode
     @torch.no_grad()
     def rebuild_plan(self, order: Sequence[str | Tensor] | None = None) -> None:
         """Plan anew for the parameters that need a gradient now: after unfreezing some, or freezing some for good.
@@ -206,6 +209,7 @@ class PlannedOptimizer(LiveOptimizer):
         for bucket in former:
             bucket.release()
 
+    @out_of_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
         self.check_open()

@@ -13,6 +13,7 @@ from optim_dist._optimizers import interchange, loaded_state, states, step_check
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.followed_masters import FollowedMasters
+from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import MASTER_KEYS, Route, Shard
@@ -107,6 +108,7 @@ class StatefulOptimizer(PlannedOptimizer):
         self._complete(shard, state)
         return state
 
+    @out_of_inference_mode
     def completed_state(self, shard: Shard) -> dict[str, Any]:
         """A shard's state with all that its options want, made where it is missing."""
         kept = self.state[shard.parameter]
@@ -179,6 +181,7 @@ class StatefulOptimizer(PlannedOptimizer):
         states.make_groups_plain(state_dict)
         return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
 
+    @out_of_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded.
 
