@@ -227,6 +227,17 @@ def test_what_was_loaded_in_inference_mode_is_stepped_outside(tmp_path):
     assert_equal([*twin.parameters()], [*net.parameters()], "loaded")
 
 
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.load], ids=["save", "load"])
+def test_arguments_of_another_kind_are_refused_by_name(call, tmp_path):
+    net, optimizer = build()
+    with pytest.raises(TypeError, match=r"path must be .*, got None, which latest\(\) gives where there is none yet"):
+        call(checkpoint.latest(tmp_path), net, optimizer)
+    with pytest.raises(TypeError, match=r"model must be .*, got TritonDistMuonAdamW; pass path, model, optimizer"):
+        call(tmp_path / "a", optimizer, net)
+    with pytest.raises(TypeError, match="opt must be an optimizer of optim_dist, got SGD"):
+        call(tmp_path / "a", net, torch.optim.SGD(net.parameters()))
+
+
 def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
     folder, _ = checkpoints
     assert checkpoint.latest(folder) == folder / "from-4"

@@ -133,6 +133,7 @@ def save(
             ``copies``, or if an earlier save in the background has failed and nobody has waited for it. With ``async_``
             the ``Saving`` says what could not be written.
     """
+    _check_arguments(path, model, opt)
     faults = []
     if keep is not None and (type(keep) is not int or keep < 1):
         faults.append(f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}")
@@ -157,6 +158,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
+    _check_arguments(path, model, opt)
     opt.check_open()
     opt.communicator.check_ranks()
     background.wait_for_last()  # which may be the one to load
@@ -295,6 +297,19 @@ def latest(directory: Path_) -> Path | None:
             if (written := _written_at(other)) is not None:
                 complete[other] = written
     return max(complete, key=lambda other: complete[other], default=None)
+
+
+def _check_arguments(path: object, model: object, opt: object) -> None:
+    """Refuse what every rank gets wrong alike, by the name of the argument."""
+    if path is None:
+        raise TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
+    if not isinstance(opt, DistOptimizer):
+        raise TypeError(
+            f"opt must be an optimizer of optim_dist, got {type(opt).__name__}; pass what a framework has wrapped, and "
+            "save others with torch.distributed.checkpoint"
+        )
 
 
 def _written_at(folder: Path) -> int | None:
