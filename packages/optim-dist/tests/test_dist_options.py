@@ -464,7 +464,16 @@ def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend
     ({"max_norm": "1"}, "max_norm must be positive, got '1'"),
     ({"bucket_mb": float("inf")}, "bucket_mb must be positive and finite, got inf"),
     ({"timeout": float("inf")}, "timeout must be positive and finite, got inf"),
+    ({"model": "gpt2"}, "model must be None or a Module, got 'gpt2'"),
+    ({"mesh": (2, 2)}, r"mesh must be None or a DeviceMesh, got \(2, 2\)"),
+    ({"process_group": "gloo"}, "process_group must be None or a ProcessGroup, got 'gloo'"),
 ], ids=repr)  # fmt: skip
 def test_values_of_another_kind_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         TritonDistAdamW([nn.Parameter(torch.ones(4))], **options)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Parameter(torch.ones(4)), None], ids=["model", "one", "none"])
+def test_what_lists_no_parameters_is_refused(given):
+    with pytest.raises(TypeError, match=rf"params must be a list of parameters.*, got a {type(given).__name__}"):
+        TritonDistAdamW(given)

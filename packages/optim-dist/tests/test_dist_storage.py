@@ -307,9 +307,14 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_optimizer(build, reques
     [
         ({"seed": 1.5, "stochastic_rounding": True}, "seed must be an int, got 1.5"),
         ({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
+        ({"betas": 0.9}, r"betas must be two numbers, got 0.9"),
+        ({"betas": ("0.9", 0.95)}, r"Invalid beta parameter at index 0: '0.9'"),
         ({"lr": torch.ones(2)}, r"Tensor lr must be 1-element, got shape \(2,\)"),
+        ({"lr": "1e-3"}, r"Invalid learning rate: '1e-3'"),
+        ({"eps": None}, r"Invalid epsilon value: None"),
+        ({"weight_decay": "0.1"}, r"Invalid weight_decay value: '0.1'"),
     ],
-    ids=["seed", "betas", "lr"],
+    ids=["seed", "beta", "no-pair", "beta-text", "lr", "lr-text", "eps", "weight-decay-text"],
 )
 def test_hyperparameters_that_no_step_can_take_are_refused(options, match):
     half = nn.Parameter(torch.ones(3, dtype=BF16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -164,20 +164,20 @@ class TritonDistAdamW(DistOptimizer):
 
 def check_adamw(group: dict[str, Any]) -> None:
     """Refuse hyperparameters as torch does, and storage that the group's parameters cannot have."""
-    lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if len(group["betas"]) != 2:
-        raise ValueError(f"betas must be two numbers, got {group['betas']!r}")
-    for place, beta in enumerate(group["betas"]):
-        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
-            raise ValueError(f"Invalid beta parameter at index {place}: {beta}")
-    if not eps >= 0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if not isinstance(lr, Tensor) and not (_is_number(lr) and lr >= 0):
+        raise ValueError(f"Invalid learning rate: {lr!r}")
+    if not hasattr(betas, "__len__") or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
+    for place, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not (_is_number(beta) and 0 <= beta < 1):
+            raise ValueError(f"Invalid beta parameter at index {place}: {beta!r}")
+    if not (_is_number(eps) and eps >= 0):
+        raise ValueError(f"Invalid epsilon value: {eps!r}")
+    if not (_is_number(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"Invalid weight_decay value: {weight_decay!r}")
     if not isinstance(group.get("seed", 0), Integral):
         raise ValueError(f"seed must be an int, got {group['seed']!r}")
     chosen = group.get("state_dtype")
@@ -200,3 +200,8 @@ def check_adamw(group: dict[str, Any]) -> None:
                 f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but "
                 f"{name_in_group(group, place)} is {parameter.dtype}; put it in a group with master_weights=None"
             )
+
+
+def _is_number(value: object) -> bool:
+    """Not a text, as ``1e-3`` is one in a YAML file."""
+    return isinstance(value, Real | Tensor)

@@ -24,7 +24,16 @@ from optim_utils.param_groups import MatrixView
 
 
 def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
-    """``params`` as a list in which a tied parameter stands once in a group; torch warns about a second time."""
+    """``params`` as a list in which a tied parameter stands once in a group; torch warns about a second time.
+
+    Raises:
+        TypeError: for a model, or a parameter that is in no list.
+    """
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be a list of parameters, pairs with names or groups (model.named_parameters(), say), got a "
+            f"{type(params).__name__}"
+        )
     items: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
     if items and isinstance(items[0], dict):
         return [{**group, "params": _distinct(group["params"])} if "views" not in group else group for group in items]

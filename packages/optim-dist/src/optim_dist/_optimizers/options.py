@@ -174,6 +174,12 @@ class Options:
     def _check_values(self) -> None:
         """Refuse values of another kind, such as ``"no"``, which counts as true."""
         check_grad_dtype(self.grad_dtype)
+        for name, kind in {"model": torch.nn.Module, "mesh": DeviceMesh}.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} must be None or a {kind.__name__}, got {value!r}")
+        if self.process_group is not None and not _is_group(self.process_group):
+            raise ValueError(f"process_group must be None or a ProcessGroup, got {self.process_group!r}")
         for name in ("average", "overlap", "skip_nonfinite", "deterministic", "debug"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -273,14 +279,19 @@ class Options:
         return replace(self, model=None, mesh=None, process_group=None)
 
 
-def groups_of(mesh: object, process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
+def groups_of(mesh: object, process_group: Any) -> list[dist.ProcessGroup | None]:
     """The groups of this rank, one along each dimension of a mesh that has several ranks; None: the default one.
 
-    What is no mesh is left out, as if it had not been given: options refuse it.
+    What is no mesh, and no group, is left out, as if it had not been given: options refuse it.
     """
     if not isinstance(mesh, DeviceMesh):
-        return [process_group]
+        return [process_group if _is_group(process_group) else None]
     return [mesh.get_group(dim) for dim, size in enumerate(mesh.shape) if size > 1] or [mesh.get_group(0)]
+
+
+def _is_group(given: object) -> bool:
+    """Or what ``new_group`` gives to ranks that it leaves out, who are told so when they connect."""
+    return isinstance(given, dist.ProcessGroup) or given == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
