@@ -359,6 +359,24 @@ def fp16_sums_do_not_overflow(rank, world_size):
 
 
 @scenario(2)
+def scalers_that_no_longer_agree_are_refused(rank, world_size):
+    """One has seen an infinity that the others have not: sums would be of gradients with different scales."""
+    scaler = torch.amp.GradScaler(device_of(rank).type, init_scale=256.0)
+    net, optimizer = build(rank, debug=True)
+    scaler.scale(net(batch(rank, 0))).backward()
+    if rank == 1:
+        net.layers[0].weight.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    before = values(net)
+    scaler.scale(net(batch(rank, 1))).backward()
+    with pytest.raises(RuntimeError, match=r"by 256\.0 on rank 0, by 128\.0 on rank 1.*unscale_"):
+        scaler.step(optimizer)
+    assert_same(values(net), before)
+
+
+@scenario(2)
 def a_sum_that_overflows_skips_a_scaled_step(rank, world_size):
     device = device_of(rank)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0)

@@ -224,7 +224,11 @@ class DistOptimizer(StatefulOptimizer):
                 # the scaler saw gradients before they were added, or while they were
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
             # what overflowed on one rank is in the sum of all
-            found_inf = self._communicator.gather_message(found_inf).amax()
+            scale = torch.as_tensor(0.0 if grad_scale is None else grad_scale).to(found_inf).reshape(1)
+            found = self._communicator.gather_message(torch.cat([found_inf, scale]))
+            found_inf = found[:, 0].amax()
+            if self._options.debug or found.device.type == "cpu":  # elsewhere the host would wait
+                step_checks.check_scales(found[:, 1].tolist(), self._communicator.ranks)
         if self._options.skip_nonfinite and self.grad_norm is not None:
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)

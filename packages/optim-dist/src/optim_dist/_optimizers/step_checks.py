@@ -99,6 +99,18 @@ def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:
         )
 
 
+def check_scales(scales: Sequence[float], ranks: Sequence[int]) -> None:
+    """Refuse ranks whose ``GradScaler`` have different scales, 0 for gradients that were unscaled before the sum."""
+    for rank, scale in zip(ranks, scales):
+        if scale != scales[0]:
+            raise RuntimeError(
+                f"gradients were scaled by {scales[0]} on rank {ranks[0]}, by {scale} on rank {rank}, so that their "
+                "sum is of no use: the scaler of one rank has seen an infinity alone. Take the maximum of its "
+                "found_inf over ranks before every scaler.update(), as torch's ShardedGradScaler does in "
+                "scaler.unscale_(), and start all ranks again from the newest checkpoint"
+            )
+
+
 def compare_scalars(
     groups: Sequence[dict[str, Any]], entries: Sequence[Entry], factor: Tensor | None, communicator: Communicator
 ) -> None:
