@@ -34,8 +34,8 @@ from optim_dist.plan import BucketPlan, ParameterSpec
 _grad = attrgetter("grad")
 
 _REMEDY = (
-    "call zero_grad() after every step(); to add up several backward passes before one, "
-    "pass accumulation_steps= or put all but the last under no_sync()"
+    "call zero_grad() after every step(), before whichever backward pass reaches it next; to add up several before one "
+    "step, give their number as accumulation_steps= or put all but the last under no_sync()"
 )
 
 
