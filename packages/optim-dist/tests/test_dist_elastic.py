@@ -241,9 +241,9 @@ def test_a_save_that_fails_in_the_background_is_an_error(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["every", "keep", "poll"])
-@pytest.mark.parametrize("value", [0, 2.5, float("nan")])
+@pytest.mark.parametrize("value", [0, 2.5, float("nan"), "20"])
 def test_what_is_no_whole_number_of_at_least_one_is_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value!r}"):
         elastic.run(train, tmp_path, **{"every": 1, name: value})
 
 
@@ -397,6 +397,14 @@ def test_nothing_of_an_earlier_start_is_in_the_store():
         assert [each.get("address") for each in (second, third)] == [str(attempt).encode()] * 2
         assert not any(each.get("address") == first.get("address") for each in stale)
         stale.append(first)
+
+
+def test_a_rank_that_does_not_know_its_gpu_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, .*, has to be in the environment beside WORLD_SIZE"):
+        elastic.run(lambda run: None, tmp_path, every=1)
 
 
 def test_a_rank_that_never_starts_is_named():

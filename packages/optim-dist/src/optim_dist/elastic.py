@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -71,8 +72,8 @@ class Run:
         copies: int = 1,
     ) -> None:
         for name, value in {"every": every, "keep": keep, "poll": poll, "copies": copies}.items():
-            if value < 1 or value % 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
+            if not isinstance(value, Real) or value < 1 or value % 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not isinstance(async_, bool):
             raise ValueError(f"async_ must be True or False, got {async_!r}")
         # the loop may change the directory that a relative path begins in
@@ -243,6 +244,11 @@ def _process_group(timeout: float) -> Iterator[None]:
         return
     backend, device = "gloo", None
     if torch.cuda.is_available():
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError(
+                "LOCAL_RANK, the number of this process on its host and so of its GPU, has to be in the environment "
+                "beside WORLD_SIZE; torchrun sets both"
+            )
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
