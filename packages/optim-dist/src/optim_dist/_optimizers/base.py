@@ -224,7 +224,7 @@ class DistOptimizer(StatefulOptimizer):
                 # the scaler saw gradients before they were added, or while they were
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
             # what overflowed on one rank is in the sum of all
-            scale = torch.as_tensor(0.0 if grad_scale is None else grad_scale).to(found_inf).reshape(1)
+            scale = torch.zeros_like(found_inf) if grad_scale is None else grad_scale.to(found_inf).reshape(1)
             found = self._communicator.gather_message(torch.cat([found_inf, scale]))
             found_inf = found[:, 0].amax()
             if self._options.debug or found.device.type == "cpu":  # elsewhere the host would wait
