@@ -160,6 +160,25 @@ def gradients_set_by_hand_are_copied_in(rank, world_size):
 
 
 @scenario(2)
+def gradients_that_were_given_other_memory_are_what_counts(rank, world_size):
+    """As by ``p.grad.data = ...``, which torch neither counts nor tells."""
+    found = []
+    for moves in (True, False):
+        net, optimizer = build(rank)
+        for step in range(3):
+            net(batch(rank, step)).backward()
+            for parameter in net.parameters():
+                if moves:
+                    parameter.grad.data = 0.5 * parameter.grad.data
+                else:
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append(values(net))
+    assert_same(*found)
+
+
+@scenario(2)
 def compiled_backward_passes_reduce_as_others_do(rank, world_size):
     for gradients in ("resident", "streamed"):
         torch._dynamo.reset()
@@ -292,7 +311,13 @@ def ranks_that_have_seen_no_gradient_give_up_a_batch_with_the_others(rank, world
 def a_gradient_changed_after_its_reduction_is_an_error(rank, world_size):
     net, optimizer = build(rank, accumulation_steps=1, reducer="rs")
     net(batch(rank, 0)).backward()
-    net.layers[0].weight.grad = torch.ones_like(net.layers[0].weight)
+    weight = net.layers[0].weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
+        optimizer.step()
+    optimizer.zero_grad()
+    net(batch(rank, 0)).backward()
+    weight.grad.data = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match=r"layers\.0\.weight was assigned or changed after"):
         optimizer.step()
     optimizer.zero_grad()

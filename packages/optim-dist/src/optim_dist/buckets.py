@@ -60,12 +60,14 @@ class Bucket(Contribution, ParameterBucket):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._gradients = [member.gradient for member in self.members]
+        self._gradient_addresses = list(map(Tensor.data_ptr, self._gradients))
         # the gradients' versions when they were reduced last
         self._reduced_versions = [-1] * len(self.members)
         for place, member in enumerate(self.members):
             member.place = place
 
     def check_gradients(self) -> None:
+        self._renew_moved()
         if self.launched:
             self._check_unchanged()
             return
@@ -129,6 +131,17 @@ class Bucket(Contribution, ParameterBucket):
     def _all_in_place(self) -> bool:
         """Whether every member has a gradient, and it is the view of the bucket."""
         return all(map(is_, map(_grad, self._parameters), self._gradients))
+
+    def _renew_moved(self) -> None:
+        """Make views anew that have left the bucket by ``.data = ...``: what they are now is as if it was assigned."""
+        if list(map(Tensor.data_ptr, self._gradients)) == self._gradient_addresses:
+            return
+        for slot, member, address in zip(self.plan.slots, self.members, self._gradient_addresses):
+            if member.gradient.data_ptr() != address:
+                shape, strides = member.value.shape, member.value.stride()
+                member.gradient = self.gradients.data[slot.offset :].as_strided(shape, strides).data
+                self._gradients[member.place] = member.gradient
+                self._reduced_versions[member.place] = -1
 
     def _is_reduced_and_untouched(self, member: ResidentMember) -> bool:
         is_in_place = member.parameter.grad is member.gradient
