@@ -228,6 +228,29 @@ def gradients_that_are_changed_behind_backward_are_what_counts(rank, world_size)
 
 
 @scenario(2)
+def what_makes_no_difference_needs_no_other_ranks(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm", overlap=False)
+    if rank == 0:
+        with optimizer.no_sync():
+            pass
+    assert optimizer.communicator.gather_json(rank) == [0, 1]
+    optimizer.close()
+
+
+@scenario(2)
+def ranks_that_do_something_else_at_the_first_no_sync_are_told_so(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm")
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank 1 does .*with no_sync\(\) in the"), optimizer.no_sync():
+            pass
+    else:
+        optimizer.communicator.gather_json("something else")
+    optimizer.close()
+
+
+@scenario(2)
 def ranks_that_are_late_and_talk_between_do_not_wait_for_ever(rank, world_size):
     """A copy that waits for a rank holds up others, such as those by which the host sees a number."""
     share_host_memory()

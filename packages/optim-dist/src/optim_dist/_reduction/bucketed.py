@@ -22,6 +22,7 @@ from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.forward_gathers import ForwardGathers
+from optim_dist._reduction.groups import gathered
 from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.storage import ParameterBucket, found_nothing
 from optim_dist._reduction.streamed import StreamedReduction
@@ -30,6 +31,9 @@ from optim_dist.plan import Plan
 from optim_dist.reducers import Exact, ExactOfPeers, Reducer, ReduceScatter
 
 Update = Callable[[ParameterBucket], None]
+
+_FIRST_NO_SYNC = "the first no_sync()"
+_OTHERWISE = "does something else meanwhile; every rank begins with no_sync() in the same step"
 
 
 class BucketedParameters:
@@ -301,8 +305,9 @@ class BucketedParameters:
         """Backward passes inside only accumulate; the first time a collective."""
         if self.reduction is None or self._reducer is None:
             return nullcontext()
-        if self._launches_in_step and not self.reduction.is_told:
-            self._communicator.gather_json(None)  # from here on ranks launch in another order
+        if self._launches_in_step and self._options.overlap and not self.reduction.is_told:
+            # from here on ranks launch in another order
+            gathered(self._communicator, _FIRST_NO_SYNC, None, _OTHERWISE)
         self._set_apart(self._reducer)
         return self.reduction.no_sync()
 
