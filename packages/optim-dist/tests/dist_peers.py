@@ -1,12 +1,14 @@
 """Memory that ranks share without GPUs: files that all of them map, in the place of torch's symmetric memory.
 
-The host copies, once all ranks have come: what a rank launches waits for the others.
+The host copies, once all ranks have come: what a rank launches waits for the others. Or, see ``hold_copies``, copies
+wait until somebody waits for them, as they may where a device makes them.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from optim_dist._reduction import peers
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.groups import new_group
+from optim_dist.buckets import Bucket
 
 
 class _File:
@@ -33,9 +36,16 @@ class _File:
         dist.barrier(self._group)
 
 
-class _Here:
+class _Held:
+    """Copies that are made when somebody waits for them, or for later ones."""
+
+    def __init__(self, held, copy):
+        self._held, self._copy = held, copy
+        held.append(self)
+
     def wait(self):
-        pass
+        while self in self._held:
+            self._held.popleft()._copy()
 
 
 class HostMemory(peers.PeerMemory):
@@ -44,6 +54,7 @@ class HostMemory(peers.PeerMemory):
         self._timeout_ms, self._storages, self._handles, self._chunks, self._number = 0, {}, {}, {}, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
         self._group = new_group(communicator.ranks, [communicator])
+        self._held, self.are_held = deque(), False
 
     def _allocate(self, numel, dtype):
         self._number += 1
@@ -56,13 +67,56 @@ class HostMemory(peers.PeerMemory):
         pass
 
     def run(self, chunk, copies, then=None, behind=None, full=None):
-        chunk.meet()
-        for target, source in copies:
-            target.copy_(source)
-        chunk.meet()
-        if then is not None:
-            then()
-        return _Here()
+        def copy():
+            if full is not None:
+                full.put_back()
+            chunk.meet()
+            for target, source in copies:
+                target.copy_(source)
+            chunk.meet()
+            if then is not None:
+                then()
+
+        work = _Held(self._held, copy)
+        if not self.are_held:
+            work.wait()
+        return work
+
+
+class _Full:
+    """In the place of an event: gradients as they were when their bucket was full, which copies may find."""
+
+    def __init__(self, gradients):
+        self._gradients, self._then = gradients, gradients.clone()
+
+    def put_back(self):
+        self._gradients.copy_(self._then)
+
+
+def hold_copies(optimizer, patch):
+    """Let it be seen what reads or writes too early or too late.
+
+    Gradients are copied as they were when their bucket was full, unless that is known to be over, and nothing comes or
+    goes until somebody waits for it. On GPUs nothing is held.
+
+    Returns for every reduction, as they are launched, whether it runs beside backward.
+    """
+    communicator, beside = optimizer.communicator, []
+    collect, note_full = communicator.collect, Bucket.note_full
+
+    def collect_noted(flat, room, add, behind, full=None):
+        beside.append(full is not None)
+        return collect(flat, room, add, behind, full)
+
+    def note_copied(bucket):
+        note_full(bucket)
+        bucket.full = _Full(bucket.gradients)
+
+    patch.setattr(communicator, "collect", collect_noted)
+    if isinstance(communicator._memory, HostMemory):
+        patch.setattr(Bucket, "note_full", note_copied)
+        communicator._memory.are_held = True
+    return beside
 
 
 def share_host_memory() -> None:

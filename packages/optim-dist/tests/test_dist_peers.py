@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import BACKENDS, Scenarios, assert_equal, device_of, mesh_of, normal, world_sizes
 from dist_loops import Net, assert_same, batch, build, values
-from dist_peers import share_host_memory
+from dist_peers import hold_copies, share_host_memory
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuonAdamW, checkpoint
 from optim_dist._optimizers.gradient_dtype import IS_SUPPORTED
@@ -53,13 +53,17 @@ def train(rank, kind="adamw", dtype=torch.float32, steps=3, **options):
     optimizer = optimizer_of(net, kind, model=net, reducer="exact", bucket_mb=1e-4, **options)
     assert len(optimizer.plan.buckets) > 1
     found, at_first = [], optimizer.communicator.bytes_sent
-    for step in range(steps):
-        for micro in range(2):
-            skip = (rank + step + micro) % 3 if step else None
-            net(batch(rank, step, micro).to(dtype), skip).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [value.cpu() for value in values(net)]
+    with pytest.MonkeyPatch.context() as patch:
+        # what is streamed waits for other ranks under backward, where these might wait for what is held
+        if options.get("transport") == "symm" and "gradients" not in options:
+            hold_copies(optimizer, patch)
+        for step in range(steps):
+            for micro in range(2):
+                skip = (rank + step + micro) % 3 if step else None
+                net(batch(rank, step, micro).to(dtype), skip).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [value.cpu() for value in values(net)]
     sent = optimizer.communicator.bytes_sent - at_first
     optimizer.close()
     return found, sent
@@ -185,29 +189,37 @@ def what_others_do_not_see_goes_by_the_backend(rank, world_size):
     assert ours.gather_message(torch.tensor([rank], device=device_of(rank))).flatten().tolist() == [0, 1]
 
 
-def _trained(rank, change, **options):
-    """Parameters after two steps of two passes, the first of which only accumulates."""
+def _trained(rank, change=lambda net: None, steps=3, is_scaled=False, **options):
+    """Parameters after steps of two passes, the first of which only accumulates, and what ran beside backward."""
     net, optimizer = build(rank, reducer="exact", bucket_mb=1e-4, **options)
-    for step in range(2):
-        with nullcontext() if "accumulation_steps" in options else optimizer.no_sync():
-            net(batch(rank, step, 0)).backward()
-        net(batch(rank, step, 1)).backward()
+    scaler, beside = torch.amp.GradScaler(device_of(rank).type, init_scale=256.0, enabled=is_scaled), []
+    with pytest.MonkeyPatch.context() as patch:
         if "symm" in options.values():
-            assert all(bucket.is_as_noted for bucket in optimizer._bucketed.buckets)
-            assert not optimizer._bucketed.started
-        change(net)
-        optimizer.step()
-        optimizer.zero_grad()
+            beside = hold_copies(optimizer, patch)
+        for step in range(steps):
+            with nullcontext() if "accumulation_steps" in options else optimizer.no_sync():
+                scaler.scale(net(batch(rank, step, 0))).backward()
+            scaler.scale(net(batch(rank, step, 1))).backward()
+            if "symm" in options.values():
+                assert all(bucket.is_as_noted for bucket in optimizer._bucketed.buckets)
+                assert not optimizer._bucketed.started
+            change(net)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    size = len(optimizer._bucketed.buckets)
+    found = values(net)
     optimizer.close()
-    return values(net)
+    return found, [beside[at : at + size] for at in range(0, len(beside), size)]
 
 
 @scenario(2)
 def gradients_are_taken_under_backward_and_copied_in_the_step(rank, world_size):
     share_host_memory()
     for options in ({"accumulation_steps": 2}, {}):
-        found = [_trained(rank, lambda net: None, transport=name, **options) for name in ("symm", "backend")]
-        assert_same(*found)
+        found, steps = _trained(rank, transport="symm", **options)
+        assert_same(found, _trained(rank, transport="backend", **options)[0])
+        assert all(map(all, steps))
 
 
 @scenario(2)
@@ -222,9 +234,24 @@ def gradients_that_are_changed_behind_backward_are_what_counts(rank, world_size)
         for parameter in net.parameters():
             parameter.grad = 0.5 * parameter.grad
 
-    expected = _trained(rank, halved, overlap=False, accumulation_steps=2)
-    for change in (halved, replaced):
-        assert_same(_trained(rank, change, transport="symm", accumulation_steps=2), expected)
+    def moved(net):
+        for parameter in net.parameters():
+            parameter.grad.data = 0.5 * parameter.grad.data
+
+    expected, _ = _trained(rank, halved, overlap=False, accumulation_steps=2)
+    for change in (halved, replaced, moved):
+        found, steps = _trained(rank, change, transport="symm", accumulation_steps=2)
+        assert_same(found, expected)
+        assert not any(map(any, steps))
+
+
+@scenario(2)
+def a_scaler_writes_gradients_before_they_are_added(rank, world_size):
+    """Where they were, and torch does not count it: a sum beside that would be overwritten by what was there."""
+    share_host_memory()
+    found, steps = _trained(rank, is_scaled=True, transport="symm", accumulation_steps=2)
+    assert_same(found, _trained(rank, is_scaled=True, overlap=False, accumulation_steps=2)[0])
+    assert not any(map(any, steps))
 
 
 @scenario(2)

@@ -144,10 +144,12 @@ class BackwardReduction:
         return self.reducer.finish(bucket)
 
     def finish_launched(self) -> None:
-        """Let the current stream wait for every reduction in flight."""
+        """Let the current stream wait for every reduction in flight, and others that are to come for that stream."""
         for bucket in self.buckets:
             if bucket.launched:
                 self.reducer.finish(bucket)
+            else:
+                bucket.forget_full()
 
     def drop(self, is_agreed: bool = False) -> None:
         """Give up this step's reductions, once every rank has issued all of them, and begin a new step.

@@ -208,7 +208,7 @@ class DistOptimizer(StatefulOptimizer):
         """True: ``GradScaler`` leaves unscaling to ``step()``, which reads grad_scale and found_inf on the device.
 
         It asks before it looks for infinities, and writes every gradient back where it was while it looks: over the
-        sums of reductions that backward has launched, unless they are done by then.
+        sums of reductions that backward has launched, unless they are done by then, or begin behind it.
         """
         self._bucketed.finish_launched()
         return True

@@ -268,7 +268,7 @@ class BucketedParameters:
             self.reduction.restart()
 
     def finish_launched(self) -> None:
-        """Let the current stream wait for every reduction in flight, before somebody looks at gradients."""
+        """Let every reduction in flight end before somebody looks at gradients, and others begin behind that."""
         if self.reduction is not None:
             self.reduction.finish_launched()
 
