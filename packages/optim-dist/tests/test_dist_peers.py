@@ -219,7 +219,10 @@ def gradients_are_taken_under_backward_and_copied_in_the_step(rank, world_size):
     for options in ({"accumulation_steps": 2}, {}):
         found, steps = _trained(rank, transport="symm", **options)
         assert_same(found, _trained(rank, transport="backend", **options)[0])
-        assert all(map(all, steps))
+        # memory that is used for the first time may be read by what backward has left on the device
+        assert not any(steps[0])
+        assert all(steps[1])
+        assert all(steps[2])
 
 
 @scenario(2)

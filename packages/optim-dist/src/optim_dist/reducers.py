@@ -207,9 +207,12 @@ class ExactOfPeers(Exact):
         free.append(scratch)
         others, place = self.communicator.world_size - 1, scratch.data_ptr()
         room = scratch[: others * bucket.plan.chunk].view(others, -1)
+        behind = self._latest.get(place)
+        # else the current stream has just written what is sent, or may still use memory that nothing has come to yet
+        is_alone = wire is bucket.gradients and behind is not None and bucket.sums is not None
+        full = bucket.full if is_alone else None
         add = partial(self._add, bucket, sums=self._sums(bucket))
-        full = bucket.full if wire is bucket.gradients else None  # else what is sent was written just now
-        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, self._latest.get(place), full)
+        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, behind, full)
 
     def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:
