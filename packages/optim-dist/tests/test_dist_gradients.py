@@ -160,6 +160,21 @@ def gradients_set_by_hand_are_copied_in(rank, world_size):
 
 
 @scenario(2)
+def what_is_copied_in_outlives_its_stream(rank, world_size):
+    """As where layers run in streams of their own, in one of which backward goes on."""
+    net, optimizer = build(rank, accumulation_steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        kept = []
+        patch.setattr("optim_dist.overlap.keep_until_read", lambda gradients: kept.extend(map(id, gradients)))
+        for are_several in (False, True):
+            optimizer._bucketed.reduction._streams.are_several = are_several
+            net(batch(rank, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(kept) == are_several * len(list(net.parameters()))
+
+
+@scenario(2)
 def gradients_that_were_given_other_memory_are_what_counts(rank, world_size):
     """As by ``p.grad.data = ...``, which torch neither counts nor tells."""
     found = []

@@ -84,11 +84,11 @@ class Bucket(Contribution, ParameterBucket):
                 )
 
     @torch.no_grad()
-    def collect_gradients(self) -> None:
-        """Bring every gradient into the bucket: strays are copied in, missing ones are zeros."""
+    def collect_gradients(self) -> list[Tensor]:
+        """Bring every gradient into the bucket: strays, which are returned, are copied in, missing ones are zeros."""
         if self._all_in_place():
             self.present = [True] * len(self.members)
-            return
+            return []
         targets, strays, absent = [], [], []
         for member in self.members:
             gradient = member.parameter.grad
@@ -104,6 +104,7 @@ class Bucket(Contribution, ParameterBucket):
         if absent:
             torch._foreach_zero_(absent)
         self.present = [member.parameter.grad is not None for member in self.members]
+        return strays
 
     def note_full(self) -> None:
         """All gradients of this step are in the bucket: what reads them need not wait for what comes later."""

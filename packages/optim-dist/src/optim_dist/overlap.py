@@ -24,7 +24,7 @@ from torch import Tensor
 
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket
-from optim_dist._reduction.written_streams import WrittenStreams
+from optim_dist._reduction.written_streams import WrittenStreams, keep_until_read
 from optim_dist.buckets import Bucket, ResidentMember, build_bucket
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
@@ -233,8 +233,7 @@ class BackwardReduction:
             if self._launches_in_step:
                 if not bucket.missing:
                     bucket.check_gradients()
-                    self._streams.follow(bucket.gradients)
-                    bucket.collect_gradients()
+                    self._collect(bucket)
                     bucket.note_full()
                 return
             while self._is_next_ready:
@@ -275,11 +274,17 @@ class BackwardReduction:
         bucket = self._order[self._next]
         if not bucket.is_as_noted:
             bucket.forget_full()
-            self._streams.follow(bucket.gradients)
-            bucket.collect_gradients()
+            self._collect(bucket)
         self.reducer.launch(bucket)
         bucket.note_reduced()
         bucket.launched = True
         self._next += 1
         if self._next == len(self._order):
             self._streams.forget()
+
+    def _collect(self, bucket: Bucket) -> None:
+        """Bring gradients into the bucket, behind the streams that have written them."""
+        self._streams.follow(bucket.gradients)
+        strays = bucket.collect_gradients()
+        if self._streams.are_several:  # backward goes on in theirs, where what is freed here would be used again
+            keep_until_read(strays)

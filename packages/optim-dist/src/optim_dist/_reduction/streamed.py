@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
 from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, found_nothing
-from optim_dist._reduction.written_streams import WrittenStreams
+from optim_dist._reduction.written_streams import WrittenStreams, keep_until_read
 from optim_dist.overlap import refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
@@ -272,7 +272,7 @@ class StreamedReduction:
         places = buffer.places(bucket)
         if not is_given_up:
             with torch.no_grad():
-                _keep_until_read(bucket.take_gradients(places))
+                keep_until_read(bucket.take_gradients(places))
         contribution = places.contribution(bucket)
         self.reducer.launch(contribution)
         bucket.divided = contribution.divided
@@ -290,11 +290,3 @@ class StreamedReduction:
         with torch.no_grad():
             bucket.add(self.reducer.finish(contribution))
         self._free.append(buffer)
-
-
-def _keep_until_read(gradients: Sequence[Tensor]) -> None:
-    """Tell the allocator who reads a bucket's gradients, perhaps allocated in another stream, that are given up now."""
-    if gradients and gradients[0].is_cuda:
-        current = torch.accelerator.current_stream(gradients[0].device.index)
-        for gradient in gradients:
-            gradient.record_stream(current)
