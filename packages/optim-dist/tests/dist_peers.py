@@ -93,6 +93,14 @@ class _Full:
         self._gradients.copy_(self._then)
 
 
+_note_full = Bucket.note_full
+
+
+def _note_with_gradients(bucket):
+    _note_full(bucket)
+    bucket.full = _Full(bucket.gradients)
+
+
 def hold_copies(optimizer, patch):
     """Let it be seen what reads or writes too early or too late.
 
@@ -102,19 +110,15 @@ def hold_copies(optimizer, patch):
     Returns for every reduction, as they are launched, whether it runs beside backward.
     """
     communicator, beside = optimizer.communicator, []
-    collect, note_full = communicator.collect, Bucket.note_full
+    collect = communicator.collect
 
     def collect_noted(flat, room, add, behind, full=None):
         beside.append(full is not None)
         return collect(flat, room, add, behind, full)
 
-    def note_copied(bucket):
-        note_full(bucket)
-        bucket.full = _Full(bucket.gradients)
-
     patch.setattr(communicator, "collect", collect_noted)
     if isinstance(communicator._memory, HostMemory):
-        patch.setattr(Bucket, "note_full", note_copied)
+        patch.setattr(Bucket, "note_full", _note_with_gradients)
         communicator._memory.are_held = True
     return beside
 

@@ -10,11 +10,13 @@ import io
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import normal
+from dist_peers import hold_copies, share_host_memory
 from dist_sequences import LATE, Arm, Beside, Interruption, Net, close, compare_state, late_group, run
 from torch import Tensor
 
@@ -355,13 +357,32 @@ PlainSequence.operations = [
 
 
 @pytest.mark.slow
+class CopiedSequence(PlainSequence):
+    """Between ranks that see each other's memory, where copies come and go as late as they may."""
+
+    def optimizers(self, net: Net, **options: Any) -> list[Any]:
+        share_host_memory()
+        found = super().optimizers(net, **{**options, "transport": "symm"})
+        if self.world_size > 1:
+            for optimizer in found:
+                hold_copies(optimizer, pytest.MonkeyPatch())
+        return found
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sequences(world_size: int, tmp_path: Path) -> None:
     run_ranks(run, world_size, PlainSequence, range(3), 25, str(tmp_path), timeout=120)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sequences_by_copies(world_size: int, tmp_path: Path) -> None:
+    run_ranks(run, world_size, CopiedSequence, range(3), 25, str(tmp_path), timeout=120)
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", [PlainSequence, CopiedSequence])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("first", range(1000, 1300, 20))
-def test_many_sequences(world_size: int, first: int, tmp_path: Path) -> None:
-    run_ranks(run, world_size, PlainSequence, range(first, first + 20), 40, str(tmp_path), timeout=240)
+def test_many_sequences(kind: type[PlainSequence], world_size: int, first: int, tmp_path: Path) -> None:
+    run_ranks(run, world_size, kind, range(first, first + 20), 40, str(tmp_path), timeout=240)
