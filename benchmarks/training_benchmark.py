@@ -9,8 +9,9 @@
 What a step reduces, updates and gathers beside products is not in the gap, but makes these slower, which is exposed,
 too: products and collectives share multiprocessors, memory and power. Steps follow each other without a wait, as in a
 training loop; a figure is the mean of a run of steps on the slowest rank, whose gap is the shortest as it waits for
-nobody, and of such runs the median. Before the time of a way counts its first steps are compared with those of DDP: by
-how far the mean loss of all ranks has fallen.
+nobody, and of such runs the median. DDP and FSDP2 wait for their reductions inside of backward, so that these are
+exposed, but in no gap. Before the time of a way counts its first steps are compared with those of DDP: by how far the
+mean loss of all ranks has fallen.
 """
 
 from __future__ import annotations
