@@ -117,6 +117,7 @@ def rs_is_exact_there(rank, world_size):
     assert optimizer.explain().data["reducer"] == "exact"
     assert optimizer.explain().data["transport"] == "symm"
     assert "buckets travel by copies between the memories of ranks\n" in optimizer.explain()
+    assert "for the step's copies beside backward at once" in optimizer.explain()
 
 
 def come_and_go(rank, folder, transport):

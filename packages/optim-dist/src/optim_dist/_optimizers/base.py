@@ -306,7 +306,7 @@ class DistOptimizer(StatefulOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; once used, passes outside it reduce while they run.
+        """Backward passes inside only accumulate; once used, passes outside it reduce, or are reduced, while they run.
 
         The first time a collective: every rank begins with it in the same step. Refused with ``gradients="streamed"``.
         """

@@ -138,7 +138,8 @@ def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str
     elif communicator.waits_on_host and options.reducer == "rs":
         backward = "off: here the host waits between the dimensions of the mesh; reducer='exact' needs one for all"
     elif options.accumulation_steps is None:
-        backward = "from the first use of no_sync() on; pass accumulation_steps= to reduce during backward at once"
+        overlapped = "for the step's copies beside" if options.transport == "symm" else "to reduce during"
+        backward = f"from the first use of no_sync() on; pass accumulation_steps= {overlapped} backward at once"
     elif options.is_streamed:
         backward = "on: every backward pass reduces while it runs, and no gradients are kept"
     elif options.transport == "symm":

@@ -89,12 +89,12 @@ def check_missing(
             raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
 
-def check_scaler(optimizer: Optimizer, is_eager: bool) -> None:
-    """Refuse a ``GradScaler`` that has divided gradients which were reduced by then."""
+def check_scaler(optimizer: Optimizer, is_told: bool) -> None:
+    """Refuse a ``GradScaler`` that has divided gradients which backward, told which pass is the last, had taken."""
     is_unscaled = getattr(optimizer, "found_inf", None) is not None and getattr(optimizer, "grad_scale", None) is None
-    if is_unscaled and is_eager:
+    if is_unscaled and is_told:
         raise RuntimeError(
-            "scaler.unscale_() came after gradients were reduced under backward, so that it did not scale "
+            "scaler.unscale_() came after gradients were reduced under backward, or taken, so that it did not scale "
             "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
         )
 
