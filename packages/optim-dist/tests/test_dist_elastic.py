@@ -473,6 +473,26 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def test_threads_let_go_of_tensors_before_the_process_group_ends(tmp_path, monkeypatch):
+    freed, said = threading.Semaphore(0), []
+    thread = threading.Thread(target=lambda: (freed.acquire(), said.append("let go")))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: said.append("end"))
+    thread.start()
+    interval = sys.getswitchinterval()
+    # nobody is given Python's lock who is not waited for
+    sys.setswitchinterval(100)
+    try:
+        elastic.run(lambda run: freed.release(), tmp_path, every=1)
+        assert said == ["let go", "end"]
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
 @pytest.mark.nightly
 def test_a_lost_node_leaves_the_others_training(tmp_path):
     """Three agents of one rank each, and a store in a process of its own; one agent is killed with its rank."""

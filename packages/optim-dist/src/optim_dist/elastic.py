@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -256,5 +257,9 @@ def _process_group(timeout: float) -> Iterator[None]:
     store = fresh_store(store, rank, world_size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     yield
-    # not after an error: that might wait for a rank that is gone, and the process ends anyway
+    # Not after an error: that might wait for a rank that is gone, and the process ends anyway.
+    # A thread of gloo may still hold tensors of the last collective. It takes Python's lock to let go of them, and
+    # aborts a process that ends meanwhile, if something else keeps the group (torch 2.13): leave it the lock for a
+    # moment.
+    time.sleep(0.1)
     dist.destroy_process_group()
