@@ -36,6 +36,7 @@ from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
+from optim_dist._optimizers.remarks import remarks
 from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
@@ -329,6 +330,7 @@ class DistOptimizer(StatefulOptimizer):
             held,
             gradient_bytes,
             multipliers,
+            remarks(self.param_groups, self._entries, self._options.model),
         )
 
 

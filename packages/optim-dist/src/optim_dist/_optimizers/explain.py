@@ -33,6 +33,7 @@ def explain(
     state_bytes: int,
     gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
+    remarks: Sequence[str],
 ) -> Explanation:
     """The plan with what it means for this run.
 
@@ -42,6 +43,7 @@ def explain(
         state_bytes: what this rank's states take.
         gradient_bytes: what gradients of its buckets take.
         multipliers: by name what parameters multiply lr and weight_decay of their groups with, where that is not 1.
+        remarks: on the groups, a line each.
     """
     data = describe_plan(plan)
     data["multipliers"] = {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()}
@@ -72,6 +74,7 @@ def explain(
     data["order"] = options.order
     data["reducer"] = options.reducer if plan.world_size > 1 else None
     data["transport"] = options.transport if plan.world_size > 1 else None
+    data["remarks"] = list(remarks)
     data["phases"] = phases(plan, options, communicator)
     unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
     if unseen:
@@ -84,6 +87,8 @@ def explain(
     if multipliers:
         rows = [(name, *map(str, pair)) for name, pair in multipliers.items()]
         lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
+    if remarks:
+        lines += [*remarks, ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     if options.deterministic:
         lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
