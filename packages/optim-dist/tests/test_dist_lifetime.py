@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
-from optim_dist._optimizers import meeting
+from optim_dist import Options, TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
+from optim_dist._optimizers import construction, meeting
 from optim_dist._optimizers.agreement import check_replicas
 from optim_kernels import TritonMuon
 from optim_utils.testing import run_ranks
@@ -667,6 +668,13 @@ def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
     # of a mesh the dimension that has several ranks is asked
     with pytest.raises(ValueError, match="no collectives for parameters on meta; move the model to c"):
         TritonDistAdamW([nowhere], mesh=mesh_of(1, 2))
+    # behind one that the group has collectives for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "device_types", lambda group: ["tpu"])
+        with pytest.raises(ValueError, match=f"b: on {there.device}, for which the process group has no collectives"):
+            TritonDistAdamW([("b", there)])
+    with pytest.raises(ValueError, match="1: on meta, and what gives it numbers makes another parameter of it"):
+        TritonDistAdamW([there, nowhere])
     # without a parameter from whose device one could tell
     with pytest.raises(ValueError, match="empty parameter list"):
         TritonDistAdamW(iter(()))
@@ -683,6 +691,39 @@ def ranks_with_parameters_on_other_devices_are_refused(rank, world_size):
             refused = f"different options: the device of parameters is {kind} on rank 0, {on_one} on rank 1"
             with pytest.raises(RuntimeError, match=refused):
                 TritonDistAdamW(its if rank else [there])
+
+
+def test_parameters_without_numbers_are_refused_on_one_rank_too():
+    with pytest.raises(ValueError, match="weight: on meta, and what gives it numbers makes another parameter of it"):
+        TritonDistAdamW(nn.Linear(2, 2, device="meta").named_parameters())
+
+
+@pytest.mark.parametrize(("device", "world_size", "options", "fault"), [
+    ("cuda:0", 2, {}, ""),
+    ("cuda:1", 2, {}, "where others are on cuda:0; move them to one device"),
+    ("cuda:1", 2, {"transport": "symm"}, "where others are on cuda:0; transport='symm'"),
+    ("cpu", 2, {}, ""),
+    ("cpu", 2, {"transport": "symm"}, "where others are on cuda:0; transport='symm'"),
+    ("cuda:1", 1, {"transport": "symm"}, ""),
+], ids=str)  # fmt: skip
+def test_what_a_bucket_would_take_to_another_device_is_refused(device, world_size, options, fault):
+    parameter = SimpleNamespace(device=torch.device(device), is_meta=False)
+    ranks = SimpleNamespace(device=torch.device("cuda:0"), world_size=world_size)
+    said = construction._device_fault(parameter, ranks, Options(**options), [["cpu", "cuda"]])
+    assert said.startswith(fault)
+    assert bool(said) == bool(fault)
+
+
+@scenario(2)
+def parameters_on_several_gpus_of_one_rank_are_refused(rank, world_size):
+    if not torch.cuda.is_available():
+        return
+    parameters = [nn.Parameter(torch.ones(3, device=f"cuda:{number}")) for number in (rank, 1 - rank)]
+    with pytest.raises(ValueError, match=r"0\.1: on cuda:1, where others are on cuda:0; move them to one device"):
+        TritonDistAdamW(parameters)
+    optimizer = TritonDistAdamW(parameters[:1])
+    with pytest.raises(ValueError, match=r"1\.0: on cuda:1, where others are on cuda:0; move them to one device"):
+        optimizer.add_param_group({"params": parameters[1:]})
 
 
 @scenario(2)

@@ -16,6 +16,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import device_types
 from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout, Mesh
@@ -187,7 +188,7 @@ def check_parameters(found: Sequence[Entry], communicator: Communicator, options
 def _findings(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[str]:
     findings = []
     in_buckets = communicator.world_size > 1 or options.is_tree
-    is_shared = communicator.world_size > 1 and options.transport == "symm"
+    types = [each for each in map(device_types, options.groups) if each]
     owners: list[tuple[str, int, int, str]] = []
     names: set[str] = set()
     for entry in found:
@@ -223,11 +224,8 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
                 f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
                 "make it contiguous"
             )
-        elif is_shared and parameter.device != communicator.device:
-            findings.append(
-                f"{name}: on {parameter.device}, where others are on {communicator.device}; transport='symm' is for "
-                "parameters on one device a rank"
-            )
+        elif fault := _device_fault(parameter, communicator, options, types):
+            findings.append(f"{name}: on {parameter.device}, {fault}")
         elif parameter.numel():
             begin = parameter.data_ptr()
             owners.append((str(parameter.device), begin, begin + parameter.numel() * parameter.element_size(), name))
@@ -236,6 +234,31 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
         if device == next_device and begin < end:
             findings.append(f"{name} and {next_name} overlap in memory; tie parameters by using one object twice")
     return findings
+
+
+def _device_fault(
+    parameter: Tensor, communicator: Communicator, options: Options, types: Sequence[Sequence[str]]
+) -> str:
+    """Why a plain parameter cannot be where it is; empty if it can.
+
+    ``types`` are those of devices for which each process group has collectives, if it has several ranks.
+    """
+    home, device = communicator.device, parameter.device
+    if parameter.is_meta:
+        return "and what gives it numbers makes another parameter of it; build the optimizer after that"
+    if any(device.type not in each for each in types):
+        return (
+            f"for which the process group has no collectives; move it to {home}, or initialize the group with a "
+            "backend for both"
+        )
+    if device == home or (communicator.world_size == 1 and not options.is_tree):
+        return ""
+    if options.transport == "symm":
+        return f"where others are on {home}; transport='symm' is for parameters on one device a rank"
+    # a bucket would take it along to its own
+    if device.type == home.type:
+        return f"where others are on {home}; move them to one device, or give each its own optimizer"
+    return ""
 
 
 def _placement_findings(name: str, parameter: DTensor) -> list[str]:
