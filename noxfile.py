@@ -1,7 +1,7 @@
 """The test command: ``uv run nox``.
 
 Default sessions: lint, typecheck, each package alone, all together with coverage, and the built wheels.
-On request: ``lowest``, ``compat``, ``bench``, ``gpu`` (``uv run nox -s bench``).
+On request: ``nightly``, ``lowest``, ``compat``, ``bench``, ``gpu`` (``uv run nox -s bench``).
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ installed = {file.as_posix() for file in distribution.files if file.parts[0] == 
 written = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.suffix in (".py", ".typed")}
 assert written == {file for file in installed if not file.endswith(".pyc")}, written ^ installed
 package = importlib.import_module(name.replace("-", "_"))
+assert distribution.metadata["Metadata-Version"] == "2.4", distribution.metadata["Metadata-Version"]
 assert source not in pathlib.Path(package.__file__).parents, package.__file__
 modules = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 for module in modules:
@@ -160,6 +161,14 @@ def wheels(session: nox.Session, package: str) -> None:
         _install(session, "--no-sources", *_find_links(Path(folder)), package, *TEST_TOOLS)
     session.run("python", "-I", "-c", CHECK_WHEEL, package, f"{_source(package)}/src", log=False)
     session.run(*PYTEST, "-m", "installed", _tests(package), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def nightly(session: nox.Session, package: str) -> None:
+    """The tests of one package that take minutes, which the other sessions leave out."""
+    _install(session, _source(package), *TEST_TOOLS)
+    session.run("python", "-m", "pytest", "-q", "--timeout=3600", "-m", "nightly", _tests(package), *session.posargs)
 
 
 @nox.session
