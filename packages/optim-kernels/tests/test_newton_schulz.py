@@ -198,6 +198,16 @@ def test_zero_stays_zero_and_nan_stays_in_its_matrix() -> None:
         torch.testing.assert_close(result[2], newton_schulz(x[2], method=method), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("eps", [1e-20, 1e-40, 1e-60])
+def test_zero_stays_zero_whatever_eps(eps: float) -> None:
+    """The last one is zero in fp32."""
+    x = torch.zeros(2, 8, 20)
+    x[1] = torch.eye(8, 20)
+    result = newton_schulz(x, eps=eps)
+    assert not result[0].any()
+    torch.testing.assert_close(result[1], newton_schulz(x[1]))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
 def test_scale_does_not_matter_without_eps(scale: float) -> None:
     x = torch.randn(12, 30)

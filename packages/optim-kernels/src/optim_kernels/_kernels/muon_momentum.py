@@ -273,6 +273,8 @@ def norm_kernel(
             store_x(record, X, outer, inner, narrow(u * unit, X_DTYPE), ALIGNED)
     if tl.program_id(1) == 0:
         scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
+        # zero stays zero, times what fp32 cannot hold it would be NaN: of a small eps that is σ²
+        scale = tl.where(norm == 0.0, 1.0, scale)
         tl.store(scales + matrix, scale.to(tl.float32))
         tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
         _clear(progress, num_chains)

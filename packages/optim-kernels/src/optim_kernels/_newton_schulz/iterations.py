@@ -232,4 +232,7 @@ def normalize(x: Tensor, config: NSConfig) -> tuple[Tensor, Tensor]:
     """``x / N`` in the compute dtype, divided in fp32 or better, and N ``[..., 1, 1]``."""
     divisor = norm_divisor(frobenius_norm(x), norm_scale=config.norm_scale, eps=config.eps, eps_mode=config.eps_mode)
     wide = x if x.dtype == torch.float64 else x.float()
-    return (wide / divisor.to(wide.dtype)).to(config.compute_dtype(x)), divisor
+    narrow = divisor.to(wide.dtype)
+    # an eps that is zero in fp32 leaves a zero matrix as it is, too
+    narrow = torch.where(narrow == 0, 1.0, narrow)
+    return (wide / narrow).to(config.compute_dtype(x)), divisor
