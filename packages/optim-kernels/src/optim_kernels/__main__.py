@@ -1,7 +1,8 @@
 """``python -m optim_kernels [--json]``: versions, the device, and a check of every kernel against the reference.
 
-Without a GPU the kernels are checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if
-a check fails.
+On a GPU the products are those of sides from 16 to 4096, in the tiles and schedules that the GPU takes for them.
+Without one the kernels are checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels import functional, newton_schulz, reference
+from optim_kernels import TritonMuon, functional, newton_schulz, reference
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import has_triton, is_interpreted
 from optim_kernels.reference.muon import MuonRule, momentum_, updated
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# By the dtype of the products, how far from fp64 Newton–Schulz, and a step by it, may be.
+ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,16 +82,29 @@ def run_checks() -> dict[str, str]:
         name = str(dtype).removeprefix("torch.")
         checks: dict[str, Callable[[], tuple[float, float]]] = {
             f"AdamW {name}": partial(check_adamw, dtype, device),
+            f"AdamW {name}, one tensor": partial(check_adamw, dtype, device, shapes=((5000,),)),
             f"AdamW {name}, amsgrad": partial(check_adamw, dtype, device, amsgrad=True),
             f"AdamW {name}, 8-bit moments": partial(check_adamw, dtype, device, codes=True),
             f"norm of gradients {name}": partial(check_norm, dtype, device),
+            f"clipping of gradients {name}": partial(check_clipping, dtype, device),
+            f"sum of slices {name}": partial(check_slices, dtype, device),
             f"Muon's elementwise parts {name}": partial(check_muon_elements, dtype, device),
         }
         if dtype == torch.bfloat16:
             checks[f"AdamW {name}, stochastic rounding"] = partial(check_adamw, dtype, device, stochastic_rounding=True)
         for label, check in checks.items():
             results[label] = outcome(check)
-    results["Newton–Schulz float32, tall and wide"] = outcome(partial(check_newton_schulz, device))
+    for dtype, allowed in ALLOWED.items():
+        name = str(dtype).removeprefix("torch.")
+        for variant in ("torch", "nanochat-2026-07"):
+            check = partial(check_muon, dtype, device, variant=variant, allowed=allowed)
+            results[f"Muon's step {name}, {variant}"] = outcome(check)
+        check = partial(check_muon, dtype, device, variant="torch", allowed=1e-2, stochastic_rounding=True)
+        results[f"Muon's step {name}, stochastic rounding"] = outcome(check)
+        check = partial(check_newton_schulz, dtype, device, allowed=allowed)
+        results[f"Newton–Schulz {name}, tall and wide"] = outcome(check)
+        check = partial(check_newton_schulz, dtype, device, allowed=allowed, coefficients="aol4", steps=4)
+        results[f"Newton–Schulz {name}, row factors"] = outcome(check)
     return results
 
 
@@ -102,13 +118,18 @@ def outcome(check: Callable[[], tuple[float, float]]) -> str:
 
 
 def check_adamw(
-    dtype: torch.dtype, device: str, *, amsgrad: bool = False, codes: bool = False, stochastic_rounding: bool = False
+    dtype: torch.dtype,
+    device: str,
+    *,
+    shapes: Sequence[tuple[int, ...]] = ((300, 17), (5,), (2048,)),
+    amsgrad: bool = False,
+    codes: bool = False,
+    stochastic_rounding: bool = False,
 ) -> tuple[float, float]:
     """Two steps of the kernel beside two of the reference: the largest difference, and an ulp of the parameters."""
     generator = torch.Generator().manual_seed(0)
 
     def made(scale: float) -> list[Tensor]:
-        shapes = ((300, 17), (5,), (2048,))
         return [(torch.randn(shape, generator=generator) * scale).to(device, dtype) for shape in shapes]
 
     params, grads = made(1.0), made(1.0)
@@ -125,8 +146,7 @@ def check_adamw(
         arguments: dict[str, Any] = {**tensors, **options, "steps": steps, "impl": impl}
         for _ in range(2):
             functional.adamw_(grads=grads, stochastic_rounding=stochastic_rounding, **arguments)
-    error = max(float((p.double() - q.double()).abs().max()) for p, q in zip(params, expected["params"]))
-    return error, 4 * torch.finfo(dtype).eps
+    return largest_difference(params, expected["params"]), 4 * torch.finfo(dtype).eps
 
 
 def check_norm(dtype: torch.dtype, device: str) -> tuple[float, float]:
@@ -136,6 +156,31 @@ def check_norm(dtype: torch.dtype, device: str) -> tuple[float, float]:
     norm, _ = GradientNorms("triton").norm_and_factor(tensors, 2.0, 1.0)
     exact = reference.sum_of_squares(tensors).sqrt()
     return float(((norm.double() - exact) / exact).abs()), 1e-6
+
+
+def check_clipping(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """A few tensors scaled to half their norm: the largest difference from the rounded products, which is none."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in (5000, 3, 4096)]
+    factor = torch.full((), 0.3, device=device)
+    expected = [(x.float() * factor).to(dtype) for x in tensors]
+    if not GradientNorms("triton").scale_(tensors, factor):
+        raise RuntimeError("the kernels do not take these tensors")
+    return largest_difference(tensors, expected), 0.0
+
+
+def check_slices(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """Sums of slices that lie together and apart: the largest difference from plain torch, which is none."""
+    generator = torch.Generator().manual_seed(0)
+    together = torch.randn(3, 5000, generator=generator).to(device, dtype)
+    found, expected = (
+        [
+            functional.sum_slices(slices, torch.empty_like(together[0]), divisor=3.0, impl=impl)
+            for slices in (together, [*together])
+        ]
+        for impl in ("triton", "torch")
+    )
+    return largest_difference(found, expected), 0.0
 
 
 def check_muon_elements(dtype: torch.dtype, device: str) -> tuple[float, float]:
@@ -155,20 +200,57 @@ def check_muon_elements(dtype: torch.dtype, device: str) -> tuple[float, float]:
     scales = [1.5] * len(shapes)
     functional.MuonUpdates().step(params, us, lr=0.02, weight_decay=0.1, scales=scales, cautious=True)
     found = [tensor for three in zip(buffers, us, params, strict=True) for tensor in three]
-    error = max(float((x.double() - y.double()).abs().max()) for x, y in zip(found, expected, strict=True))
-    return error, 0.0
+    return largest_difference(found, expected), 0.0
 
 
-def check_newton_schulz(device: str) -> tuple[float, float]:
+def check_muon(
+    dtype: torch.dtype, device: str, *, variant: str, allowed: float, stochastic_rounding: bool = False
+) -> tuple[float, float]:
+    """Two steps of all matrices together beside the same in fp64: the largest error of what a parameter moves.
+
+    Parameters are in fp32, or bf16 where they are rounded at random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((16, 48), (48, 16), (32, 32)) if device == "cpu" else ((512, 2048), (1024, 256), (768, 768))
+    # small beside what they move by, of which their rounding is then no part
+    starts = [0.02 * torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    if stochastic_rounding:
+        starts = [x.bfloat16() for x in starts]
+    ours = [x.clone().requires_grad_() for x in starts]
+    exact = [x.double().requires_grad_() for x in starts]
+    group = {"params": ours, "variant": variant, "stochastic_rounding": stochastic_rounding}
+    by_kernels = TritonMuon([group], lr=2.0, ns_dtype=dtype, impl="triton")
+    in_fp64 = TritonMuon([{"params": exact, "variant": variant}], lr=2.0, ns_dtype=torch.float64, impl="torch")
+    for _ in range(2):
+        for p, q in zip(ours, exact, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+            q.grad = p.grad.double()
+        by_kernels.step()
+        in_fp64.step()
+    moves = [(p.detach() - x.double(), q.detach() - x) for p, q, x in zip(ours, exact, starts, strict=True)]
+    return max(float((found - move).norm() / move.norm()) for found, move in moves), allowed
+
+
+def check_newton_schulz(
+    dtype: torch.dtype, device: str, *, allowed: float, coefficients: str = "keller", steps: int = 5
+) -> tuple[float, float]:
     """The largest error of the kernels' polynomial against the one in fp64."""
     generator = torch.Generator().manual_seed(0)
+    # on a GPU also sizes whose products have tiles and schedules of their own
+    shapes = ((16, 48), (48, 16)) + ((512, 2048), (1024, 1024), (2048, 2048), (4096, 4096)) * (device != "cpu")
     errors = []
-    for shape in ((16, 48), (48, 16)):
-        x = torch.randn(shape, generator=generator).to(device)
-        found = newton_schulz(x, compute_dtype=torch.float32, impl="triton").double()
-        exact = newton_schulz(x.double(), compute_dtype=torch.float64, impl="torch")
+    for shape in shapes:
+        x = torch.randn(shape, generator=generator).to(device, dtype)
+        run = partial(newton_schulz, steps=steps, coefficients=coefficients)
+        found = run(x, compute_dtype=dtype, impl="triton").double()
+        exact = run(x.double(), compute_dtype=torch.float64, impl="torch")
         errors.append(float((found - exact).norm() / exact.norm()))
-    return max(errors), 2e-5
+    return max(errors), allowed
+
+
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Of two lists of tensors, over all elements."""
+    return max(float((x.double() - y.double()).abs().max()) for x, y in zip(found, expected, strict=True))
 
 
 if __name__ == "__main__":
