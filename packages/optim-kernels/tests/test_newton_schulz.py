@@ -351,6 +351,7 @@ def test_where_the_gram_iteration_restarts() -> None:
     assert [sizes[steps] for steps in range(6, 10)] == [[2, 2, 2], [2, 2, 3], [2, 2, 2, 2], [2, 2, 2, 3]]
     accurate = [[len(block) for block in NSConfig(steps=steps, restarts="accurate").blocks] for steps in (4, 5, 8)]
     assert accurate == [[1, 2, 1], [1, 2, 2], [1, 2, 2, 2, 1]]
+    assert NSConfig(steps=4, restarts=(2, 4, 6)).blocks == NSConfig(steps=4, restarts=(2,)).blocks
     assert NSConfig(steps=5, restarts=(2,)).method_for(256, 1024) == "gram"
     for restarts, steps in (((2,), 6), ((3,), 5), ((), 3)):
         assert NSConfig(steps=steps, restarts=restarts).method_for(256, 1024) == "standard"

@@ -59,9 +59,10 @@ class NSConfig:
             first two steps, which matter most, fp32 matrices are multiplied in fp64 where that is fast.
         restarts: step numbers after which the Gram iteration forms R anew; ``None`` is after every second one, unless a
             single one would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is after
-            every second one from the first. Longer blocks are faster, but with 16-bit operands four steps without a
-            restart may be 25 times as far from the exact result, and from five on leave fp16. In what is done in one
-            launch on Hopper a single restart of long matrices forms R from its factors (`chain_jobs`).
+            every second one from the first. Those from ``steps`` on mean nothing: a list may serve several numbers of
+            steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25 times as
+            far from the exact result, and from five on leave fp16. In what is done in one launch on Hopper a single
+            restart of long matrices forms R from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
