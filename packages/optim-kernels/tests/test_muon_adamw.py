@@ -1,6 +1,7 @@
 """TritonMuonAdamW: kinds of groups, equality with its parts, clipping, nanochat's checkpoints."""
 
 import copy
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,20 @@ def test_it_is_muon_and_adamw() -> None:
     for p, q in zip(matrices + rest, m + r, strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
     assert both.param_groups[1]["initial_lr"] == 0.5
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["TritonMuon", "TritonMuonAdamW"])
+def test_a_log_line_says_once_what_plain_torch_updates(is_mixed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest) if is_mixed else TritonMuon(matrices)
+    with caplog.at_level(logging.INFO, logger="optim_kernels"):
+        for step in range(2):
+            give_gradients(matrices + rest, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{type(optimizer).__name__} uses plain torch where it is on cpu; see explain()"
+    ]
 
 
 def test_adamw_groups_are_one_planned_launch() -> None:

@@ -21,6 +21,7 @@ from optim_kernels._optimizers.base import (
     checked_factor,
     hooked_step,
     launches_line,
+    log_fallback,
     run_closure,
     text_table,
 )
@@ -60,6 +61,8 @@ class MuonGroups(PrivateState, Optimizer):
     # Derived from groups and state, and never saved: grouped launches.
     _planner: MuonPlanner
     _ns_workspace_mb: float | None = None
+    # Reasons for plain torch that a log line has said.
+    _logged_fallbacks: frozenset[str] = frozenset()
 
     def _check_muon_group(self, group: dict[str, Any]) -> None:
         """Raise where Muon cannot take the group's options or one of its parameters."""
@@ -106,8 +109,15 @@ class MuonGroups(PrivateState, Optimizer):
             numbers = dict(zip(names, count()))
             entries = [(group, entries_of(group, self._own_state, names, numbers)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
+            self._log_fallbacks(self._planner.fallbacks)
         if any(group["master_weights"] == "fp32" for group in groups):
             self._writes.note_step(self._with_masters(groups))
+
+    def _log_fallbacks(self, reasons: Iterable[str]) -> None:
+        """Say once why plain torch updates parameters."""
+        new = frozenset(reasons) - self._logged_fallbacks
+        self._logged_fallbacks |= new
+        log_fallback(self, new)
 
     def _with_masters(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
         """The parameters that have an fp32 master by now."""

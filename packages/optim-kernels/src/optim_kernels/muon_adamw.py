@@ -211,6 +211,7 @@ class TritonMuonAdamW(MuonGroups):
         names = self._parameter_names()
         group_of = [group for group in groups for _ in group["params"]]
         places: list[int] = []
+        reasons: list[str] = []
         for place, (p, grad, group) in enumerate(zip(params, grads, group_of)):
             if grad is None:
                 continue
@@ -226,6 +227,9 @@ class TritonMuonAdamW(MuonGroups):
                 places.append(place)
             elif group["impl"] == "triton":
                 raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
+            else:
+                reasons.append(reason)
+        self._log_fallbacks(reasons)
         return PreparedStep(groups, params, grads, self._own_state, places, options=_options)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:

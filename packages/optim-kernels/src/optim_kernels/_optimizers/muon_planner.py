@@ -108,6 +108,8 @@ class MuonPlanner:
         # plans that graphs read, of other tensors than those of the latest step with these options
         self._captured: dict[_Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
+        # why plain torch did parts of the latest `step`
+        self.fallbacks: list[str] = []
         # what `again` does, if plans did all of the latest step, of gradients where they are
         self._done: list[tuple[MuonPlan, Groups]] | None = None
         self._options = KnownOptions([])
@@ -130,12 +132,14 @@ class MuonPlanner:
         """
         batches: dict[_Key, _Batch] = {}
         others: list[tuple[Mapping[str, Any], list[MuonEntry]]] = []
+        self.fallbacks = []
         for group, members in entries:
             options, ns, rest = _options_of(group), ns_config_of(group), []
             for entry in members:
                 tensors = _launched(entry, group, ns)
                 if isinstance(tensors, str):
                     rest.append(entry)
+                    self.fallbacks.append(tensors)
                 else:
                     self._add(batches, group, options, entry, tensors)
             if rest:
