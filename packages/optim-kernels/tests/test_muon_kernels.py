@@ -1,14 +1,16 @@
 """The Triton kernels behind Muon: products, their tiles, and the grouped step against plain torch."""
 
 import copy
+import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from random_tensors import DEVICE
 from torch import Tensor, nn
 
-from optim_kernels import NSConfig, TritonMuon
+from optim_kernels import COEFFICIENTS, NSConfig, TritonMuon
 from optim_kernels._impl import multiplies_fp64_fast
 from optim_kernels._newton_schulz.tiles import (
     INTERPRETED,
@@ -292,6 +294,28 @@ def test_grouped_step_equals_plain_torch(name: str, master: str | None) -> None:
         values = [(p_state[key], q_state[key]) for key in q_state if key != "second_momentum_buffer"]
         for x, y in [(p, q), *values]:
             torch.testing.assert_close(x, y, atol=5e-4 if dtype == torch.float32 else 4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_tiny_rows_are_raised_as_far_as_nanochat_raises_them(impl: str) -> None:
+    """Rows of U below 1e-6 are not brought to the norm of the others, nor variances below 1e-10 divided out."""
+    p = torch.nn.Parameter(torch.zeros(6, 4, device=DEVICE))
+    size = torch.tensor([1.0, 2.0, 1e-7, 1e-15, 0.0, 0.5], device=DEVICE)
+    torch.manual_seed(0)
+    p.grad = size[:, None] * torch.randn(6, 4).to(DEVICE)
+    options: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "ns_dtype": torch.float32, "impl": impl}
+    TritonMuon([{"params": [p], "variant": "nanochat-2026-07"}], lr=1.0, adjust_lr_fn="none", **options).step()
+    u = p.grad.double()
+    u = u * (u.norm() / math.sqrt(6)) / u.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    x = u / (1.01 * u.norm() + 1e-6)
+    for a, b, c in COEFFICIENTS["polar_express"]:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    x = x * 2.0 / x.norm()
+    scaled = x / (0.1 * x.square().mean(1, keepdim=True)).clamp(min=1e-10).sqrt()
+    expected = scaled * x.norm() / scaled.norm()
+    # single elements may cancel
+    torch.testing.assert_close(p.detach().double().norm(dim=1), expected.norm(dim=1), atol=0, rtol=1e-3)
 
 
 def test_a_step_with_found_inf_changes_nothing() -> None:
