@@ -838,6 +838,16 @@ def what_is_made_in_inference_mode_can_be_stepped_outside(rank, world_size):
         assert_same(*found)
 
 
+@scenario(1, 2)
+def what_is_closed_in_inference_mode_can_be_trained_outside(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    with torch.inference_mode():
+        optimizer.close()
+    net(batch(rank, 1)).backward()
+    torch.optim.SGD(net.parameters()).step()
+
+
 @scenario(2)
 def replicas_that_differ_are_named(rank, world_size):
     net, optimizer = build(rank)

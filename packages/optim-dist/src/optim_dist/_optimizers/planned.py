@@ -247,6 +247,7 @@ class PlannedOptimizer(LiveOptimizer):
             raise refused
         return found
 
+    @out_of_inference_mode
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again.
 
