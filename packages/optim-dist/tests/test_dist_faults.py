@@ -55,7 +55,7 @@ def refuse_alone(rank, world_size):
         # by which ranks would connect
         (TritonDistAdamW, [weight], {"timeout": -1.0}, "timeout must be positive"),
         (TritonDistAdamW, [weight], {"transport": "fast"}, "transport must be one of"),
-        (TritonDistAdamW, [weight], {"mesh": 3}, "mesh must be a DeviceMesh, got 3"),
+        (TritonDistAdamW, [weight], {"mesh": 3}, "mesh must be None or a DeviceMesh, got 3"),
     ):
         if rank == 1:
             with pytest.raises((ValueError, TypeError), match=f"^{message}"):

@@ -136,8 +136,6 @@ class Options:
         _choice("transport", self.transport, TRANSPORTS)
         if self.transport == "symm":
             object.__setattr__(self, "reducer", "exact")
-        if not isinstance(self.mesh, DeviceMesh | None):
-            raise TypeError(f"mesh must be a DeviceMesh, got {self.mesh!r}")
         if self.mesh is not None and self.process_group is not None:
             raise ValueError("give mesh or process_group, not both")
         if self.mesh is not None and self.mesh.ndim > 2:
