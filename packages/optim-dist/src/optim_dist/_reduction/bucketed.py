@@ -62,6 +62,7 @@ class BucketedParameters:
         self.present: list[float] = []  # which parameters of the plan have a gradient on this rank, since ``reduce``
         self.lacks_none = False  # whether all in buckets have one
         self.buckets: list[ParameterBucket] = []
+        self._order: list[ParameterBucket] = []  # as they are updated, and gathered
         self.reduction: BackwardReduction | StreamedReduction | None = None
         self._reducer: Reducer | None = None
         self._gathers: ForwardGathers | None = None
@@ -102,13 +103,14 @@ class BucketedParameters:
                 self._gathers.close()
             self._gathers = ForwardGathers(options.model, self.buckets)
             weakref.finalize(self, self._gathers.close)
-            if isinstance(self.reduction, BackwardReduction):
-                self.reduction.arrange(self._in_order())
+        self._order = self._in_order()
+        if self._gathers is not None and isinstance(self.reduction, BackwardReduction):
+            self.reduction.arrange(self._order)
 
     def clear(self) -> list[ParameterBucket]:
         """Let go of all buckets, between two steps, for ``extend`` to make others; ``release`` them afterwards."""
         self.detach()
-        former, self.buckets = self.buckets, []
+        former, self.buckets, self._order = self.buckets, [], []
         self._shards.clear()
         if self.reduction is not None:
             self.reduction.clear()
@@ -236,7 +238,7 @@ class BucketedParameters:
 
     def update(self, update: Update) -> None:
         """Bucket by bucket, the gather of one under the update of the next; ``finish_step`` ends the last."""
-        for bucket in self._in_order():
+        for bucket in self._order:
             attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
             update(bucket)
             bucket.gathering = self._communicator.all_gather_(bucket.values)
@@ -407,7 +409,7 @@ class BucketedParameters:
             for bucket in self.buckets:
                 bucket.release()
             self._shards.clear()
-            self.buckets = []
+            self.buckets, self._order = [], []
             if is_finished and self.reduction is not None:  # else memory may still be written to
                 self.reduction.clear()
                 del self.reduction.reducer
