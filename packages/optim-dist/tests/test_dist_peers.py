@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dist_cases import BACKENDS, Scenarios, assert_equal, device_of, mesh_of, normal, world_sizes
 from dist_loops import Net, assert_same, batch, build, values
 from dist_peers import hold_copies, share_host_memory
+from torch import nn
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuonAdamW, checkpoint
 from optim_dist._optimizers.gradient_dtype import IS_SUPPORTED
@@ -224,6 +225,28 @@ def gradients_are_taken_under_backward_and_copied_in_the_step(rank, world_size):
         assert not any(steps[0])
         assert all(steps[1])
         assert all(steps[2])
+
+
+@scenario(2)
+def what_the_step_makes_is_not_copied_beside_backward(rank, world_size):
+    """What is sent, if that is no gradient, and memory for what others send, of which a later group gets more."""
+    share_host_memory()
+    _, steps = _trained(rank, transport="symm", accumulation_steps=2, reduce_dtype=torch.bfloat16)
+    assert not any(map(any, steps))
+    net, optimizer = build(rank, transport="symm", accumulation_steps=1, bucket_mb=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        beside = hold_copies(optimizer, patch)
+        for step in range(2):
+            optimizer.zero_grad()
+            beside.clear()
+            net(batch(rank, step)).backward()
+            if step:
+                late = nn.Parameter(torch.ones(3, device=device_of(rank)))
+                optimizer.add_param_group({"params": [("late", late)]})
+            optimizer.step()
+    assert beside[:2] == [False, False]
+    assert any(beside)
+    optimizer.close()
 
 
 @scenario(2)
