@@ -356,7 +356,6 @@ PlainSequence.operations = [
 ]
 
 
-@pytest.mark.slow
 class CopiedSequence(PlainSequence):
     """Between ranks that see each other's memory, where copies come and go as late as they may."""
 
@@ -369,6 +368,7 @@ class CopiedSequence(PlainSequence):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sequences(world_size: int, tmp_path: Path) -> None:
     run_ranks(run, world_size, PlainSequence, range(3), 25, str(tmp_path), timeout=120)
