@@ -603,6 +603,23 @@ def unequal_options_are_refused_on_every_rank(rank, world_size):
             TritonDistAdamW([parameter], **{name: second if rank else first})
 
 
+@scenario(3)
+def ranks_of_a_part_of_the_world_are_named_as_the_world_does(rank, world_size):
+    """As errors that a rank has alone name them, and torchrun's logs."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    first, second = (nn.Parameter(torch.full((n,), float(rank), device=device_of(rank))) for n in (3, rank))
+    for given, options, refused in (
+        (first, {"average": rank == 1}, "average is True on rank 1, False on rank 2"),
+        (first, {"lr": 0.1 * rank}, r"lr of group 0 is 0\.1 on rank 1, 0\.2 on rank 2"),
+        (second, {}, r"rank 1 has w \(1,\).*rank 2 has w \(2,\)"),
+        (first, {"sync_params": "check"}, r"differ from rank 1's: w \(rank 2\)"),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            TritonDistAdamW([("w", given)], process_group=group, **options)
+
+
 @scenario(2)
 def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
     parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))

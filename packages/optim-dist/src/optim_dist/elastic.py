@@ -37,7 +37,7 @@ from optim_dist._checkpoint.removal import remove
 from optim_dist._checkpoint.saving import save
 from optim_dist._checkpoint.surveying import survey
 from optim_dist._fresh_store import fresh_store
-from optim_dist._optimizers.agreement import check_options
+from optim_dist._optimizers.agreement import compare_options
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._reduction.collectives import Communicator
 
@@ -100,7 +100,7 @@ class Run:
             RuntimeError: if ranks were given different numbers.
         """
         given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
-        check_options(optimizer.communicator.gather_json({"total": str(total), **given}))
+        compare_options({"total": str(total), **given}, optimizer.communicator)
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
             yield self.done

@@ -116,7 +116,7 @@ def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any],
     nonces, ends, given = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, described]))
     if len(set(ends)) > 1:
         raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
-    check_options(given)
+    check_options(dict(zip(communicator.ranks, given)))
     # a thread may outlive the directory that a relative path begins in
     return replace(wanted, folder=folder.absolute(), nonce=nonces[0])
 

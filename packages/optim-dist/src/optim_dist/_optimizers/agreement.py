@@ -64,35 +64,41 @@ def _is_plain(value: Any) -> bool:
 
 def check_plan(plan: Plan, hyperparameters: Mapping[str, str], communicator: Communicator) -> None:
     """Fail on every rank if ranks do not have the same plan and groups, naming the first that differ."""
+    ranks = communicator.ranks
     hashes, groups = zip(*communicator.gather_json([plan.hash, dict(hyperparameters)]))
     if len(set(hashes)) == 1:
-        check_options(groups)
+        check_options(dict(zip(ranks, groups)))
         return
     described = communicator.gather_json(plan.describe()["parameters"])
     first = described[0]
-    for rank, other in enumerate(described):
+    for rank, other in zip(ranks, described):
         for place in range(max(len(first), len(other))):
             mine = first[place] if place < len(first) else None
             theirs = other[place] if place < len(other) else None
             if mine != theirs:
                 raise RuntimeError(
                     f"ranks were given different parameters; the first that differs is number {place}: "
-                    f"rank 0 has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
+                    f"rank {ranks[0]} has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
                 )
     raise RuntimeError(
         "ranks have the same parameters and options but different plans; install the same optim_dist on all"
     )
 
 
-def check_options(described: Sequence[Mapping[str, str]]) -> None:
+def compare_options(described: Mapping[str, str], communicator: Communicator) -> None:
+    """``check_options`` of what every rank was given. Collective."""
+    check_options(dict(zip(communicator.ranks, communicator.gather_json(dict(described)))))
+
+
+def check_options(described: Mapping[int, Mapping[str, str]]) -> None:
     """Refuse options that are not the same on all ranks, of which these are the texts, naming the first."""
-    first = described[0]
-    for rank, theirs in enumerate(described):
+    (number, first), *others = described.items()
+    for rank, theirs in others:
         for name in {**first, **theirs}:
             here, there = first.get(name, "not given"), theirs.get(name, "not given")
             if here != there:
                 raise RuntimeError(
-                    f"ranks were given different options: {name} is {here} on rank 0, {there} on rank {rank}; "
+                    f"ranks were given different options: {name} is {here} on rank {number}, {there} on rank {rank}; "
                     "pass the same on every rank"
                 )
 
@@ -113,16 +119,16 @@ def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicato
 
 def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator, context: str) -> None:
     """Refuse tensors whose bits differ between ranks, by name."""
-    digests = [[name, digest(tensor)] for name, tensor in named]
+    ranks, digests = communicator.ranks, [[name, digest(tensor)] for name, tensor in named]
     gathered = communicator.gather_json(digests)
     different = [
         f"{name} (rank {rank})"
-        for rank, other in enumerate(gathered)
+        for rank, other in zip(ranks, gathered)
         for (name, mine), (_, theirs) in zip(gathered[0], other)
         if mine != theirs
     ]
     if different:
-        raise RuntimeError(f"{context}parameters differ from rank 0's: {', '.join(different[:8])}")
+        raise RuntimeError(f"{context}parameters differ from rank {ranks[0]}'s: {', '.join(different[:8])}")
 
 
 def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from optim_dist._optimizers.agreement import check_options
+from optim_dist._optimizers.agreement import compare_options
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.whole_state import full_state_dict
@@ -52,7 +52,7 @@ def consolidate(
 ) -> Consolidated | None:
     """Gather the state of all ranks on the rank ``to`` of the process group; collective. None: leave it where it is."""
     communicator.check_ranks()
-    check_options(communicator.gather_json({"to of consolidate_state_dict": str(to)}))
+    compare_options({"to of consolidate_state_dict": str(to)}, communicator)
     if to is None:
         return None
     if not 0 <= to < communicator.world_size:

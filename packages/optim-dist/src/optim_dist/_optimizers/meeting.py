@@ -48,7 +48,7 @@ def meet(
     problem = None if refused is None else f"{type(refused).__name__}: {refused}"
     said = _said_by_all([problem, dict(described)], list(map(Communicator, groups, places)))
     raise_refusals(refused, "the optimizer was not built", {rank: text for rank, (text, _) in said.items()})
-    check_options([theirs for _, theirs in said.values()])
+    check_options({rank: theirs for rank, (_, theirs) in said.items()})
     return device or places[0]
 
 

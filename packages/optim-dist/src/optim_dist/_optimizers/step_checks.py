@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.agreement import check_options, describe_groups
+from optim_dist._optimizers.agreement import compare_options, describe_groups
 from optim_dist._optimizers.entries import Entry
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
@@ -118,19 +118,20 @@ def compare_scalars(
     described = describe_groups(groups, entries)
     if factor is not None:
         described["the factor of clip_grad_norm_"] = str(factor.item())
-    check_options(communicator.gather_json(described))
+    compare_options(described, communicator)
 
 
 def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> None:
     """Refuse DTensors that have a gradient on some ranks alone, of which each would step its part, or its replica."""
     cut = [entry for entry in entries if isinstance(entry.parameter, DTensor)]
     found = communicator.gather_json([entry.parameter.grad is not None for entry in cut])
-    for rank, theirs in enumerate(found):
+    first = communicator.ranks[0]
+    for rank, theirs in zip(communicator.ranks, found):
         for entry, here, there in zip(cut, found[0], theirs, strict=True):
             if here != there:
                 raise RuntimeError(
-                    f"{entry.name} is a DTensor that has a gradient on rank {0 if here else rank} and none on rank "
-                    f"{rank if here else 0}; give it one on all ranks (zeros, say) or on none"
+                    f"{entry.name} is a DTensor that has a gradient on rank {first if here else rank} and none on rank "
+                    f"{rank if here else first}; give it one on all ranks (zeros, say) or on none"
                 )
 
 
