@@ -42,11 +42,15 @@ def _patch_lang_once(fn: Any) -> Any:
     return interpreter._LangPatchScope()
 
 
-def _patch_builtins_by_name(pkg: Any, builder: Any, scope: Any) -> None:
-    """By names that were looked for once; what is patched already is no builtin now."""
+def _builtins_of(pkg: Any) -> list[str]:
     if pkg not in _builtins:
         _builtins[pkg] = [name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)]
-    for name in _builtins[pkg]:
+    return _builtins[pkg]
+
+
+def _patch_builtins_by_name(pkg: Any, builder: Any, scope: Any) -> None:
+    """By names that were looked for once; what is patched already is no builtin now."""
+    for name in _builtins_of(pkg):
         member = getattr(pkg, name)
         if tl.core.is_builtin(member):
             interpreter._patch_attr(pkg, name, member, builder, scope)
@@ -104,6 +108,9 @@ def install() -> None:
     Only on versions whose interpreter leaves ``tl`` as it found it, which are those from 3.6 on.
     """
     if os.environ.get("TRITON_INTERPRET") == "1" and hasattr(interpreter, "_LangPatchScope"):
+        # now: device functions leave most of ``tl.core`` patched, and kernels its reductions alone as they were
+        for pkg in (tl, tl.core, tl.tensor, tl.math):
+            _builtins_of(pkg)
         interpreter._patch_lang = _patch_lang_once
         interpreter._patch_builtin = _patch_builtins_by_name
         interpreter._get_np_dtype = _np_dtype

@@ -73,7 +73,8 @@ def test_the_same_is_patched(package: Any) -> None:
         scope.restore()
         assert dict(inspect.getmembers(package)) == before
     assert found[0] == found[1]
-    assert len(found[0]) > 10
+    # not of those that were found: kernels of earlier tests may have left some patched
+    assert len(quick_interpreter._builtins_of(package)) > 10
 
 
 @pytest.mark.parametrize("dtype", [tl.int1, tl.bfloat16, tl.float8e5, tl.uint32, tl.pointer_type(tl.int8)], ids=str)
