@@ -157,9 +157,9 @@ def test_it_is_compiled_without_a_break() -> None:
     [
         (torch.randn(3, 4).to_sparse(), "dense matrices, got layout torch.sparse_coo"),
         (torch.randn(3, 4).to(torch.float8_e4m3fn), "matrices of 16 bits or more, got torch.float8_e4m3fn"),
-        ([torch.randn(3, 4), "x"], "sequence of tensors, got list"),
-        (None, "sequence of tensors, got NoneType"),
-        ("x", "sequence of tensors, got str"),
+        ([torch.randn(3, 4), "x"], "sequence of tensors, got a str"),
+        (None, "sequence of tensors, got a NoneType"),
+        ("x", "sequence of tensors, got a str"),
     ],
     ids=["sparse", "fp8", "list", "none", "text"],
 )
