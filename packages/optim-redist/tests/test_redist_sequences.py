@@ -91,7 +91,7 @@ class Sequence(Wanderers):
         made, options = found
         how = draw.choice(["wait", "wait", "async", "out", "out", "view"])
         group = self.group_with(tensor.layout, dst) if draw.random() < 0.4 else None
-        mine = disguised(self.own, tensor.mine)
+        mine = self.held(tensor, made)
         if options["donate"] and mine is not None:
             mine = mine.clone(memory_format=torch.preserve_format)
             if mine.untyped_storage().nbytes() != mine.nbytes:
@@ -174,9 +174,14 @@ class Sequence(Wanderers):
         moved = None
         if program is not None:
             with self.wire.expecting([made]):
-                moved = program(disguised(self.own, tensor.mine), async_op=True).wait()
+                moved = program(self.held(tensor, made), async_op=True).wait()
         check_moved(tensor, made.dst, moved, self.rank)
         return None
+
+    def held(self, tensor: Tracked, made: Plan) -> torch.Tensor | None:
+        """This rank's part in some memory; under a limit, which may leave no room for that, not to be conjugated."""
+        mine = disguised(self.own, tensor.mine)
+        return mine if mine is None or made.memory_limit is None else mine.resolve_conj()
 
     def simulate_it(self) -> None:
         """All ranks in this process."""
