@@ -634,11 +634,15 @@ def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
             TritonDistAdamW([parameter], **{name: second if rank else first})
     optimizer = TritonDistAdamW([parameter])
     with pytest.raises(RuntimeError, match=r"weight_decay of group 1 is 0\.0 on rank 0, 1\.0 on rank 1"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": float(rank)})
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, device=device_of(rank)))], "weight_decay": float(rank)}
+        )
     # what is no plain value looks different on every rank
     TritonDistAdamW([{"params": [parameter], "notes": [object()], "more": (object(),)}]).close()
     with pytest.raises(RuntimeError, match="note of group 1 is not given on rank 0, x on rank 1"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **({"note": "x"} if rank else {})})
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, device=device_of(rank)))], **({"note": "x"} if rank else {})}
+        )
     assert len(optimizer.param_groups) == 1
 
 
@@ -835,7 +839,7 @@ def _add(net, optimizer):
 @scenario(1, 2)
 def what_is_made_in_inference_mode_can_be_stepped_outside(rank, world_size):
     """Of torch's optimizers neither a first step nor a load there can be followed by steps outside."""
-    options = {"lr": 0.05, "reducer": "exact", "reduced_dtype": torch.float64}
+    options = {"lr": 0.05, "reducer": "exact", "reduced_dtype": torch.bfloat16}
     for call in (_nothing, _clip, _step, _show, _load, _plan, _add):
         found = []
         for mode in (torch.inference_mode, torch.no_grad):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -42,10 +40,13 @@ def _program(x: Tensor) -> Tensor:
     return moved + 1
 
 
-def _move_compiled(rank: int, world_size: int, functions: Sequence[Callable[[Tensor], Tensor]]) -> None:
-    full = torch.arange(16.0).reshape(SHAPE)
-    for function in functions:
-        compiled = torch.compile(function, backend="eager")
+FUNCTIONS = [_local, _later, _many, _program]
+
+
+def move_compiled(rank: int, world_size: int, device: str, backend: str) -> None:
+    full = torch.arange(16.0, device=device).reshape(SHAPE)
+    for function in FUNCTIONS:
+        compiled = torch.compile(function, backend=backend)
         for given in (full, full + 1):
             moved = compiled(given.chunk(world_size)[rank])
             assert torch.equal(moved, 2 * given.chunk(world_size, 1)[rank] + 1), function.__name__
@@ -53,9 +54,9 @@ def _move_compiled(rank: int, world_size: int, functions: Sequence[Callable[[Ten
         execute._programs.clear()
 
 
-def _gradients_of_compiled(rank: int, world_size: int) -> None:
-    device_mesh = init_device_mesh("cpu", (world_size,))
-    full = torch.arange(16.0).reshape(SHAPE)
+def gradients_of_compiled(rank: int, world_size: int, device: str) -> None:
+    device_mesh = init_device_mesh(device, (world_size,))
+    full = torch.arange(16.0, device=device).reshape(SHAPE)
     tensor = distribute_tensor(full, device_mesh, [Shard(0)], src_data_rank=None).requires_grad_()
 
     @torch.compile(backend="eager")
@@ -69,8 +70,8 @@ def _gradients_of_compiled(rank: int, world_size: int) -> None:
 
 
 def test_a_compiled_function_moves_what_the_function_moves() -> None:
-    run_ranks(_move_compiled, 2, [_local, _later, _many, _program])
+    run_ranks(move_compiled, 2, "cpu", "eager")
 
 
 def test_a_compiled_function_has_the_gradients_of_the_function() -> None:
-    run_ranks(_gradients_of_compiled, 2)
+    run_ranks(gradients_of_compiled, 2, "cpu")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from redist_cases import combined, contributions_of, part_of, random_case
+from test_redist_compiled import gradients_of_compiled, move_compiled
 
 from optim_redist import (
     Item,
@@ -202,3 +203,12 @@ def _many_and_graph(rank: int, world: int) -> None:
 
 def test_many_tensors_and_graph_replay() -> None:
     run_ranks(_many_and_graph, WORLD, backend="nccl")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_functions(backend: str) -> None:
+    run_ranks(move_compiled, 2, "cuda", backend, backend="nccl")
+
+
+def test_gradients_of_a_compiled_function() -> None:
+    run_ranks(gradients_of_compiled, 2, "cuda", backend="nccl")

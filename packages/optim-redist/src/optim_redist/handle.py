@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from optim_redist._running.collectives import Waitable
+from optim_redist._running.uncompiled import uncompiled
 
 Result = TypeVar("Result")
 
@@ -37,6 +38,7 @@ class Handle(Generic[Result]):
         # the generator owns the source, the buffers and the target
         self._steps: Generator[Waitable | None, None, Result] | None = steps
 
+    @uncompiled  # traced, its streams would be freed under the compiler, which ends the process
     def wait(self) -> Result:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
