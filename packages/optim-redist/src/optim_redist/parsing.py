@@ -203,17 +203,17 @@ def _parse_notebook_axes(item: str) -> list[int]:
 def _parse_partition_spec(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
     if not text.endswith(")"):
         raise LayoutError(f"{text!r} has no closing bracket")
-    inner = text[text.index("(") + 1 : -1]
+    inner = text[text.index("(") + 1 : -1].rstrip().removesuffix(",")
     dims: list[tuple[int, ...] | None] = []
     partial: dict[Axis, str] = {}
     for item in _split_top(inner):
-        if not item:
-            continue
         word, equals, value = item.partition("=")
         if equals and word.strip() == "unreduced":
             partial |= {_axis(name, mesh): "sum" for name in _split_top(value.strip().strip("{}"))}
         elif equals:
             raise LayoutError(f"{text}: {word.strip()} is not known here; a PartitionSpec may have unreduced={{...}}")
+        elif not item:
+            raise LayoutError(f"{text}: nothing stands before a comma; write None for what is not split")
         elif item == "None":
             dims.append(None)
         elif item.endswith("UNCONSTRAINED"):
@@ -254,8 +254,8 @@ def _partition_spec_text(layout: Layout, shape: Sequence[int] | None) -> str:
 
 def _parse_placements(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
     body, _, order_text = text.strip().removeprefix("(").partition("order=")
-    items = [item for item in _split_top(body.strip().removesuffix(")") if text.startswith("(") else body) if item]
-    placements = [_parse_placement(item) for item in items]
+    inside = body.strip().removesuffix(")") if text.startswith("(") else body
+    placements = [_parse_placement(item) for item in _split_top(inside.rstrip().removesuffix(","))]
     if num_dims is None:
         num_dims = max((p.tensor_dim + 1 for p in placements if p.tensor_dim is not None), default=0)
     order: ShardOrder = {}
