@@ -76,6 +76,13 @@ def test_explain_says_why(capsys):
         assert heading in text
     assert "receive on the busiest rank" in text
     assert "limit 40 GiB" in text
+    small = run(capsys, "explain", "--shape", "64,64", *SWAP[2:])
+    assert "latency: 1 step(s) of 1 KiB each are too small to fill the wire" in small
+    # every rank of a node gathers across its border for itself: 1 GiB by 4 GB/s, where 256 MiB must
+    rows, whole = (Layout(Mesh(8), dims) for dims in ([0, None], [None, None]))
+    nodes = Topology.nodes(4, bandwidth=1e9)
+    made = plan((65536, 4096), "bf16", rows, whole, topology=nodes, planners=["direct"])
+    assert "the border of a group: crossing it takes 268 ms" in made.explain()
 
 
 def test_bound_of_the_public_case(capsys):

@@ -233,20 +233,21 @@ def _binding(plan: Plan) -> str:
     """What would have to improve for the plan to become faster."""
     if not plan.communicates:
         return "nothing is sent; only local copies take time"
-    limits, step = plan.bounds, max(plan.steps, key=lambda step: step.seconds)
+    step = max(plan.steps, key=lambda step: step.seconds)
     moved = max(step.recv, step.send) * plan.itemsize
     if plan.memory_limit is not None and plan.peak_bytes > 0.9 * plan.memory_limit:
         return (
             f"memory: the plan takes {format_bytes(plan.peak_bytes)} of the {format_bytes(plan.memory_limit)} allowed"
         )
-    borders = [cut for cut in limits.cuts if cut.bandwidth]
-    slowest = max(
-        (max(cut.inbound, cut.outbound) * plan.itemsize / cut.bandwidth for cut in borders if cut.bandwidth),
-        default=0.0,
-    )
+    crossed = [
+        max(inbound, outbound) * plan.itemsize / cut.bandwidth
+        for cut, inbound, outbound in crossings(plan, plan.bounds.cuts)
+        if cut.bandwidth
+    ]
+    slowest = max(crossed, default=0.0)
     if slowest > 0.5 * plan.time:
-        return f"the border of a group: crossing it takes {format_seconds(slowest)} at least"
-    if plan.time and moved and step.seconds / moved > 10 * limits.seconds / max(1, limits.lb * plan.itemsize):
+        return f"the border of a group: crossing it takes {format_seconds(slowest)}"
+    if step.seconds > 10 * moved / plan.topology.rank_bandwidth:
         return f"latency: {len(plan.steps)} step(s) of {format_bytes(moved)} each are too small to fill the wire"
     side = "receive" if step.recv >= step.send else "send"
     return f"{side} on the busiest rank: {format_bytes(moved)} in {format_seconds(step.seconds)} of step {step.op}"
