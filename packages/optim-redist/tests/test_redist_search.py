@@ -178,20 +178,10 @@ def test_the_search_equals_the_exhaustive_one():
     assert beyond, "no permutation in mid-sequence: the labels behind one are not exercised"
 
 
-def test_latency_makes_sequences_shorter():
-    mesh = Mesh((2, 4))
-    src, dst = layout_of(mesh, [[0], [1]]), layout_of(mesh, [[1], [0]])
-    cheap = search_collectives((64, 64), src, dst)
-    dear = search_collectives((64, 64), src, dst, latency=1e6)
-    assert sum(step.recv > 0 for step in dear) <= sum(step.recv > 0 for step in cheap)
-    assert sum(step.recv for step in dear) >= sum(step.recv for step in cheap) == 768
-
-
 def test_limits():
     mesh = Mesh((2, 2))
     src, dst = layout_of(mesh, [[0, 1], []]), layout_of(mesh, [[1, 0], []])
     assert search_collectives((8, 8), src, dst)[0].op == "permute"
-    assert search_collectives((8, 8), src, dst, max_live=15) is None
     assert search_collectives((8, 8), src, dst, max_expansions=1) is None
     assert search_collectives((8, 8), src, src) == []
 

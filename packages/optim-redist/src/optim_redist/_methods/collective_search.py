@@ -42,29 +42,16 @@ class CollectiveStep:
 
 
 def search_collectives(
-    shape: Sequence[int],
-    src: Layout,
-    dst: Layout,
-    *,
-    latency: float = 0.0,
-    max_live: int | None = None,
-    max_expansions: int = 20_000,
+    shape: Sequence[int], src: Layout, dst: Layout, *, max_expansions: int = 20_000
 ) -> list[CollectiveStep] | None:
-    """The cheapest sequence of collectives; None if there is none.
+    """The cheapest sequence of collectives in which no rank ever holds more than the larger of source and target.
 
-    There is none if the two sides are not grids over the same ranks in one order, within a ``max_live`` that is too
-    small, or within ``max_expansions``.
-
-    Args:
-        latency: what a step that sends anything costs beside its volume, in elements.
-        max_live: elements that no rank may hold at any state; by default the larger of source and target.
-        max_expansions: states to expand before the search gives up.
+    None if the two sides are not grids over the same ranks in one order, or after ``max_expansions`` states.
     """
     space = Space.of(tuple(shape), src, dst)
     if space is None:
         return None
-    live = max(space.start_size, space.target_size) if max_live is None else max_live
-    moves = _Search(space, latency, live).run(max_expansions)
+    moves = _Search(space).run(max_expansions)
     return None if moves is None else _as_steps(space, moves)
 
 
@@ -99,8 +86,8 @@ class _Search:
     the labels are put right, backwards from the target, when the sequence is known.
     """
 
-    def __init__(self, space: Space, latency: float, live: int) -> None:
-        self.space, self.latency, self.live = space, latency, live
+    def __init__(self, space: Space) -> None:
+        self.space, self.live = space, max(space.start_size, space.target_size)
         self.unlabelled_target = space.relabelled(space.target)
         self._estimates: dict[tuple[bool, State], float] = {}
 
@@ -130,22 +117,19 @@ class _Search:
             if permuted and state == self.unlabelled_target:
                 return space.labelled(_moves_of(trail))
             for move in collective_moves(space, state, permuted):
-                push(cost + move.recv + (self.latency if move.recv else 0.0), permuted, move, trail)
+                push(cost + move.recv, permuted, move, trail)
             if not permuted:
                 size = space.local_size(state)
                 for result in space.permutations(state):
-                    push(cost + size + self.latency, True, Move("permute", (), size, result), trail)
+                    push(cost + size, True, Move("permute", (), size, result), trail)
         return None
 
     def estimate(self, key: tuple[bool, State]) -> float:
         """A lower bound of what is left; infinite where a rank would hold too much."""
         if key not in self._estimates:
             permuted, state = key
-            found = inf
-            if self.space.local_size(state) <= self.live:
-                recv = self.space.least_recv(state, any_labels=permuted)
-                found = recv + self.latency if recv else 0.0
-            self._estimates[key] = found
+            fits = self.space.local_size(state) <= self.live
+            self._estimates[key] = self.space.least_recv(state, any_labels=permuted) if fits else inf
         return self._estimates[key]
 
 
