@@ -72,13 +72,6 @@ class Level:
     def _group_of(self) -> dict[int, int]:
         return {rank: number for number, ranks in enumerate(self.members) for rank in ranks}
 
-    def groups_of(self, ranks: Sequence[int]) -> list[int]:
-        """The number of every rank's group."""
-        if self.size is not None:
-            return [rank // self.size for rank in ranks]
-        known = self._group_of
-        return [known[rank] if rank in known else self.group_of(rank) for rank in ranks]
-
     def group_of(self, rank: int) -> int:
         """The number of the group that a rank belongs to."""
         if self.size is not None:
@@ -160,8 +153,8 @@ class Topology:
         found = []
         for level in self.levels:
             parts: dict[int, list[int]] = {}
-            for number, rank in zip(level.groups_of(every), every):
-                parts.setdefault(number, []).append(rank)
+            for rank in every:
+                parts.setdefault(level.group_of(rank), []).append(rank)
             if len(parts) > 1:
                 found += [(level.name, tuple(part), level.bandwidth) for _, part in sorted(parts.items())]
         return found

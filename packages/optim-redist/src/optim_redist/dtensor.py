@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
-from optim_redist.errors import LayoutError, NotRepresentableError, UnsupportedError
+from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout, Mesh, ReduceOp
 from optim_redist.placements import Placement, ShardOrder, StridedReading, as_shard_order, layout_from, placements_of
 
@@ -114,12 +114,8 @@ def _cuts_flat() -> bool:
     import torch
     from torch.distributed.tensor import placement_types
 
-    # private in every torch so far, and absent from some
-    strided_shard = getattr(placement_types, "_StridedShard", None)
-    if strided_shard is None:
-        return False
     # two indices, split factor 2, two ranks: ([0], []) flat, ([0, 1], []) nested
-    parts, _ = strided_shard(0, split_factor=2)._split_tensor(torch.arange(2), 2, with_padding=False)
+    parts, _ = placement_types._StridedShard(0, split_factor=2)._split_tensor(torch.arange(2), 2, with_padding=False)
     return len(parts[0]) == 1
 
 
@@ -156,8 +152,4 @@ def _theirs(placement: Placement) -> TorchPlacement:
         return Replicate()
     if placement.split_factor == 1:
         return Shard(placement.tensor_dim)
-    # private in every torch so far, and absent from some
-    strided_shard = getattr(placement_types, "_StridedShard", None)
-    if strided_shard is None:
-        raise NotRepresentableError(f"this torch has no _StridedShard, which {placement} needs")
-    return strided_shard(placement.tensor_dim, split_factor=placement.split_factor)
+    return placement_types._StridedShard(placement.tensor_dim, split_factor=placement.split_factor)

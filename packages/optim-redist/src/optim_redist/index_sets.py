@@ -183,8 +183,7 @@ def _intersect_same_stride(a: Run, b: Run) -> list[Run]:
         start = max(a.start, b.start + q * stride)
         stop = min(a.start + a.length, b.start + q * stride + b.length)
         first, last = max(0, -q), min(a.repeats, b.repeats - q)
-        if start < stop and first < last:
-            found += strided(start + first * stride, stop - start, stride, last - first)
+        found += strided(start + first * stride, stop - start, stride, last - first)
     return found
 
 

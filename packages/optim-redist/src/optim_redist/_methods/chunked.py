@@ -44,9 +44,6 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
     """For every rank, the most elements that it sends and receives in one of the rounds; their boxes are not listed."""
-    if num_rounds == 1:
-        sent, received = phase.sent(), phase.received()
-        return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
     by_target = _sizes_by_target(problem, num_rounds) if problem.num_contributions > 1 else None
     totals: dict[int, list[int]] = {}
     for number, transfer in enumerate(phase.transfers):

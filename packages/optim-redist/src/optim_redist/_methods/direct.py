@@ -123,7 +123,7 @@ def _share_near(
 
 
 def take_more(taken: dict[int, int], ranks: Sequence[int], amount: int, limit: int | None = None) -> list[int]:
-    """Add an amount to what some ranks take, so that their sums become as level as they can; the share of each.
+    """Add an amount to what some ranks take, so that the largest sum stays as small as it can; the share of each.
 
     With a limit the shares themselves are as equal as they can be, no sum is above it, and what does not fit is left.
     """
@@ -154,10 +154,6 @@ def even_shares(total: int, rooms: Sequence[int]) -> list[int]:
 
 
 def level_shares(total: int, taken: Sequence[int]) -> list[int]:
-    """Shares of a total that make all sums of share and what is taken already as equal as they can be."""
+    """Shares of a total with which the largest sum of share and what is taken already is as small as it can be."""
     level = -(-(total + sum(taken)) // len(taken))
-    while True:
-        rooms = [max(0, level - amount) for amount in taken]
-        if sum(rooms) >= total:
-            return even_shares(total, rooms)
-        level += -(-(total - sum(rooms)) // len(taken))
+    return even_shares(total, [max(0, level - amount) for amount in taken])

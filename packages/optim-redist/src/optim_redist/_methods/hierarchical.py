@@ -21,7 +21,6 @@ from optim_redist._methods.direct import Demand, deal, level_shares, share, stay
 from optim_redist._methods.forward import Asked, relieved
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import Topology
-from optim_redist.errors import UnsupportedError
 from optim_redist.lower_bounds import bounds_of
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
@@ -38,11 +37,8 @@ class _Available:
 def hierarchical_phases(problem: Problem, topology: Topology) -> list[Phase]:
     """One phase per level that has to fetch, and one for what is shared inside the innermost groups.
 
-    Raises:
-        UnsupportedError: with a pending reduction.
+    Nothing is reduced: a plan in which something is goes through layouts, see ``reduce_inside``.
     """
-    if problem.num_contributions > 1:
-        raise UnsupportedError("the hierarchical planner moves finished values; reduce first, or use 'relay'")
     return _Draft(problem, topology).phases()
 
 

@@ -67,14 +67,12 @@ def cheapest_moves(
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
-    ``elements`` are those of the most loaded rank at the start and at the target.
+    ``elements`` are those of the most loaded rank at the start and at the target, which differ.
     Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
     No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
     and of the lengths that allow the same steps the shortest leaves no rank with more.
     The target itself is always wanted.
     """
-    if start == target:
-        return []
     start_size, target_size = elements
     codes = Codes(sizes, start, target)
     estimate = Estimate(shape, codes, prices, memory_limit, target_size)

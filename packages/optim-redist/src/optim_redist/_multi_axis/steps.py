@@ -162,17 +162,13 @@ class MoveSet:
         return found
 
     def moves(self, state: State) -> list[Move]:
-        """Every move whose result is compatible, once for each collective and number of processes."""
-        kept: dict[tuple[State, str, int], Move] = {}
-        parts = self.parts(state)
+        """Every move whose result is compatible."""
+        found, parts = [], self.parts(state)
         for collective, n_procs, *_, steps in self.candidates(state.mapping):
             for after in [after for step in steps for after in self.after(parts, step)]:
-                result = state_of(after)
-                if (result, collective, n_procs) not in kept:
-                    name = name_of(collective, state, result)
-                    elements = prod([part.share for part in after])
-                    kept[result, collective, n_procs] = Move(name, collective, result, n_procs, elements)
-        return list(kept.values())
+                result, elements = state_of(after), prod([part.share for part in after])
+                found.append(Move(name_of(collective, state, result), collective, result, n_procs, elements))
+        return found
 
 
 def state_of(parts: Parts) -> State:

@@ -110,13 +110,13 @@ class StageProgram:
             for which, v in bound.sends
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
-        self.pack_message(stays, kept, src, None)
+        copy_together(self.packing(stays, kept, src, None))
         return sends, kept
 
     def unpack_kept(self, kept: Tensor, dst: Tensor | None) -> None:
         """Put what the only phase keeps in its place in the target."""
         if kept.numel():
-            self.unpack_message(self.phases[0].stays_to, kept, cast(Tensor, dst))
+            copy_together(self.unpacking(self.phases[0].stays_to, kept, cast(Tensor, dst)))
 
     @property
     def reduces(self) -> bool:
@@ -157,10 +157,6 @@ class StageProgram:
 
     # -- the same for buffers that several tensors share
 
-    def pack_message(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
-        """Copy one message into its part of a buffer."""
-        copy_together(self.packing(message, slot, src, dst))
-
     def packing(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
         """The copies that bring one message into its part of a buffer."""
         tensors = {"src": _bits(src), "dst": _bits(dst)}
@@ -184,10 +180,6 @@ class StageProgram:
         if dst is not None:
             self.combine(k, arrived, src, dst)
         return []
-
-    def unpack_message(self, message: Message, slot: Tensor, dst: Tensor) -> None:
-        """Copy one message out of its part of a buffer."""
-        copy_together(self.unpacking(message, slot, dst))
 
     def unpacking(self, message: Message, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
         """The copies that bring one message out of its part of a buffer."""

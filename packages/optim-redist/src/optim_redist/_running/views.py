@@ -197,8 +197,6 @@ def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _dense_span(views: Sequence[View]) -> View | None:
     """The one flat view that all views together are, if they lie in memory in their order."""
-    if not views:
-        return None
     end = start = views[0][2]
     for sizes, strides, offset in views:
         if offset != end or not _is_dense(sizes, strides):
