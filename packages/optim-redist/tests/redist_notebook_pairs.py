@@ -54,7 +54,7 @@ def cheapest_by_exhaustion(shape, start, target, price, limit=inf, max_depth=Non
         if elements >= leap_size:
             moves.append(("exchange_*", target, elements, target.numProcessors))
         for name, result, volume, n_procs in moves:
-            if result.maxNumElements(shape) <= limit:
+            if result == target or result.maxNumElements(shape) <= limit:
                 step = 0.0 if name.startswith("split") else price(name, n_procs, volume)
                 order += 1
                 heapq.heappush(queue, (cost + step, depth + 1, order, result))

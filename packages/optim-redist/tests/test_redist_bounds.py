@@ -229,7 +229,15 @@ def test_reductions_cost_what_ring_algorithms_cost() -> None:
     kept = Layout(Mesh((2, 2)), [None], {1: "sum"})
     assert bounds((n,), both, kept).lb == n
     # two holders of each of two contributions, which two others need: each sends half of it to both
-    assert bounds((n,), kept, Layout(Mesh((2, 2)), [None])).direct_send == n
+    several = bounds((n,), kept, Layout(Mesh((2, 2)), [None]))
+    assert (several.direct_send, several.reduction) == (n, 0)
+
+
+def test_layouts_of_other_dimensions_are_refused() -> None:
+    one, two = Layout(Mesh(4), [0]), Layout(Mesh(4), [0, None])
+    for src, dst in ((one, two), (two, one)):
+        with pytest.raises(RedistError, match=r"is for 1 dimensions, the shape is \(8, 8\)"):
+            bounds((8, 8), src, dst)
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 from redist_cases import FAMILIES, random_case
 
 from optim_redist import Chunk, Cyclic, Layout, Mesh, Plan, plan, planning, same_ownership, verify
-from optim_redist.canonical import _by_holdings, _by_strides
+from optim_redist.canonical import _by_holdings, _by_strides, _grid_with_idle
 
 
 def test_both_ways_to_the_canonical_form_agree() -> None:
@@ -21,6 +21,12 @@ def test_both_ways_to_the_canonical_form_agree() -> None:
                 assert found == _by_holdings(layout, shape), seed
                 by_strides += 1
     assert by_strides > 1200
+
+
+def test_the_grid_with_idle_ranks_is_the_first_that_all_fit_in() -> None:
+    assert _grid_with_idle([2, 3], 12) == [2, 6]
+    # 6×6×7 would be the first for the first two
+    assert _grid_with_idle([6, 4, 9], 252) == [7, 4, 9]
 
 
 NAMES = Mesh((2, 4), names=("dp", "tp"))

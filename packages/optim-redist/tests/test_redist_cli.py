@@ -500,6 +500,7 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
     [
         ({"curves": None}, "model.json is damaged: AttributeError"),
         ({"topology": {}}, "model.json is damaged: KeyError: 'levels'"),
+        ({"format": "optim-redist.model/2"}, "expected a cost model of format optim-redist.model/1"),
         ({"pack_bandwidth": 0}, "a cost model has a bandwidth above 0 bytes per second, got 0"),
         ({"call_seconds": "1"}, "a cost model has a latency of 0 seconds or more, got '1'"),
         ({"curves": {"all_to_all": [[0, 1e-6], [1, 1e-6]]}}, "the curve of all_to_all is (bytes, seconds) above 0"),
@@ -508,7 +509,9 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_cost_model_that_somebody_damaged(capsys, tmp_path, changes, message):
-    path = tmp_path / "model.json"
+    path, model = tmp_path / "model.json", CommModel.preset("h200x4")
+    model.save(path)
+    assert CommModel.load(path) == model
     path.write_text(json.dumps({**CommModel.preset("nodes-400g").to_json(), **changes}))
     with pytest.raises(SystemExit):
         main(["plan", *SWAP, "--model", str(path)])

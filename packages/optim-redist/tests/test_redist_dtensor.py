@@ -117,6 +117,8 @@ def test_uneven_strided_and_ordered_shards_are_kept_apart():
     assert same_ownership(strided, ordered, (8,))
     assert ordered == Layout(mesh, [((1, 0), Chunk())])
     assert ordered.to_placements(shape).shard_order == {0: (1, 0)}
+    counted_from_the_last = Layout.from_placements(ordered.mesh, [Shard(0), Shard(0)], shape, {-len(shape): (1, 0)})
+    assert counted_from_the_last == ordered
 
 
 @pytest.mark.parametrize(

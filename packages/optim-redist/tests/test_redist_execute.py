@@ -276,6 +276,20 @@ def test_narrow_floats_are_summed_in_fp32_in_rank_order() -> None:
     assert [part.item() for part in found.values()] == [260.0] * 4
     averaged = simulate(plan((4,), torch.bfloat16, Layout(mesh, [None], {0: "avg"}), dst), locals)
     assert averaged[0].item() == torch.tensor(259 / 4).bfloat16().item()
+    # nine elements are no four boxes: each rank combines a part that is bent, and hands it on
+    locals = [torch.full((3, 3), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    square, whole = Layout(mesh, [None, None], {0: "avg"}), Layout(mesh, [None, None])
+    for part in simulate(plan((3, 3), torch.bfloat16, square, whole, planners=["relay"]), locals).values():
+        assert part.unique().item() == averaged[0].item()
+
+
+def test_integers_are_combined_as_themselves() -> None:
+    mesh = Mesh(3)
+    src, dst = Layout(mesh, [None], {0: "product"}), Layout(mesh, [None])
+    locals = [torch.full((4,), 301, dtype=torch.int16)] * 3
+    # odd and beyond 2^24, so that fp32 has no such number
+    for part in simulate(plan((4,), torch.int16, src, dst), locals).values():
+        assert torch.equal(part, locals[0] * locals[1] * locals[2])
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

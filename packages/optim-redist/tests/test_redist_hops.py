@@ -125,6 +125,13 @@ def test_holders_of_one_part_share_what_only_they_have() -> None:
     assert (found.recv, found.send, found.lb_kind, found.single_hop) == (130, 156, "send", 156)
 
 
+def test_holders_ask_nothing_of_others_in_their_node() -> None:
+    pairs = Layout(Mesh((2, 2)), [1])
+    assert least_inside_groups(Problem((8,), pairs, pairs), lambda rank: rank % 2) == 0
+    # in each node one of two ranks has what the other needs as well
+    assert least_inside_groups(Problem((8,), pairs, Layout(Mesh(4), [None])), lambda rank: rank // 2) == 4
+
+
 def test_no_set_of_ranks_gives_a_larger_bound() -> None:
     for seed in range(60):
         case = random_case(seed, "COBUR", [(4,), (2, 2), (3, 2)])

@@ -55,6 +55,7 @@ def test_partial_text_and_axes_without_names() -> None:
     assert str(layout) == "[1.0]+sum(2)"
     assert layout.replicated_axes == ()
     assert Layout(MESH, ["y"]).replicated_axes == (0,)
+    assert layout.mesh not in (None, 8)
     # on another mesh, what another layout says
     assert str(Layout(Mesh((3, 1, 2)), layout.dims, layout.partial)) == str(layout)
 
@@ -88,6 +89,9 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Intervals([[(3, 2)]]), "sorted"),
         (lambda: Intervals([[(0, 1.7)], [(1.7, 3)]]), r"whole numbers, got \(\(\(0, 1.7\)"),
         (lambda: Strided((1.5,)), "split factors must be integers, got 1.5"),
+        (lambda: Strided((2, 0)), r"split factors are 1 or more, got \(2, 0\)"),
+        (lambda: Layout(MESH, [("y", Strided((1, 2)))]).index_sets((3,)), "1 mesh axes need as many split factors"),
+        (lambda: Layout(MESH, [("y", Intervals([[(0, 3)]]))]).index_sets((3,)), "2 coordinates need as many rows"),
         (lambda: Mesh(2, ranks=[0.0, 1]), "ranks are integers, in lists of any depth, got 0.0 of float"),
         (lambda: Layout(MESH, [("y", Ragged([0, 1, 2, 3]))]).index_sets((3,)), "3 cut points"),
         (lambda: Layout(MESH, [("y", Intervals([[(0, 1)], [(2, 3)]]))]).index_sets((3,)), "cover"),
@@ -180,11 +184,17 @@ def _check_algebra(a: IndexSet, b: IndexSet, rng: random.Random) -> None:
         found += [listed[place] for place in _listed((at_a,))]
         assert found[-at_a.length * at_a.repeats :] == [elements(b)[place] for place in _listed((at_b,))]
     assert found == order
+    # one way to write an interval
+    assert all(run.repeats > 1 or run.stride == run.length for run in (*common, *take(a, start, stop)))
 
 
 def _listed(indices: IndexSet) -> list[int]:
     """Every index, run by run."""
     return [run.start + k * run.stride + t for run in indices for k in range(run.repeats) for t in range(run.length)]
+
+
+def test_empty_intervals_are_none() -> None:
+    assert from_intervals([(0, 2), (3, 3), (5, 6), (9, 9)]) == from_intervals([(0, 2), (5, 6)])
 
 
 @pytest.mark.parametrize("n", [24, 54, 69])
@@ -209,6 +219,7 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert sorted(seen) == optim_redist.__all__
+    assert set(seen) <= set(dir(optim_redist))
     for name, module in seen.items():
         assert getattr(optim_redist, name) is getattr(importlib.import_module(module), name)
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 from redist_cases import part_of, random_case
 
-from optim_redist import Item, Layout, LayoutError, Mesh, PlanMismatchError, UnsupportedError, many, redistribute_many
+from optim_redist import (
+    Item,
+    Layout,
+    LayoutError,
+    Mesh,
+    PlanMismatchError,
+    UnsupportedError,
+    many,
+    redistribute_local,
+    redistribute_many,
+)
 from optim_utils.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
@@ -109,6 +119,11 @@ def _outside(rank: int, world: int) -> None:
     else:
         with pytest.raises(UnsupportedError, match=r"rank 2 is in no layout and not in the group; only ranks \(0, 1\)"):
             redistribute_many([item])
+        with pytest.raises(UnsupportedError, match=r"rank 2 is in neither layout nor group; only ranks \(0, 1\)"):
+            redistribute_local(None, (4,), src, dst, dtype=torch.int64)
+    far = Layout(Mesh(2, ranks=[0, 7]), [0])
+    with pytest.raises(UnsupportedError, match="the layouts name rank 7, the world has 3 ranks"):
+        redistribute_local(torch.zeros(2), (4,), far, Layout(far.mesh, [None]))
 
 
 def test_a_rank_in_no_layout_is_refused() -> None:
@@ -117,6 +132,9 @@ def test_a_rank_in_no_layout_is_refused() -> None:
 
 def test_errors_name_the_tensor() -> None:
     one = Layout(Mesh(1), [None])
+    halves = Item(torch.zeros(2), (4,), Layout(Mesh(2), [0]), Layout(Mesh(2), [None]))
+    with pytest.raises(UnsupportedError, match=r"call torch\.distributed\.init_process_group first"):
+        redistribute_many([halves])
     with pytest.raises(LayoutError, match="'b' has no tensor"):
         redistribute_many({"b": (None, (3,), one, one)})
     with pytest.raises(LayoutError, match=r"'b' has local shape \(2,\)"):

@@ -294,21 +294,26 @@ def test_a_limit_raises_the_estimate_by_no_more_than_it_costs(share):
     assert raised > 20
 
 
+@pytest.mark.parametrize("of_ends", [max, min])
 @pytest.mark.parametrize("max_depth", [None, 3])
-def test_the_search_finds_the_optimum_within_a_limit(max_depth):
+def test_the_search_finds_the_optimum_within_a_limit(max_depth, of_ends):
     def price(name, n_procs, volume):
         collective = name.split("_")[0]
         return getattr(IdealLowerBoundsCM, collective if collective in ("allgather", "permute") else "alltoall")(
             n_procs, volume
         ).scalar()
 
-    found = 0
+    found = leaps = 0
     for shape, start, target in random_pairs(13, 40, [(2, 2), (2, 3), (3, 2), (4, 2)], max_dims=2):
-        limit = max(start.maxNumElements(shape), target.maxNumElements(shape))
+        limit = of_ends(start.maxNumElements(shape), target.maxNumElements(shape))
         redistributor = OptimalRedist(IdealLowerBoundsCM(), memory_limit=limit, max_depth=max_depth)
-        _, cost = redistributor.redistribute(shape, start, target)
+        sequence, cost = redistributor.redistribute(shape, start, target)
         expected = cheapest_by_exhaustion(shape, start, target, price, limit, max_depth)
         if expected < inf:
             assert cost == expected
             found += cost > OptimalRedist(IdealLowerBoundsCM()).redistribute(shape, start, target)[1]
+        else:
+            assert [name for name, *_ in sequence] == ["", "exchange_*"]
+            leaps += 1
     assert found > 3
+    assert of_ends is max or leaps > 2

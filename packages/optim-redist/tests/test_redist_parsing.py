@@ -118,6 +118,13 @@ def test_placements_of_kinds_that_need_a_shape():
         format_layout(Layout(Mesh(2), [(0, Cyclic(1))]), "placements")
     assert format_layout(Layout(Mesh(2), [0]), "placements") == "S(0)"
     assert format_layout(layout, "placements", (8, 8)) == "S(0), S(0)"
+    # as axis 1 and then axis 0 cut 9 indices into chunks of chunks, which no split factor says
+    cuts = Chunk().cut_points(9, (2, 4))
+    chunks = Layout(Mesh((4, 2)), [((1, 0), Ragged(cuts))])
+    assert format_layout(chunks, "placements", (9,)) == "S(0), S(0) order=0:1.0"
+    # torch 2.9 cuts two indices into four chunks, of which the last two are empty; others cut halves into halves
+    flat = Layout(Mesh(2), [(0, Strided((2,), flat=True))])
+    assert [format_layout(flat, "placements", (n,)) for n in (2, 8)] == ["S(0)", "_S(0,2)"]
     with pytest.raises(NotRepresentableError):
         format_layout(layout, "placements", (10, 8))
     assert parse_layout("S(0), R", Mesh((2, 2)), num_dims=3) == Layout(Mesh((2, 2)), [0, None, None])

@@ -310,6 +310,8 @@ def test_unknown_choices_are_refused() -> None:
         plan(*args, planners=["magic"])
     with pytest.raises(RedistError, match="dtype"):
         plan((8,), "float5", args[2], args[3])
+    with pytest.raises(RedistError, match=r"cannot start a pending sum of float8_e8m0fnu: .* has no zero"):
+        plan((8,), "float8_e8m0fnu", args[3], Layout(Mesh(4), [None], {0: "sum"}))
     with pytest.raises(RedistError, match=r"sizes are not negative, got shape \(-8,\)"):
         plan((-8,), "bf16", args[2], args[3])
     with pytest.raises(RedistError, match="presets are"):
@@ -390,6 +392,9 @@ def test_contributions_that_come_in_different_steps_are_not_combined() -> None:
     others = [t for t in reduce.transfers if t is not late]
     with pytest.raises(RedistError, match="combines different elements of contributions 0 and 1"):
         _verify_stage(problem, [Phase.of("reduce", others), Phase.of("share", [*share.transfers, late])])
+    again = [replace(t, contribution=0) for t in share.transfers]
+    with pytest.raises(RedistError, match="as a contribution, though it is finished"):
+        _verify_stage(problem, [reduce, Phase.of("share", again)])
 
 
 def test_plans_of_more_elements_than_floats_count_are_proven() -> None:
@@ -427,6 +432,14 @@ def test_the_verifier_checks_claims() -> None:
         verify(replace(made, steps=()))
     with pytest.raises(RedistError, match="no stages"):
         verify(replace(made, stages=()))
+    with pytest.raises(RedistError, match="starts at another layout"):
+        verify(replace(made, src=made.dst))
+    with pytest.raises(RedistError, match="stage 1 starts where stage 0 does not end"):
+        verify(replace(made, stages=made.stages * 2, src=made.src, dst=made.dst))
+    with pytest.raises(RedistError, match="does not know the method 'magic'"):
+        verify(replace(made, stages=(made.stages[0]._replace(method="magic"),)))
+    with pytest.raises(RedistError, match="only a donated source is packed"):
+        verify(replace(made, stages=(made.stages[0]._replace(method="packed"),)))
 
 
 def test_reductions_reach_the_bound() -> None:

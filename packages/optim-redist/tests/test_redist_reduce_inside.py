@@ -10,6 +10,7 @@ from redist_cases import combined, contributions_of, part_of, random_case
 
 from optim_redist import (
     CommModel,
+    Cyclic,
     Layout,
     Mesh,
     Plan,
@@ -124,6 +125,17 @@ def test_large_reductions_between_nodes_go_this_way_unless_the_order_is_fixed() 
     assert made.time < 0.5 * fixed.time
     with pytest.raises(RedistError, match="none of the planners"):
         plan((8, 8), "bf16", src, dst, cost_model=model, deterministic=True, planners=["hierarchical"])
+
+
+def test_what_is_dealt_out_is_not_split_further() -> None:
+    # the only dimension is not divided by chunks, and a scalar has none
+    for shape, dims in (((64,), [(1, Cyclic(1))]), ((), [])):
+        task = shape, "float32", Layout(GRID, dims, {0: "sum"}), Layout(GRID, [None] * len(shape))
+        with pytest.raises(RedistError, match="none of the planners"):
+            plan(*task, topology=Topology.nodes(4), planners=["hierarchical"])
+        made = plan(*task, topology=Topology.nodes(4))
+        verify(made)
+        _check_values(made)
 
 
 def test_memory_limits_are_kept() -> None:

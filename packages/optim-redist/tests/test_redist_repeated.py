@@ -139,6 +139,7 @@ def test_in_and_out_of_inference_mode(made_in: bool) -> None:
             assert own.start().wait()[0].tolist() == [3.0] * 5
             own.release()
             given[1].zero_()
+            assert of_others.lend_sources() is of_others.sources
             assert torch.equal(of_others.start().wait()[0], given[0])
 
 

@@ -12,6 +12,7 @@ from redist_cases import FAMILIES, combined, contributions_of, part_of, random_c
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_redist import (
+    Cyclic,
     Layout,
     LayoutError,
     Mesh,
@@ -116,9 +117,10 @@ REPLICAS = Layout(Mesh((2, 2, 2)), [None, None], {1: "sum", 2: "sum"}), Layout(M
         (torch.float32, SUMMED, COLUMNS),
         (torch.float32, AVERAGED, WHOLE),
         (torch.float8_e5m2, SUMMED, WHOLE),
+        (torch.bfloat16, SUMMED, Layout(Mesh(4), [(0, Cyclic(3)), None])),
         (torch.bfloat16, *REPLICAS),
     ],
-    ids=["move", "gather", "sum", "fp32 sum", "average", "fp8 sum", "replicas"],
+    ids=["move", "gather", "sum", "fp32 sum", "average", "fp8 sum", "dealt sum", "replicas"],
 )
 def test_no_rank_holds_more_than_its_plan_claims(
     dtype: torch.dtype, src: Layout, dst: Layout, spare: int | None
