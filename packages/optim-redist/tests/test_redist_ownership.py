@@ -88,6 +88,7 @@ def test_same_ownership_across_meshes() -> None:
     assert same_ownership(both, one, (16,))
     assert both.canonical((16,)) == one
     assert not same_ownership(Layout(Mesh((2, 4)), [(1, 0)]), one, (16,))
+    assert not same_ownership(one, Layout(Mesh(8, ranks=range(7, -1, -1)), [0]), (16,))
     # nested chunks differ from blocks unless they divide evenly
     nested = Layout(Mesh((2, 2)), [((0, 1), Chunk())])
     assert same_ownership(nested, Layout(Mesh(4), [0]), (12,))

@@ -218,8 +218,10 @@ def _joined(layout: Layout, locals: dict[int, Any]) -> torch.Tensor:
 
 
 def test_rounds_together_are_the_phase() -> None:
-    for seed in range(40):
-        problem = Problem(*random_case(seed, FAMILIES + "P"))
+    dealt = (40,), Layout(Mesh(4), [None], {0: "sum"}), Layout(Mesh(4), [(0, Cyclic(3))])
+    scalar = (), Layout(Mesh(3), [], {0: "sum"}), Layout(Mesh(3), [])
+    for case in (dealt, scalar, *(random_case(seed, FAMILIES + "P") for seed in range(40))):
+        problem = Problem(*case)
         (phase,) = direct_phases(problem)
         for num_rounds in (2, 5):
             parts = in_rounds(problem, phase, num_rounds)
