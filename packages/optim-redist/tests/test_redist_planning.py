@@ -470,6 +470,12 @@ def test_relabelling_keeps_most_data_where_it_is() -> None:
     assert not made.communicates
     assert made.dst.mesh.ranks == (0, 1, 2, 3)
     verify(made)
+    # so many that the largest gains are taken one after the other; rank 200 has to play what is left, the last part
+    src = Layout(Mesh(200), [0])
+    turned = Layout(Mesh(200, ranks=[*range(200, 0, -1)]), [0])
+    made = plan((200,), "bf16", src, turned, relabel=True)
+    assert made.dst.mesh.ranks == (200, *range(1, 200))
+    verify(made)
     for seed in range(60):
         shape, src, dst = random_case(seed, FAMILIES)
         kept, renamed = plan(shape, "bf16", src, dst), plan(shape, "bf16", src, dst, relabel=True)
