@@ -203,10 +203,15 @@ def test_every_layout_round_trips_through_its_own_text(case):
         "[x]+nothing",
         "[x]+sum(q)",
         "[x@a/y]",
+        "[x@2:3/y]",
+        "[x{0,1|2:4}]",
+        "[x{0:1:2|2:4}]",
         "D_[2,2]_|_{0,1}(1)",
         "D_[2,2]_|_{a,-}(1,-)",
         "D_[9,9,9,9]_|_{0,-}(1,-)",
         "D_[2]",
+        "D_[2,,2]_|_{0}(1)",
+        "D_[2]_|_{0}(x)",
         "P('q')",
         "P('x', reduced={'y'})",
         "P('x', 'y'",
@@ -231,9 +236,10 @@ def test_refusals_about_the_mesh():
         parse_layout("[x]")
     with pytest.raises(LayoutError, match="dimensions"):
         parse_layout("[x]", XYZW, num_dims=2)
-    for text in ("", "4,x", "x=4,2", "4;2"):
+    for text in ("", "4,x", "x=4,2", "4;2", "=4", "x==4", "x=4=2"):
         with pytest.raises(LayoutError):
             parse_mesh(text)
-    assert parse_mesh("x=4, y=2") == Mesh((4, 2), names=("x", "y"))
+    assert parse_mesh("4, 2") == Mesh((4, 2))
+    assert parse_mesh("x=4, y = 2 ") == Mesh((4, 2), names=("x", "y"))
     with pytest.raises(LayoutError, match="notation"):
         format_layout(Layout(XYZW, []), "morse")

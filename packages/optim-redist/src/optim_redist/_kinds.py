@@ -176,8 +176,11 @@ class Intervals(Kind):
     table: tuple[tuple[tuple[int, int], ...], ...]
 
     def __init__(self, table: Iterable[Iterable[Sequence[int]]]) -> None:
-        given = tuple(tuple((start, stop) for start, stop in row) for row in table)
-        rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in given)
+        try:
+            given = tuple(tuple((start, stop) for start, stop in row) for row in table)
+            rows = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in given)
+        except (TypeError, ValueError):
+            raise LayoutError(f"a coordinate's intervals are pairs (start, stop), got {table!r}") from None
         if rows != given:
             raise LayoutError(f"the ends of intervals are whole numbers, got {given}")
         for row in rows:

@@ -26,6 +26,7 @@ from optim_redist.placements import REPLICATE, Placement, ShardOrder, layout_fro
 Notation = Literal["own", "notebook", "partition_spec", "placements"]
 
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_MESH_AXIS = re.compile(r"\s*(?:(?P<name>[^=\s][^=]*?)\s*=\s*)?(?P<size>\d+)\s*")
 _NOTEBOOK = re.compile(r"D_\[(?P<mesh>[\d,\s]+)\]\s*(?:⊥|_\|_)\s*\{(?P<mapping>.*)\}\s*\((?P<blocks>[^()]*)\)")
 _SHARD = re.compile(r"(?:S|Shard)\((?:dim=)?(-?\d+)\)")
 _STRIDED = re.compile(r"(?:_S|_StridedShard)\((?:dim=)?(-?\d+),\s*(?:split_factor=|sf=)?(\d+)\)")
@@ -36,12 +37,12 @@ def parse_mesh(text: str) -> Mesh:
     """A mesh from ``"4,2,4"`` or ``"x=4,y=2"``."""
     names, sizes = [], []
     for item in text.split(","):
-        name, equals, size = item.rpartition("=")
-        if not size.strip().isdecimal():
+        found = _MESH_AXIS.fullmatch(item)
+        if found is None:
             raise LayoutError(f'a mesh is written "4,2,4" or "x=4,y=2", got {text!r}')
-        sizes.append(int(size))
-        if equals:
-            names.append(name.strip())
+        sizes.append(int(found["size"]))
+        if found["name"]:
+            names.append(found["name"])
     if names and len(names) != len(sizes):
         raise LayoutError(f"name all axes of a mesh or none, got {text!r}")
     return Mesh(sizes, names=names or None)
@@ -118,10 +119,14 @@ def _axis(text: str, mesh: Mesh) -> int:
 
 
 def _numbers(text: str, what: str) -> list[int]:
+    return [_number(part, what) for part in text.split(":")]
+
+
+def _number(text: str, what: str) -> int:
     try:
-        return [int(part) for part in text.split(":")]
+        return int(text)
     except ValueError:
-        raise LayoutError(f"{what} are whole numbers between colons, got {text!r}") from None
+        raise LayoutError(f"{what} are whole numbers, got {text!r}") from None
 
 
 # -- own
@@ -156,7 +161,7 @@ def _parse_own_item(item: str, mesh: Mesh) -> Split | None:
         if any(factor for _, _, factor in pairs):
             flat = "@@" in found["axes"]
             factors = (factor.removeprefix("@") or "1" for _, _, factor in pairs)
-            kind = Strided(tuple(_numbers(factor, "split factors")[0] for factor in factors), flat)
+            kind = Strided(tuple(_number(factor, "split factors") for factor in factors), flat)
     if found["block"]:
         kind = Cyclic(int(found["block"]))
     elif found["cuts"]:
@@ -174,9 +179,10 @@ def _parse_notebook(text: str, mesh: Mesh | None) -> Layout:
     found = _NOTEBOOK.fullmatch(text)
     if found is None:
         raise LayoutError(f"{text!r} is not of the form D_[4,2]_|_{{(0,1),-}}(1,-)")
-    sizes = [int(size) for size in found["mesh"].split(",")]
+    sizes = list(parse_mesh(found["mesh"]).sizes)
     mapping = [_parse_notebook_axes(item) for item in _split_top(found["mapping"])]
-    blocks = [None if item in ("-", "∅", "-1", "") else int(item) for item in _split_top(found["blocks"])]
+    items = _split_top(found["blocks"])
+    blocks = [None if item in ("-", "∅", "-1", "") else _number(item, "block lengths") for item in items]
     try:
         layout = MultiAxisDist(sizes, mapping, blocks).to_layout()
     except ValueError as error:
