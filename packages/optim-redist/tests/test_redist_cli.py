@@ -33,6 +33,7 @@ from optim_redist import (
 from optim_redist._progress import progress
 from optim_redist.benchmarking import matrix_shape
 from optim_redist.cli import joined_ranks, main
+from optim_redist.cost import curve_from_bus_rates
 from optim_redist.plan_text import crossings, traffic, worst_cut
 from optim_redist.units import format_bytes, format_seconds
 from optim_utils.testing import run_ranks
@@ -519,6 +520,14 @@ def test_a_cost_model_that_somebody_damaged(capsys, tmp_path, changes, message):
         main(["plan", *SWAP, "--model", str(path)])
     # argparse breaks lines
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_bus_rates_and_copies_mean_in_seconds():
+    # three quarters of a buffer arrive from three of four ranks, in an all-reduce twice
+    assert curve_from_bus_rates(4, {400: 300.0}) == ((300.0, 1.0),)
+    assert curve_from_bus_rates(4, {400: 300.0}, reduces_twice=True) == ((600.0, 2.0),)
+    # every byte is read and written
+    assert CommModel("copies", Topology(), pack_bandwidth=200.0).pack_seconds(100) == 1.0
 
 
 def test_nodes_have_ranks(capsys):

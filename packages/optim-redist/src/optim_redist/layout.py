@@ -21,7 +21,7 @@ from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ra
 from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import LayoutError
-from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals
+from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals, size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -167,7 +167,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of the rank's local tensor."""
-        return tuple(sum(run.length * run.repeats for run in held) for held in self.indices(shape, rank))
+        return tuple(map(size, self.indices(shape, rank)))
 
     def slices(self, shape: Sequence[int]) -> dict[int, list[list[tuple[int, int]]]]:
         """For every rank the half-open intervals that it holds, one list a dimension; ``from_slices`` reads them."""
