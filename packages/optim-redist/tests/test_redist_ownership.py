@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, elements_of, indices_of, random_case
 
-from optim_redist import Chunk, Cyclic, Intervals, Layout, Mesh, NotRepresentableError, same_ownership
+from optim_redist import Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, NotRepresentableError, same_ownership
 from optim_redist.ownership import from_slices, ownership
 
 
@@ -116,6 +117,13 @@ def test_slices_that_no_layout_has() -> None:
         from_slices(mesh, (4, 4), tangled)
     with pytest.raises(NotRepresentableError, match="no rank holds all"):
         from_slices(mesh, (4,), {rank: [[(0, 3)]] for rank in mesh.ranks})
+
+
+@pytest.mark.parametrize("last", [None, [], [[(0, 4)], [(0, 4)]], [[(0, 3.7)]], [[0, 4]], [[(0, 4, 1)]]], ids=str)
+def test_slices_are_whole_numbers_for_every_rank_and_dimension(last: Any) -> None:
+    slices = {0: [[(0, 4)]], **({} if last is None else {1: last})}
+    with pytest.raises(LayoutError, match=r"of rank 1 a list of \(start, stop\) for each of 1 dimensions, got"):
+        from_slices(Mesh(2), (4,), slices)
 
 
 def test_intervals_become_the_simplest_kind() -> None:

@@ -8,13 +8,14 @@ forgotten here: ``{(0, 1)}`` on a 2×4 mesh equals ``{0}`` on a mesh of 8.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq, index
+from typing import Any
 
 from optim_redist._mesh import grid_points
 from optim_redist.boxes import Box
-from optim_redist.errors import NotRepresentableError
+from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import IndexSet, Run, from_intervals, interval, intervals
 from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
 
@@ -117,7 +118,7 @@ def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -
         turn = None if first is None else first.stride if first.repeats > 1 else more[0].start if more else None
         if first is not None and turn == first.length * len(sets):
             cyclic = Cyclic(first.length)
-            if all(map(operator.eq, map(normal_form, cyclic.index_sets(n, axis_sizes)), sets)):
+            if all(map(eq, map(normal_form, cyclic.index_sets(n, axis_sizes)), sets)):
                 return cyclic
         return Intervals.of_sets(sets)
     kinds: list[Kind] = [Block(), Chunk()]
@@ -140,13 +141,14 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
     """The layout in which every rank holds the given half-open intervals, one list a dimension.
 
     Raises:
+        LayoutError: if ``slices`` lacks a rank or a dimension, or has something else than whole numbers.
         NotRepresentableError: if what ranks hold of a dimension overlaps without being equal, leaves a gap, or does
             not depend on mesh axes of its own.
     """
     dims: list[Split | None] = []
+    told = {rank: _told(slices.get(rank), rank, len(shape)) for rank in mesh.ranks}
     for k, n in enumerate(shape):
-        pieces = {rank: sorted([(int(start), int(stop)) for start, stop in slices[rank][k]]) for rank in mesh.ranks}
-        held = {rank: normal_form(from_intervals(pieces[rank])) for rank in mesh.ranks}
+        held = {rank: sets[k] for rank, sets in told.items()}
         axes = tuple(axis for axis in range(mesh.num_axes) if _varies(mesh, held, axis))
         if not axes:
             if held[mesh.ranks[0]] != interval(0, n):
@@ -166,6 +168,18 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
         return Layout(mesh, dims)
     except ValueError as error:
         raise NotRepresentableError(f"two dimensions depend on the same mesh axis: {error}") from error
+
+
+def _told(slices: Any, rank: int, num_dims: int) -> list[IndexSet]:
+    """What a rank is told to hold, dimension by dimension."""
+    try:
+        found = [from_intervals(sorted([(index(start), index(stop)) for start, stop in held])) for held in slices]
+        if len(found) == num_dims:
+            return list(map(normal_form, found))
+    except (TypeError, ValueError):
+        pass
+    what = f"of rank {rank} a list of (start, stop) for each of {num_dims} dimensions"
+    raise LayoutError(f"slices must have {what}, got {slices!r}")
 
 
 def _varies(mesh: Mesh, held: Mapping[int, IndexSet], axis: int) -> bool:
