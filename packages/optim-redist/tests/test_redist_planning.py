@@ -442,6 +442,14 @@ def test_the_verifier_checks_claims() -> None:
         verify(replace(made, stages=(made.stages[0]._replace(method="packed"),)))
 
 
+@pytest.mark.parametrize("method", ["forward", "hierarchical"])
+def test_contributions_are_not_moved_as_finished_values(method: str) -> None:
+    made = plan((8,), "bf16", Layout(Mesh(4), [None], {0: "sum"}), Layout(Mesh(4), [None]), planners=["direct"])
+    damaged = replace(made, stages=(made.stages[0]._replace(method=method),))
+    with pytest.raises(RedistError, match=f"the method '{method}' of the plan moves finished values"):
+        damaged.phases
+
+
 def test_reductions_reach_the_bound() -> None:
     mesh = Mesh((2, 2))
     all_reduce = Layout(mesh, [None, None], {0: "sum", 1: "sum"}), Layout(mesh, [None, None])

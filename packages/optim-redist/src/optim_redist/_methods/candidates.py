@@ -40,6 +40,8 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
         return direct_phases(problem, topology)
     if method == "nearest":
         return direct_phases(problem, topology, nearest=True)
+    if method in ("forward", "hierarchical") and problem.num_contributions > 1:
+        raise RedistError(f"the method {method!r} of the plan moves finished values, and this stage reduces")
     if method == "forward":
         return forward_phases(problem, bounds_of(problem).lb)
     if method == "relay":

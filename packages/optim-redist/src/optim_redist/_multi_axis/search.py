@@ -67,7 +67,7 @@ def cheapest_moves(
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
-    ``elements`` are those of the most loaded rank at the start and at the target, which differ.
+    Start and target are two; ``elements`` are those of the most loaded rank at each.
     Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
     No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
     and of the lengths that allow the same steps the shortest leaves no rank with more.
