@@ -147,6 +147,13 @@ def test_names_that_would_read_as_others_are_not_written():
     # not the axes x and y
     assert str(layout) == "[2, -]"
     assert parse_layout(str(layout), mesh) == layout
+    # where texts have numbers, a number is no name
+    mesh = Mesh((2, 3, 2), names=("1", "0", "x.y"))
+    layout = Layout(mesh, [0, "0"])
+    assert str(layout) == "[0, 1]"
+    assert parse_layout(str(layout), mesh) == layout
+    assert parse_layout("P('1', 'x.y')", mesh) == Layout(mesh, [1, 2])
+    assert parse_layout("[1, 0]", Mesh((2, 3), names=("1", "0"))) == Layout(Mesh((2, 3)), [0, 1])
 
 
 @st.composite

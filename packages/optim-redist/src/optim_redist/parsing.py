@@ -109,10 +109,11 @@ def _split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def _axis(text: str, mesh: Mesh) -> int:
-    """A mesh axis by name, or else by number."""
+    """A mesh axis as texts call it, or else by name, or else by number."""
     name = text.strip().strip("'\"")
-    if mesh.names is not None and name in mesh.names:
-        return mesh.axis(name)
+    for names in (mesh.axis_names, mesh.names or ()):
+        if name in names:
+            return names.index(name)
     if not name.isdecimal():
         raise LayoutError(f"{name!r} is no axis of mesh {mesh}")
     return mesh.axis(int(name))
