@@ -92,12 +92,12 @@ def update_param_state_dict_object(
     texts = [f"Key {key} not found in state dict to load." for key in plan.missing_keys]
     if texts and enable_missing_key_check:
         error = _MissingKeyError(texts[0])
-        for issue in plan.report.missing:
+        for issue in LoadReport.of(plan.issues).missing:
             error.add_note(f"missing: {issue.path} ({issue.expected})")
         raise error
     report = plan.update()
     for text in texts:
         logger.warning(text)
-    for issue in plan.objects.report.build().problems:
+    for issue in LoadReport.of(plan.objects.issues).problems:
         logger.warning(in_words(issue))
     return report

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_utils._state.load_report import Kind, LoadReport, ReportBuilder, StateLoadError, describe, describe_both
+from optim_utils._state.load_report import Kind, LoadIssue, LoadReport, StateLoadError, describe, describe_both
 from optim_utils._state.own_load import OwnLoad
 from optim_utils._state.paths import Path, encode_path
 from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, sharded_like, why_unwritable
@@ -54,7 +54,7 @@ class LoadPlan:
         self.assign = assign
         # where tensors go that are taken over, except those without dimensions; None: they stay where they are
         self.device: torch.device | None = None
-        self.report = ReportBuilder()
+        self.issues: list[LoadIssue] = []
         self.fills: list[tuple[Tensor, Tensor]] = []
         self.writes: list[Callable[[], object]] = []
         self.own_objects: list[tuple[Stateful, Mapping[Any, Any], Path]] = []
@@ -70,7 +70,7 @@ class LoadPlan:
     def check(self, *, strict: bool) -> LoadReport:
         """The report, or `StateLoadError`: for any problem if ``strict``, else for those that are always refused."""
         refused = self.rehearse(strict=strict)
-        report = self.report.build()
+        report = LoadReport.of(self.issues)
         if refused or any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
             raise StateLoadError.refuse(report)
         return report
@@ -88,7 +88,7 @@ class LoadPlan:
             load = OwnLoad(live, loaded, path, options)
             reports, refused = load.rehearse()
             for report in reports:
-                self.report.add_nested(path, report)
+                self.issues += report.inside(path)
             if not reports:
                 self._loaded(path, live, loaded)
             any_refused |= refused
@@ -176,7 +176,7 @@ class LoadPlan:
             try:
                 loaded = from_plain(dict(loaded), live.fmt)
             except ValueError as error:
-                self.report.add(path, "type", expected=describe(live), found=str(error))
+                self._note(path, "type", expected=describe(live), found=str(error))
                 return live
         if live.shape != loaded.shape or live.fmt != loaded.fmt:
             self._mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
@@ -213,14 +213,14 @@ class LoadPlan:
             self._mismatch(path, mismatch, live, loaded)
             return live
         if self._is_writable(live, loaded, path):
-            self.report.add(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
+            self._note(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
             self.fills.append((live, loaded))
         return live
 
     def _is_writable(self, live: Tensor, loaded: Tensor, path: Path) -> bool:
         reason = why_unwritable(live, loaded)
         if reason is not None:
-            self.report.add(path, "memory", expected=describe(live), found=reason)
+            self._note(path, "memory", expected=describe(live), found=reason)
         return reason is None
 
     def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
@@ -329,19 +329,22 @@ class LoadPlan:
     def _write_item(self, live: dict[Any, Any], key: Any, value: Any) -> None:
         self.writes.append(lambda: live.__setitem__(key, value))
 
+    def _note(self, path: Path, kind: Kind, expected: str = "nothing", found: str = "nothing") -> None:
+        self.issues.append(LoadIssue(encode_path(path), kind, expected, found))
+
     def _loaded(self, path: Path, live: object, loaded: object) -> None:
-        self.report.add(path, "loaded", *describe_both(live, loaded))
+        self._note(path, "loaded", *describe_both(live, loaded))
 
     def miss(self, live: object, path: Path) -> None:
         if has_content(live, store_non_tensors=self.store_non_tensors):
-            self.report.add(path, "missing", expected=describe(live))
+            self._note(path, "missing", expected=describe(live))
 
     def _unexpected(self, path: Path, loaded: object) -> None:
         if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
-            self.report.add(path, "unexpected", found=describe(loaded))
+            self._note(path, "unexpected", found=describe(loaded))
 
     def _mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
-        self.report.add(path, kind, describe(live), describe(loaded))
+        self._note(path, kind, describe(live), describe(loaded))
 
 
 def _is_free(live: Stateful, name: object) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -43,8 +44,19 @@ class LoadReport:
     mismatched: tuple[LoadIssue, ...] = ()
     cast: tuple[LoadIssue, ...] = ()
 
-    def __add__(self, other: LoadReport) -> LoadReport:
-        return LoadReport(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+    @classmethod
+    def of(cls, issues: Iterable[LoadIssue]) -> LoadReport:
+        """The report on ``issues``, in their order."""
+        lists: dict[str, list[LoadIssue]] = {entry.name: [] for entry in fields(cls)}
+        for issue in issues:
+            lists[issue.kind if issue.kind in lists else "mismatched"].append(issue)
+            if issue.kind == "cast":
+                lists["loaded"].append(issue)
+        return cls(**{name: tuple(listed) for name, listed in lists.items()})
+
+    def inside(self, path: Path) -> list[LoadIssue]:
+        """The issues, of which this is the report, on the entries of what is at ``path``."""
+        return [replace(issue, path=join_paths(path, issue.path)) for issue in self.loaded + self.problems]
 
     @property
     def problems(self) -> tuple[LoadIssue, ...]:
@@ -93,43 +105,6 @@ class StateLoadError(RuntimeError):
         """The error for an object that refuses what it took when it was asked, and others have been written."""
         return cls(
             f"the object at {encode_path(path)} refused its state after others had been written\n{report}", report
-        )
-
-
-@dataclass
-class ReportBuilder:
-    """Collects the issues of a load while it is planned."""
-
-    loaded: list[LoadIssue] = field(default_factory=list)
-    missing: list[LoadIssue] = field(default_factory=list)
-    unexpected: list[LoadIssue] = field(default_factory=list)
-    mismatched: list[LoadIssue] = field(default_factory=list)
-    cast: list[LoadIssue] = field(default_factory=list)
-
-    def add(self, path: Path, kind: Kind, expected: str = "nothing", found: str = "nothing") -> None:
-        """Note that the entry at ``path`` is of ``kind``; a cast entry counts as loaded too."""
-        issue = LoadIssue(encode_path(path), kind, expected, found)
-        if kind == "loaded":
-            self.loaded.append(issue)
-        elif kind == "cast":
-            self.loaded.append(issue)
-            self.cast.append(issue)
-        elif kind == "missing":
-            self.missing.append(issue)
-        elif kind == "unexpected":
-            self.unexpected.append(issue)
-        else:
-            self.mismatched.append(issue)
-
-    def add_nested(self, path: Path, report: LoadReport) -> None:
-        """Note all of the report on the entries of what is at ``path``."""
-        for name in (entry.name for entry in fields(report)):
-            issues = getattr(report, name)
-            getattr(self, name).extend(replace(issue, path=join_paths(path, issue.path)) for issue in issues)
-
-    def build(self) -> LoadReport:
-        return LoadReport(
-            tuple(self.loaded), tuple(self.missing), tuple(self.unexpected), tuple(self.mismatched), tuple(self.cast)
         )
 
 

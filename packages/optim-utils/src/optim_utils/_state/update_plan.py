@@ -36,10 +36,9 @@ class UpdatePlan(LoadPlan):
         object loads what fits.
         """
         refused = self.objects.rehearse(strict=False)
-        own, objects = self.report.build(), self.objects.report.build()
-        report = own + objects
-        refused |= bool(own.mismatched) or any(issue.kind in ALWAYS_REFUSED for issue in objects.mismatched)
-        if refused:
+        report = LoadReport.of(self.issues + self.objects.issues)
+        refused |= bool(LoadReport.of(self.issues).mismatched)
+        if refused or any(issue.kind in ALWAYS_REFUSED for issue in self.objects.issues):
             raise StateLoadError.refuse(report)
         self.write()
         self.objects.write()
@@ -72,14 +71,14 @@ class UpdatePlan(LoadPlan):
     def _add_number(self, live: Tensor, loaded: Number, path: Path) -> Tensor:
         number = _as_tensor(loaded, live.dtype)
         if number is None:
-            self.report.add(path, "dtype", describe(live), f"{type(loaded).__name__} that it cannot hold")
+            self._note(path, "dtype", describe(live), f"{type(loaded).__name__} that it cannot hold")
             return live
         return self._add_tensor(live, number, path)
 
     def miss(self, live: object, path: Path) -> None:
         if _has_something_to_fill(live):
             self.missing_keys.append(path[-1])
-            self.report.add(path, "missing", expected=describe(live))
+            self._note(path, "missing", expected=describe(live))
 
 
 def _has_something_to_fill(live: object) -> bool:
