@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optim_utils._dtensors import is_dtensor
+from optim_utils._state.tensor_fill import sharded_like
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
@@ -113,13 +113,7 @@ class QuantizedTensor(OptimizerModule):
                 f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "
                 f"{tuple(tensor.shape)}"
             )
-        if is_dtensor(self.quantized_values) and not is_dtensor(tensor):
-            # The whole tensor is here: each rank keeps its part, and no source rank has to send it.
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = self.quantized_values.device_mesh, self.quantized_values.placements
-            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-        self.quantized_values.copy_(tensor)
+        self.quantized_values.copy_(sharded_like(self.quantized_values, tensor))
 
 
 # pickles and errors name the public module

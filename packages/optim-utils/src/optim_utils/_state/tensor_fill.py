@@ -81,7 +81,7 @@ def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def sharded_like(live: Tensor, loaded: Tensor) -> Tensor:
-    """``loaded``, which is to take the place of ``live``: of a DTensor with its mesh and placements."""
+    """``loaded``, with the mesh and placements of ``live`` if that is a DTensor and ``loaded`` a plain tensor."""
     if not is_dtensor(live) or is_dtensor(loaded):
         return loaded
     from torch.distributed.tensor import distribute_tensor
@@ -113,19 +113,9 @@ def _memory(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _fill(live: Tensor, loaded: Tensor) -> None:
-    if is_dtensor(live):
-        live.to_local().copy_(_local_part(live, loaded))
-    else:
-        live.copy_(loaded.full_tensor() if is_dtensor(loaded) else loaded)
-
-
-def _local_part(live: Tensor, loaded: Tensor) -> Tensor:
-    """This rank's part of ``loaded`` under the mesh and placements of the DTensor ``live``."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(live, DTensor)
-    if is_dtensor(loaded) and loaded.device_mesh == live.device_mesh:
-        return loaded.redistribute(placements=live.placements).to_local()
-    whole = loaded.full_tensor() if is_dtensor(loaded) else loaded
-    # every rank holds the whole: no source rank has to send it
-    return distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None).to_local()
+    if is_dtensor(loaded):
+        if is_dtensor(live) and loaded.device_mesh == live.device_mesh:
+            loaded = loaded.redistribute(placements=live.placements)
+        else:
+            loaded = loaded.full_tensor()
+    _local(live).copy_(_local(sharded_like(live, loaded)))
