@@ -310,7 +310,8 @@ def full(q: LowBitTensor) -> LowBitTensor:
 
 def dtensor_rank(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (world_size,))
     for fmt in SHARDED:
@@ -345,6 +346,12 @@ def dtensor_rank(rank: int, world_size: int) -> None:
         quantize(uneven, SHARDED[0])
     with pytest.raises(ValueError, match="next aligned offset is 80"):
         quantize(uneven, SHARDED[0].with_(block_size=80))
+    for placement in (Partial(), _StridedShard(0, split_factor=2)):
+        wrong = DTensor.from_local(numbers(), mesh, [placement])
+        with pytest.raises(ValueError, match=r"must have placements Shard or Replicate, got \S.*; redistribute it$"):
+            quantize(wrong, SHARDED[0])
+    with pytest.raises(TypeError, match="codes that are DTensors are made from a DTensor, got a Tensor"):
+        rows.copy_(numbers(3))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

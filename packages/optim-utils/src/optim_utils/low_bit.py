@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from optim_utils._dtensors import is_dtensor
-from optim_utils._low_bit.blocks import encode_blocks
 from optim_utils._low_bit.formats import (
     CUBIC8,
     DYNAMIC8,
@@ -52,7 +51,7 @@ from optim_utils._low_bit.formats import (
     LowBitFormat,
     checked_index,
 )
-from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype
+from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype, encode
 from optim_utils._low_bit.tensor import rebuild_low_bit_tensor as rebuild_low_bit_tensor  # files name it as of here
 from optim_utils.rounding import random_bits
 
@@ -118,13 +117,7 @@ def quantize(
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
     check_dtype(dtype)
-    x = x.detach()
-    if is_dtensor(x):
-        from optim_utils._low_bit.sharded import encode_sharded
-
-        blocks = encode_sharded(x, fmt, uniform=_uniform(x, stochastic, seed, generator))
-    else:
-        blocks = encode_blocks(x, fmt, uniform=_uniform(x, stochastic, seed, generator))
+    blocks = encode(x.detach(), fmt, uniform=_uniform(x, stochastic, seed, generator))
     return LowBitTensor(*blocks, fmt, x.shape, dtype)
 
 

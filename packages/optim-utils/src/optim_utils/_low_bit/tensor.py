@@ -141,9 +141,8 @@ class LowBitTensor(Tensor):
     __dlpack_device__ = _refusal("__dlpack_device__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
-        if id(self) not in memo:
-            memo[id(self)] = _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
-        return memo[id(self)]
+        # `copy.deepcopy` looks into the memo, and writes there
+        return _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
         arguments = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
@@ -274,7 +273,9 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if target.shape != source.shape:
         raise ValueError(f"copy_ takes the same shape: {tuple(target.shape)}, got {tuple(source.shape)}")
     if not isinstance(source, LowBitTensor):
-        source = encode_like(target, source)
+        if is_dtensor(target.codes) and not is_dtensor(source):
+            raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(source).__name__}")
+        source = LowBitTensor(*encode(source, target.fmt), target.fmt, source.shape, target.dtype)
     elif source.fmt != target.fmt:
         raise NotImplementedError(
             f"copy_ takes codes of the same format, {target.fmt}, got {source.fmt}: copy its .dequantize()"
@@ -285,15 +286,13 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     return target
 
 
-def encode_like(target: LowBitTensor, source: Tensor) -> LowBitTensor:
-    """``source`` in the format of ``target``."""
-    if is_dtensor(source) or is_dtensor(target.codes):
-        from optim_utils._low_bit.sharded import encode_sharded
+def encode(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+    """The blocks of x, DTensors if x is one; ``uniform`` is this rank's part, see `encode_blocks`."""
+    if not is_dtensor(x):
+        return encode_blocks(x, fmt, uniform=uniform)
+    from optim_utils._low_bit.sharded import encode_sharded
 
-        blocks = encode_sharded(source, target.fmt)
-    else:
-        blocks = encode_blocks(source, target.fmt)
-    return LowBitTensor(*blocks, target.fmt, source.shape, target.dtype)
+    return encode_sharded(x, fmt, uniform=uniform)
 
 
 def _slice(
