@@ -86,6 +86,32 @@ def test_derivatives_of_every_kind(shape, column_major):
     assert torch.autograd.gradgradcheck(output, (x, weight))
 
 
+def test_derivatives_of_a_layer_in_training_as_it_is():
+    """Forward mode of a parameter that requires a gradient, of the input, of both; and the input's gradient alone."""
+    linear, layer = pair(dtype=torch.float64)
+    x, direction = torch.randn(2, 4, 10, dtype=torch.float64)
+    weight = layer.combined_weight
+    change = torch.randn_like(weight)
+    of_x = direction @ linear.weight.mT
+    of_weight = x @ change[:, :-1].mT + change[:, -1]
+    for arguments, tangents, expected in (
+        ((x, weight), (direction, change), of_x + of_weight),
+        ((x, weight), (direction, torch.zeros_like(weight)), of_x),
+        ((x, weight), (torch.zeros_like(x), change), of_weight),
+    ):
+        with torch.autograd.forward_ad.dual_level():
+            dual = [
+                torch.autograd.forward_ad.make_dual(argument, tangent) if tangent.any() else argument
+                for argument, tangent in zip(arguments, tangents)
+            ]
+            output = torch.func.functional_call(layer, {"combined_weight": dual[1]}, (dual[0],))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(output).tangent, expected)
+    torch.testing.assert_close(torch.func.jacfwd(layer)(x), torch.func.jacrev(layer)(x))
+    x.requires_grad_()
+    torch.testing.assert_close(*(torch.autograd.grad(each(x).sum(), x)[0] for each in (layer, linear)))
+    assert weight.grad is None
+
+
 def test_gradients_of_each_sample_and_under_autocast():
     linear, layer = pair()
     x = torch.randn(4, 10)
