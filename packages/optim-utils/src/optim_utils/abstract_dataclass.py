@@ -18,23 +18,23 @@ from dataclasses import dataclass
 __all__ = ["AbstractDataclass", "FrozenAbstractDataclass"]
 
 
+class _Abstract(ABC):
+    __slots__ = ()
+
+    @abstractmethod
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Do nothing, so that a hand-written ``__init__`` may call ``super().__init__()``."""
+
+
 @dataclass(init=False)
-class AbstractDataclass(ABC):
+class AbstractDataclass(_Abstract):
     """The base of mutable configurations: no fields, and an abstract ``__init__`` that does nothing."""
 
     __slots__ = ()
 
-    @abstractmethod
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Do nothing, so that a hand-written ``__init__`` may call ``super().__init__()``."""
-
 
 @dataclass(init=False, frozen=True)
-class FrozenAbstractDataclass(ABC):
+class FrozenAbstractDataclass(_Abstract):
     """The base of ``@dataclass(frozen=True)`` configurations, which dataclasses refuse to derive from a mutable one."""
 
     __slots__ = ()
-
-    @abstractmethod
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Do nothing, so that a hand-written ``__init__`` may call ``super().__init__()``."""

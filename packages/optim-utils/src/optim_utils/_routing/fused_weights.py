@@ -6,7 +6,7 @@ says enough it raises a `Refusal` that proposes a rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -278,11 +278,8 @@ def _asked_fusion(
     for dim in dims:
         if sum(sizes) == extent[dim]:
             return _Fusion(sizes, dim)
-    raise Refusal(f"split={sizes} adds up to {sum(sizes)}, not to {_either(extent[dim] for dim in dims)}", _WHOLE)
-
-
-def _either(values: Iterable[object]) -> str:
-    return " or ".join(str(value) for value in values)
+    extents = " or ".join(str(extent[dim]) for dim in dims)
+    raise Refusal(f"split={sizes} adds up to {sum(sizes)}, not to {extents}", _WHOLE)
 
 
 def _matrix_dim(view: MatrixView, dim: int) -> int:

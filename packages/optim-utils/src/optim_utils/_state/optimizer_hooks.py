@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -80,12 +79,7 @@ class StateDictHooks:
     def __enter__(self) -> StateDictHooks:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: State) -> State:
