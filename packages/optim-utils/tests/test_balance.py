@@ -183,6 +183,7 @@ def test_whole_tensors_are_bound_by_one_item():
     assert result.gap == pytest.approx(0)
     assert result.report().splitlines()[-1] == "split item 0: alone it costs 19.85 × the mean load"
     assert "split" not in partition([1, 1, 1, 1], 2).report()
+    assert "memory: at most 3, 1.200 × the mean" in partition([1, 1, 1], 2, memory=[1, 2, 2]).report()
 
 
 @pytest.mark.timing
@@ -326,6 +327,7 @@ def test_cost_models():
         ({"costs": [1], "num_ranks": 2.0}, r"num_ranks must be an integer of at least 1, got 2\.0"),
         ({"costs": [1, -2], "num_ranks": 1}, r"costs\[1\] must be finite and not negative, got -2"),
         ({"costs": [math.nan], "num_ranks": 1}, r"costs\[0\] must be finite"),
+        ({"costs": [1, math.inf], "num_ranks": 1}, r"costs\[1\] must be finite and not negative, got inf"),
         ({"costs": [1e308, 1e308], "num_ranks": 2}, "costs must add up to a finite number, got inf"),
         ({"costs": [1], "num_ranks": 1, "memory": [1, 2]}, "memory must have 1 entries, got 2"),
         ({"costs": [1], "num_ranks": 2, "initial_load": [1]}, "initial_load must have 2 entries, got 1"),

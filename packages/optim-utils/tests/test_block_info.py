@@ -124,7 +124,7 @@ def test_the_identity_over_two_mesh_axes():
 
 
 def strided_shards(rank: int, world_size: int) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 2))
@@ -142,6 +142,18 @@ def strided_shards(rank: int, world_size: int) -> None:
         eye = block.allocate_eye_tensor(8, dtype=torch.float32, device="cpu")
         expected = distribute_tensor(torch.eye(8), mesh, placements)
         assert torch.equal(eye.to_local(), expected.to_local()), placements
+    for allocate, message in (
+        (lambda size, **_: DTensor.from_local(torch.zeros(size), mesh, [Partial(), Replicate()]), "sharded or replic"),
+        # rows that are nowhere near what the placements say
+        (
+            lambda size, **_: DTensor.from_local(
+                torch.zeros(3, 8), mesh, [Shard(0), Replicate()], shape=torch.Size(size), stride=(8, 1)
+            ),
+            "of 8 indices of dimension 0, .* give this rank 4, its part has 3; allocate it with Shard placements",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DTensorBlockInfo(PARAM, (0, "a"), allocate).allocate_eye_tensor(8)
 
 
 def test_the_identity_of_strided_shards():

@@ -450,6 +450,8 @@ def test_formats_are_checked() -> None:
         INT8.with_(layout="columns")
     with pytest.raises(ValueError, match="non-negative"):
         INT8.with_(companding="sqrt")
+    with pytest.raises(ValueError, match=r"companding must be one of \('none', 'sqrt'\), got 'root'"):
+        MOMENT8.with_(companding="root")
     with pytest.raises(ValueError, match="scale_dtype"):
         INT8.with_(scale_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="not the ints"):

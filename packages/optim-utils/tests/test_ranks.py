@@ -32,6 +32,11 @@ def test_results_come_in_rank_order() -> None:
         assert total.tolist() == [6.0, 6.0]
 
 
+def test_there_is_a_rank() -> None:
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        run_ranks(summed, 0, torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -248,6 +248,8 @@ def test_wrong_arguments_are_refused() -> None:
         stochastic_round(x, torch.bfloat16, seed=torch.ones(2))
     with pytest.raises(TypeError, match="only ints"):
         philox_4x32((0, 0, 0, 0), (0, 0))
+    with pytest.raises(TypeError, match=r"philox_2x32 needs .* only ints"):
+        philox_2x32((0, 0), 0)
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)

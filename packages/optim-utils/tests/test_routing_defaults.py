@@ -286,6 +286,7 @@ def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
     for name, param in model.named_parameters():
         shape = f"({', '.join(map(str, param.shape))})"
         assert (f"{name}  {shape}  {param.dtype}: " in text) == (name in names)
+    assert caught.value.unrouted["mlp.w13.weight"] == "the name says fused gate and up, but 15 is odd"
     suggestions = [line.strip() for line in text.splitlines() if line.startswith("      ")]
     assert "Rule('attn.qkv.weight', split=(8, 4, 4))" in suggestions
     assert "Rule('low_rank.qkv.lora_B', split=3)" in suggestions

@@ -66,6 +66,12 @@ def test_rules_that_do_not_fit(shape, options, message):
         route_one(shape, Rule("layer.weight", **options))
 
 
+def test_muon_is_given_no_numbers_that_it_does_not_take():
+    param = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))
+    with pytest.raises(UnroutedParameterError, match=r"Muon takes real .* matrices, got torch\.complex64"):
+        route_parameters([("layer.weight", param)], Rule("*", to="muon"))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

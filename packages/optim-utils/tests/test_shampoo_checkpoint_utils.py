@@ -126,6 +126,11 @@ def test_unflatten_refuses_gaps_in_a_sequence():
         unflatten({'[["l", 0]]': 1})
 
 
+def test_keys_that_only_their_identity_tells_apart_have_one_path():
+    with pytest.raises(ValueError, match=r"two keys have the path \[NaN\]"):
+        flatten({float("nan"): 1, float("nan"): 2})
+
+
 keys = st.one_of(st.text(max_size=4), st.integers(), st.floats(allow_nan=False), st.booleans(), st.none())
 nested_dicts = st.recursive(
     st.dictionaries(keys, st.one_of(st.integers(), st.just({})), max_size=4),

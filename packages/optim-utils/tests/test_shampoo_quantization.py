@@ -209,6 +209,10 @@ def test_integer_lists_can_be_built_but_not_used() -> None:
         with pytest.raises(NotImplementedError) as error:
             use()
         assert str(error.value) == NOT_SUPPORTED
+    low, high = torch.tensor([-1.0]), torch.tensor([1.0])
+    with_range = QuantizedTensorList([(torch.ones(3, dtype=torch.int64), low, high)] * 2, torch.int64).compress([0, 1])
+    assert (with_range.min_value_list, with_range.max_value_list) == ((low,), (high,))
+    assert list(with_range.state_dict()) == ["quantized_value_list", "min_value_list", "max_value_list"]
     for value, dtype in ((torch.ones(3), torch.int64), (torch.zeros(3, dtype=torch.int64), torch.bfloat16)):
         with pytest.raises(TypeError, match="can't be stored as"):
             QuantizedTensorList(rows(value), dtype)
@@ -300,6 +304,7 @@ def test_low_bit_lists() -> None:
     assert dequantize(quantized.quantized_value[0]).unique().tolist() == pytest.approx([3.0])
     kept = quantize(values[0], DYNAMIC8)
     assert QuantizedTensorList(rows(kept), DYNAMIC8).quantized_value[0] is kept
+    assert QuantizedTensorList([QuantizedTensor(kept)], DYNAMIC8).quantized_value[0] is kept
     rounded = QuantizedTensorList(
         rows(values[0]), INT8, rounding="stochastic", generator=torch.Generator().manual_seed(0)
     )
