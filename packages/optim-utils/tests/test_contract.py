@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from optim_utils import INT8, quantize
+from optim_utils.testing._contract_case import assert_same
 from optim_utils.testing._contract_training import all_schedulers
 from optim_utils.testing.contract import CHECKS, ContractFailure, OptimizerCase, contract, run_check
 
@@ -89,6 +91,11 @@ class LateParametersInheritMomentum(Momentum):
             if known and not self.state[param] and param.grad is not None:
                 self.state[param]["momentum_buffer"] = torch.full_like(param, known[0].sum().item())
         return super().step(closure)
+
+
+class TakesParametersTwice(Momentum):
+    def add_param_group(self, param_group):
+        self.param_groups.append({**self.defaults, **param_group, "params": list(param_group["params"])})
 
 
 class CopiesLr(Momentum):
@@ -269,6 +276,20 @@ def test_every_check_catches_a_broken_optimizer(check):
     case = OptimizerCase("broken", FAULTS[check], {"lr": 0.01})
     with pytest.raises(ContractFailure, match=f"broken fails the check '{check}'"):
         run_check(case, check)
+
+
+def test_a_parameter_in_two_groups_is_caught():
+    with pytest.raises(ContractFailure, match="in a group already could be added again"):
+        run_check(OptimizerCase("broken", TakesParametersTwice, {"lr": 0.01}), "add_param_group")
+
+
+def test_low_bit_state_is_compared_by_its_codes():
+    x = torch.randn(64)
+    assert_same({"q": quantize(x, INT8)}, {"q": quantize(x, INT8)}, "state")
+    with pytest.raises(AssertionError, match=r"state\['q'\]\.codes differs by up to"):
+        assert_same({"q": quantize(x.flip(0), INT8)}, {"q": quantize(x, INT8)}, "state")
+    with pytest.raises(AssertionError, match=r"state is a Tensor, not LowBitTensor"):
+        assert_same(x, quantize(x, INT8), "state")
 
 
 def test_the_unbroken_base_passes():

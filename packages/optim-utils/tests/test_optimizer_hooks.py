@@ -63,12 +63,14 @@ class Sgd(torch.optim.Optimizer):
                 state["low"] = quantize(torch.zeros(param.shape), MOMENT8)
                 state["preconditioner"] = Preconditioner(param)
                 state["blocks"] = [Preconditioner(param), Preconditioner(param)]
+                state["by_side"] = {"left": Preconditioner(param)}
             state["step"] += 1
             state["scale"] += 1 / 3
             state["average"] += param.grad.float() / 3
             state["low"].copy_(quantize(state["average"] ** 2, MOMENT8))
             state["preconditioner"].update()
             state["blocks"][1].update()
+            state["by_side"]["left"].update()
             for group in self.param_groups:
                 param.sub_(param.grad * group["lr"] + 0.01)  # moves even at learning rate 0
 
@@ -156,6 +158,21 @@ def test_without_hooks_torch_breaks_it():
     loaded = optimizer.state[param]["q"]
     assert loaded["codes"].dtype == torch.bfloat16
     assert loaded["name"] != "adam"
+
+
+@pytest.mark.skipif(not flattens_nested_states(), reason="this torch flattens no nested states")
+def test_what_a_flat_state_lacks_is_not_taken_for_something_empty():
+    """torch puts an empty dict in the place of each entry that the live state has and the saved one has not."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = trained(2)
+    live_model, live = trained(1)
+    for state in [*optimizer.state.values(), *live.state.values()]:
+        state["table"] = {}
+    for state in optimizer.state.values():
+        del state["average"]
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(live_model, live, saved, options=options)
+    assert_same(state_of(live), state_of(optimizer))
 
 
 @STEPS
@@ -412,7 +429,7 @@ def test_plain_optimizers_keep_their_dtypes_and_strings():
     attach_state_dict_hooks(optimizer)
     state = {
         "name": "adam",
-        "moments": [torch.ones(2), {"codes": torch.ones(2, dtype=torch.uint8)}],
+        "moments": [torch.ones(2), {"codes": torch.ones(2, dtype=torch.uint8)}, (torch.ones(3), 4)],
         "scalar": torch.tensor(1 / 3),
         "low": extract_state_dict_content(WithLowBit())["low"],
     }
@@ -438,7 +455,7 @@ class Growing(torch.optim.Optimizer):
     """Every parameter has an object that remembers the gradients."""
 
     def __init__(self, params: object) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, {})
 
     def step(self, closure: object = None) -> None:
         for param in self.param_groups[0]["params"]:
@@ -524,7 +541,8 @@ def test_adamw_goes_on_bitwise(options):
 
 
 def test_hooks_are_attached_once_and_can_be_removed():
-    optimizer = Sgd([nn.Parameter(torch.zeros(2))])
+    optimizer = Sgd([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)])
+    optimizer.register_state_dict_post_hook(lambda *_: None)
     with attach_state_dict_hooks(optimizer) as hooks:
         with pytest.raises(ValueError, match="already"):
             attach_state_dict_hooks(optimizer)

@@ -113,14 +113,16 @@ def test_an_own_load_gets_the_options_that_it_takes(caplog):
 
     class Strict(Bag):
         def load_state_dict(self, state_dict, strict=True):
-            received.append(strict)
+            received.append((strict, self.module))
             return super().load_state_dict(state_dict, strict=strict)
 
-    bag = Bag(any=Renamed(v=torch.zeros(2), n=None), strict=Strict(v=torch.zeros(1)))
+    module = torch.nn.Linear(2, 1)
+    bag = Bag(any=Renamed(v=torch.zeros(2), n=None), strict=Strict(v=torch.zeros(1), module=module))
     state = {"any": {"v": torch.ones(2).double(), "n": torch.ones(1)}, "strict": {}}
     with caplog.at_level(logging.WARNING):
         report = bag.load_state_dict(state, assign=True)
-    assert received == [False, False]
+    # tried on a copy first, which has what belongs to the process from the object itself
+    assert received == [(False, module)] * 2
     assert bag.any.n is state["any"]["n"]
     assert [issue.path for issue in report.cast] == ['["any", "v"]']
     # said once, by the load of the whole

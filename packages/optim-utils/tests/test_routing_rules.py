@@ -35,6 +35,7 @@ def route_one(shape, *rules, name="layer.weight"):
         ((4, 6), {"transposed": True, "num_heads": 3}, ((3, 2, 4),)),
         ((5, 4, 6), {"batched": True}, ((5, 4, 6),)),
         ((5, 4, 6), {"batched": False}, ((5, 24),)),
+        ((6, 4, 6), {"batched": False, "split": 2, "split_dim": 0}, ((3, 24),) * 2),
         ((2, 5, 4, 6), {"batched": True, "split": 2}, ((2, 5, 2, 6),) * 2),
         ((5, 4, 6), {"batched": True, "split": (1, 5), "split_dim": 2, "transposed": True}, ((5, 1, 4), (5, 5, 4))),
     ],
