@@ -271,6 +271,8 @@ def test_numbers_stay_if_non_tensors_are_not_loaded():
         {"a": 2, "b": {0: 3, 1: torch.ones(1)}, "c": {"k": 5, "l": 6}}, store_non_tensors=False, strict=True
     ).ok
     assert (bag.a, bag.b, bag.c) == (1, [1, torch.ones(1)], {"k": 1})
+    report = bag.load_state_dict({"b": {1: torch.ones(1)}, "x": 5, "y": torch.ones(1)}, store_non_tensors=False)
+    assert [issue.path for issue in report.problems] == ['["y"]']
 
 
 def test_names_that_are_no_state_are_not_the_letters_of_a_string():

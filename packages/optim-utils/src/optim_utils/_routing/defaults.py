@@ -51,8 +51,7 @@ def decide(leaf: Leaf, rule: Rule | None) -> Decision:
     """
     if is_lazy(leaf.param):
         raise Refusal("not initialised yet: run the lazy module once, then route")
-    kind = rule.kind if rule is not None else None
-    if rule is None or kind is None:
+    if rule is None or (kind := rule.kind) is None:
         return _first_answer(leaf)
     is_explicit = rule.to is not None or rule.role is not None
     if not is_explicit and (frozen := _frozen(leaf)) is not None:

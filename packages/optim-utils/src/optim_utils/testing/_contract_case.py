@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerCase", "Shapes", "TinyModel", "assert_same", "snapshot", "train"]
+from optim_utils._state.walk import rebuild
+
+__all__ = ["OptimizerCase", "Shapes", "TinyModel", "assert_same", "snapshot", "train", "with_tensors"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -93,16 +95,20 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int], **option
 
 def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Copies of all parameters and all state, by parameter name."""
-    return {name: _copied([param.detach(), optimizer.state.get(param, {})]) for name, param in model.named_parameters()}
+    return {
+        name: with_tensors([param, optimizer.state.get(param, {})], lambda tensor: tensor.detach().clone())
+        for name, param in model.named_parameters()
+    }
 
 
-def _copied(value: Any) -> Any:
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` of every tensor inside; containers are rebuilt."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return {key: with_tensors(entry, change) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_copied(entry) for entry in value]
+        return rebuild(value, [with_tensors(entry, change) for entry in value])
     return value
 
 

@@ -8,13 +8,13 @@ import io
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from optim_utils.testing._contract_case import OptimizerCase, TinyModel, assert_same, snapshot, train
+from optim_utils.testing._contract_case import OptimizerCase, TinyModel, assert_same, snapshot, train, with_tensors
 from optim_utils.testing.ranks import run_ranks
 
 __all__ = ["STATE_CHECKS"]
@@ -218,23 +218,12 @@ def accelerate_prepare(case: OptimizerCase) -> None:
             model, optimizer = case.pair(dtype)
             train(model, optimizer, range(steps))
             before = snapshot(model, optimizer)
-            optimizer.load_state_dict(_moved(optimizer.state_dict(), torch.device(case.device)))
+            optimizer.load_state_dict(with_tensors(optimizer.state_dict(), lambda tensor: tensor.to(case.device)))
             assert_same(snapshot(model, optimizer), before, f"state of {dtype} parameters, moved and loaded,")
             untouched, untouched_optimizer = case.pair(dtype)
             train(untouched, untouched_optimizer, range(steps + 1))
             train(model, optimizer, [steps])
             assert_same(snapshot(model, optimizer), snapshot(untouched, untouched_optimizer), "training after prepare")
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Every tensor inside ``value`` on ``device``; containers are rebuilt."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(entry, device) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
 
 
 class _Wrapper:
