@@ -63,7 +63,7 @@ class Sgd(torch.optim.Optimizer):
                 state["low"] = quantize(torch.zeros(param.shape), MOMENT8)
                 state["preconditioner"] = Preconditioner(param)
                 state["blocks"] = [Preconditioner(param), Preconditioner(param)]
-                state["by_side"] = {"left": Preconditioner(param)}
+                state["by_side"] = {"left": Preconditioner(param), "count": 0}
             state["step"] += 1
             state["scale"] += 1 / 3
             state["average"] += param.grad.float() / 3
@@ -71,6 +71,7 @@ class Sgd(torch.optim.Optimizer):
             state["preconditioner"].update()
             state["blocks"][1].update()
             state["by_side"]["left"].update()
+            state["by_side"]["count"] += 1
             for group in self.param_groups:
                 param.sub_(param.grad * group["lr"] + 0.01)  # moves even at learning rate 0
 
@@ -414,21 +415,28 @@ def test_strict_can_be_turned_off(caplog):
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][0]["preconditioner"]["step_count"]
     saved["state"][0]["preconditioner"]["codes"].fill_(77)
+    del saved["state"][1]["preconditioner"]
+    of_bias = optimizer.state[model.bias]["preconditioner"]
     optimizer.load_state_dict(saved)
     assert [record.msg for record in caplog.records] == [
-        'missing [0, "preconditioner", "step_count"]: expected int, found nothing'
+        'missing [0, "preconditioner", "step_count"]: expected int, found nothing',
+        'missing [1, "preconditioner"]: expected Preconditioner, found nothing',
     ]
+    assert optimizer.state[model.bias]["preconditioner"] is of_bias
     preconditioner = optimizer.state[model.weight]["preconditioner"]
     assert preconditioner.step_count == 1
     assert preconditioner.codes[0] == 77
 
 
-def test_plain_optimizers_keep_their_dtypes_and_strings():
+def test_plain_optimizers_keep_their_dtypes_and_strings(monkeypatch):
     param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([param], lr=0.1)
+    # nothing has to be made by a step: codes say themselves what they are
+    monkeypatch.setattr(optimizer, "step", None)
     attach_state_dict_hooks(optimizer)
     state = {
         "name": "adam",
+        "count": 3,
         "moments": [torch.ones(2), {"codes": torch.ones(2, dtype=torch.uint8)}, (torch.ones(3), 4)],
         "scalar": torch.tensor(1 / 3),
         "low": extract_state_dict_content(WithLowBit())["low"],
@@ -436,7 +444,7 @@ def test_plain_optimizers_keep_their_dtypes_and_strings():
     saved = {"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]}
     optimizer.load_state_dict(saved)
     loaded = optimizer.state[param]
-    assert loaded["name"] == "adam"
+    assert (loaded["name"], loaded["count"]) == ("adam", 3)
     assert_same(loaded["moments"], state["moments"])
     assert_same(loaded["scalar"], state["scalar"])
     assert isinstance(loaded["low"], LowBitTensor)
