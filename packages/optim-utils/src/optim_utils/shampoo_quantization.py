@@ -92,12 +92,12 @@ class QuantizedTensorList(OptimizerModule):
 
         rows = _values_and_ranges(quantized_data)
         self.quantized_value_list = tuple(_to_storage(value, quantized_dtype) for value, _, _ in rows)
-        ranges = [bound for _, *bounds in rows for bound in bounds]
-        if any(bound is not None for bound in ranges):
-            if any(bound is None for bound in ranges):
+        lows = tuple(low for _, low, _ in rows if low is not None)
+        highs = tuple(high for _, _, high in rows if high is not None)
+        if lows or highs:
+            if not len(lows) == len(highs) == len(rows):
                 raise AssertionError("min and max must be given for all values, or for none")
-            self.min_value_list = tuple(low for _, low, _ in rows if low is not None)
-            self.max_value_list = tuple(high for _, _, high in rows if high is not None)
+            self.min_value_list, self.max_value_list = lows, highs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # found anew when they are needed: older versions pickled other ones, or none
