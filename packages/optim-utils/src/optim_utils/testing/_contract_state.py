@@ -202,13 +202,7 @@ def _fsdp2(rank: int, world_size: int, case: OptimizerCase) -> None:
     get_optimizer_state_dict(restored, restored_optimizer)
     set_optimizer_state_dict(restored, restored_optimizer, state_dict)
     restored.load_state_dict(model.state_dict())
-    train(model, optimizer, range(2, 4))
-    train(restored, restored_optimizer, range(2, 4))
-    for name, param in model.named_parameters():
-        other = restored.get_parameter(name)
-        assert isinstance(param, DTensor)
-        assert isinstance(other, DTensor)
-        assert_same(other.full_tensor().detach(), param.full_tensor().detach(), f"the restored DTensor {name}")
+    _continue_alike(model, optimizer, restored, restored_optimizer)
 
 
 def accelerate_prepare(case: OptimizerCase) -> None:
