@@ -152,3 +152,8 @@ def test_random_neighbours_bracket_and_average(fmt: LowBitFormat) -> None:
     below, above = torch.tensor(numbers)[upper - 1], torch.tensor(numbers)[upper]
     assert ((decoded == below) | (decoded == above)).all()
     assert ((decoded.double().mean(0) - y).abs() <= (above - below) / (1 << 12) + 1e-7).all()
+    # what is a number of the map stays it, and what a rounding put beyond its ends becomes them
+    given = torch.tensor([numbers[0] * (1 + 2.0**-22), *numbers, numbers[-1] * (1 + 2.0**-22)])
+    for chance in (0.0, 1 - 2.0**-24):
+        stayed = code.encode_at_random(given, torch.full_like(given, chance))
+        assert code.decode(stayed).tolist() == [numbers[0], *numbers, numbers[-1]]
