@@ -110,6 +110,10 @@ def test_derivatives_of_a_layer_in_training_as_it_is():
     x.requires_grad_()
     torch.testing.assert_close(*(torch.autograd.grad(each(x).sum(), x)[0] for each in (layer, linear)))
     assert weight.grad is None
+    _, columns = pair(dtype=torch.float64, column_major=True)
+    (gradient,) = torch.autograd.grad(columns(x).sum(), columns.combined_weight)
+    # in another layout autograd would copy it
+    assert gradient.stride() == columns.combined_weight.stride() == (1, 7)
 
 
 def test_gradients_of_each_sample_and_under_autocast():

@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return of_input, None
         rows, inputs = (x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in (grad, input.conj()))
-        if _is_column_major(combined):
+        if combined.stride(0) == 1:  # column-major
             return of_input, torch.cat((inputs.mT @ rows, rows.sum(0)[None])).mT
         return of_input, join_weight_bias(rows.mT @ inputs, rows.sum(0))
 
@@ -69,10 +69,6 @@ class _Product(torch.autograd.Function):
         # torch gives zeros for what has no tangent
         input, combined = ctx.saved_tensors
         return F.linear(of_input, combined[:, :-1]) + F.linear(input, of_combined[:, :-1], of_combined[:, -1])
-
-
-def _is_column_major(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) > 1
 
 
 def _is_autocast(device_type: str) -> bool:
