@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from optim_utils import CombinedLinear, combine_linears, join_weight_bias, split_weight_bias, uncombine_linears
 
@@ -114,6 +115,18 @@ def test_derivatives_of_a_layer_in_training_as_it_is():
     (gradient,) = torch.autograd.grad(columns(x).sum(), columns.combined_weight)
     # in another layout autograd would copy it
     assert gradient.stride() == columns.combined_weight.stride() == (1, 7)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["data", "activations"])
+def test_no_product_is_computed_for_an_input_that_needs_no_gradient(requires_grad):
+    x = torch.randn(4, 10, requires_grad=requires_grad)
+    counts = []
+    for layer in pair():
+        output = layer(x).sum()
+        with FlopCounterMode(display=False) as counter:
+            output.backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [2 * 4 * 10 * 7 * (1 + requires_grad)] * 2
 
 
 def test_gradients_of_each_sample_and_under_autocast():
