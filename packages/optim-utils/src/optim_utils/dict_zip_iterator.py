@@ -6,8 +6,8 @@ Unlike ``zip(strict=True)`` it asks every iterable for its next item before it c
 which of them were too short and which too long.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 __all__ = ["DictZipIterator"]
 
@@ -88,12 +88,12 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
                 raise ValueError(f"{other!r} and {key!r} hold the same iterator; give each its own, or a list")
 
 
-def _length_of(values: object) -> int | None:
+def _length_of(values: Any) -> int | None:
     """How many items there are, None if that is not known before."""
     try:
-        return len(values) if isinstance(values, Sized) else None
+        return len(values)
     except (TypeError, NotImplementedError, OverflowError):
-        # what wraps a stream has the method and no length: torch's DataLoader, progress bars; a range may be too long
+        # also what wraps a stream: torch's DataLoader and progress bars have the method; a range may be too long
         return None
 
 

@@ -47,8 +47,6 @@ def multi_dim_split(tensor: Tensor, split_size: int | float | tuple[int | float,
     The last piece along a dimension may be smaller. A tuple gives each dimension its own size; ``math.inf`` leaves a
     dimension whole, and on its own returns ``(tensor,)``, the same object.
     """
-    if split_size == math.inf and not isinstance(split_size, tuple):
-        return (tensor,)
     blocks: tuple[Tensor, ...] = (tensor,)
     for dim, size in enumerate(_size_per_dim(split_size, tensor.ndim)):
         if size is not None:
@@ -79,8 +77,7 @@ def multi_dim_unsplit(
             )
     # put the pieces together in the reverse order of cutting: along the last dimension first
     pieces = list(blocks)
-    sizes = () if split_size == math.inf else _size_per_dim(split_size, len(shape))
-    for dim, size in reversed(list(enumerate(sizes))):
+    for dim, size in reversed(list(enumerate(_size_per_dim(split_size, len(shape))))):
         if size is not None and (count := _num_pieces(shape[dim], size)) > 1:
             pieces = [torch.cat(pieces[i : i + count], dim=dim) for i in range(0, len(pieces), count)]
     return pieces[0]
