@@ -102,6 +102,16 @@ def test_slots_and_excluded_names():
     assert module.c == 5
     assert [issue.path for issue in report.unexpected] == ['["cache"]']
 
+    class Mixin:
+        __slots__ = ("__dict__", "__weakref__", "d")
+
+    class Both(Mixin, OptimizerModule):
+        pass
+
+    both = Both()
+    both.a, both.d = 1, 2
+    assert both.state_dict() == {"a": 1, "d": 2}
+
 
 def test_sparse_tensors():
     sparse = torch.eye(3).to_sparse()
