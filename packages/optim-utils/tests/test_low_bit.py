@@ -314,6 +314,8 @@ def test_what_is_empty_is_cut_anywhere(shape: tuple[int, ...]) -> None:
     q = quantize(torch.zeros(shape), INT8.with_(block_size=64))
     for dim in range(len(shape)):
         assert [part.shape for part in q.split(1, dim)] == [part.shape for part in torch.zeros(shape).split(1, dim)]
+    rows = quantize(torch.zeros(*shape, 24), INT8.with_(block_size=8, layout="rows"))
+    assert rows[..., 8:16].scale.shape == (*shape, 1)
 
 
 def test_unaligned_cuts_name_the_next_aligned_offset() -> None:
@@ -440,6 +442,16 @@ def test_the_averages_that_stall_in_bf16_do_not_at_eight_bits() -> None:
 def test_formats_are_checked() -> None:
     assert LowBitFormat.from_ints(MOMENT8.to_ints()) == MOMENT8
     assert {type(value) for value in NF4.to_ints().values()} == {int}
+    scaled = {
+        "INT8": 1 + 4 / 64,
+        "UINT8_AFFINE": 1 + 8 / 256,
+        **dict.fromkeys(("INT4", "NF4", "LOG4_UNSIGNED"), 17 / 32),
+    }
+    assert {name: fmt.bytes_per_element for name, fmt in PRESETS.items()} == {
+        **dict.fromkeys(PRESETS, 65 / 64),
+        **scaled,
+    }
+    assert {name for name, fmt in PRESETS.items() if fmt.companding == "sqrt"} == {"MOMENT8", "OCTAL_MOMENT8"}
     with pytest.raises(ValueError, match="no 4-bit code 'dynamic'"):
         DYNAMIC8.with_(bits=4)
     with pytest.raises(ValueError, match="even"):
