@@ -251,6 +251,18 @@ def test_wrong_sources(source, error, message):
         route_parameters(source)
 
 
+@pytest.mark.parametrize(
+    ("gate_up", "down", "dim"), [((2, 6, 10), (2, 10, 3), -2), ((2, 10, 6), (2, 3, 10), -1)], ids=["rows", "columns"]
+)
+def test_a_neighbouring_module_tells_along_which_dimension_gate_and_up_are_fused(gate_up, down, dim):
+    model = nested({"experts.w13": Weights(weight=gate_up), "experts.w2": Weights(weight=down)})
+    views = [route.view for route in route_parameters(model)]
+    assert [(view.split, view.split_dim, view.transposed) for view in views] == [
+        ((3, 3), dim, dim == -1),
+        ((), -2, dim == -1),
+    ]
+
+
 def refused():
     """A model in which every trained weight is refused, but one."""
     return nested(
