@@ -239,24 +239,24 @@ class KnownKinds:
 
     def __init__(self, *, with_shapes: bool = False) -> None:
         self._with_shapes = with_shapes
-        # kinds, how often they came again, and the check; one tuple, since lists may come from several threads
-        self._last: tuple[list[Any], int, Any] = [[]], 0, None
+        # kinds, whether they came again, and the check; one tuple, since lists may come from several threads
+        self._last: tuple[list[Any], bool, Any] = [[]], False, None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The kinds of these tensors: the same list as long as they stay the same."""
-        last, repeats, guards = self._last
+        last, came_again, guards = self._last
         if guards is not None and len(tensors) == len(last[0]) and guards.check(*tensors):
             return last
         kinds = _kinds(tensors)
         if self._with_shapes:
             kinds.append(list(map(Tensor.size, tensors)))
         if kinds != last:
-            self._last = kinds, 0, None
+            self._last = kinds, False, None
             return kinds
         # where the check fails for what is nothing to a kernel, the autograd state say, another would not last either
-        if repeats == 0:
+        if not came_again:
             guards = _guards(tensors)
-        self._last = last, repeats + 1, guards
+        self._last = last, True, guards
         return last
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -156,19 +157,7 @@ def _checked_out(out: Any, result: Tensor) -> Tensor:
 
 # The fields of an `NSConfig`, in their order.
 Values = tuple[Any, int, Any, torch.dtype | None, Any, float, float, Any]
-
-
-def _values(config: NSConfig) -> Values:
-    return (
-        config.coefficients,
-        config.steps,
-        config.method,
-        config.dtype,
-        config.restarts,
-        config.norm_scale,
-        config.eps,
-        config.eps_mode,
-    )
+_values: Callable[[NSConfig], Values] = attrgetter(*(field.name for field in fields(NSConfig)))
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:

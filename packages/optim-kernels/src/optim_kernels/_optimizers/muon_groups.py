@@ -137,17 +137,9 @@ _NS_KEYS = ("ns_coefficients", "ns_steps", "ns_method", "ns_dtype", "ns_restarts
 
 
 @lru_cache(maxsize=256)
-def _rule(
-    nesterov: bool, scale: Any, row_equilibrate: bool, renormalize: bool, cautious: bool, maximize: bool
-) -> MuonRule:
-    return MuonRule(
-        nesterov=nesterov,
-        scale=scale or "original",
-        row_equilibrate=row_equilibrate,
-        renormalize=renormalize,
-        cautious=cautious,
-        maximize=maximize,
-    )
+def _rule(*options: Any) -> MuonRule:
+    given = dict(zip(_RULE_KEYS, options, strict=True))
+    return MuonRule(scale=given.pop("adjust_lr_fn") or "original", **given)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -180,17 +180,6 @@ def address_of(tensor: Tensor | None, offset: int) -> int:
     return 0 if tensor is None else tensor.data_ptr() + offset * tensor.element_size()
 
 
-def check_shapes(tensors: Sequence[MuonTensors]) -> None:
-    """Raise ``ValueError`` unless gradients, buffers and masters have their parameters' shapes."""
-    for number, t in enumerate(tensors):
-        for name, tensor in (("grads", t.grad), ("momentum_buffers", t.momentum_buffer), ("masters", t.master)):
-            if tensor is not None and tensor.shape != t.param.shape:
-                raise ValueError(
-                    f"{name}[{number}] must have its parameter's shape {tuple(t.param.shape)}, got "
-                    f"{tuple(tensor.shape)}"
-                )
-
-
 def check_memory(tensors: Sequence[MuonTensors]) -> None:
     """Raise ``ValueError`` for tensors whose storage was freed; a plan has no empty ones."""
     for number, t in enumerate(tensors):

@@ -107,8 +107,7 @@ def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
 def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     """The most that all factors of such a matrix take."""
     squares = GRAM_SQUARES if ns.method_for(m, n) == "gram" else STANDARD_SQUARES
-    if ns.steps:
-        squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))
+    squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))
     if ns.row_factors:
         # A, and two products with the factors in fp32
         squares = max(squares, 1 + 2 * torch.float32.itemsize // dtype.itemsize)

@@ -27,6 +27,7 @@ from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 from optim_kernels.functional._adamw_tensor import check_apart
+from optim_kernels.functional._lists import check_shapes
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import Launches, StepOptions
@@ -36,7 +37,6 @@ from optim_kernels.functional._muon_matrices import (
     alignment_of,
     check_memory,
     check_moments,
-    check_shapes,
     check_steps,
     is_aligned,
     matrices_of,
@@ -83,12 +83,14 @@ class MuonPlan:
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
         ns = ns.of(first.param)
-        check_shapes(tensors)
-        check_memory(tensors)
-        check_steps(tensors)
-        check_apart([t.param for t in tensors])
         # the tables hold addresses of these; gradients are the caller's, and free to go after a step
         self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
+        buffers, masters = [t.momentum_buffer for t in tensors], [t.master for t in tensors]
+        grads = [t.grad for t in tensors]
+        check_shapes(self._params, "params", grads=grads, momentum_buffers=buffers, masters=masters)
+        check_memory(tensors)
+        check_steps(tensors)
+        check_apart(self._params)
         self._state = [(t.momentum_buffer, t.second_moment, t.master, t.step) for t in tensors]
         self._device = first.param.device
         unordered = [matrix for i, t in enumerate(tensors) for matrix in matrices_of(i, t, rule)]
@@ -127,7 +129,7 @@ class MuonPlan:
         self._was_captured = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._has_run = False
-        self.refresh([t.grad for t in tensors])
+        self.refresh(grads)
 
     def run(
         self,
