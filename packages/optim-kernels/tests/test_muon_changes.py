@@ -656,6 +656,20 @@ def test_tensors_without_memory_are_refused_by_the_kernels(num_steps: int) -> No
         optimizer.step()
 
 
+def test_what_a_later_plan_refuses_has_moved_no_other() -> None:
+    params = [parameter(8, 12), nn.Parameter(parameter(8, 12).detach().bfloat16())]
+    optimizer = muon(params, "triton")
+    steps(optimizer, count=2)
+    assert len(optimizer.plans()) == 2
+    give_gradients(*params)
+    before = [p.detach().clone() for p in params]
+    assert params[1].grad is not None
+    params[1].grad.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="has elements but no memory"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_gradients_that_are_made_of_others_are_left_to_torch(num_steps: int) -> None:
     """They have no memory of their own; what a functional collective gives is such, until torch has waited for it."""

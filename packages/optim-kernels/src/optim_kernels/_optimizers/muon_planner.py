@@ -183,8 +183,10 @@ class MuonPlanner:
             return False
         factor = gradient_scale(clip_factor, grad_scale)
         hypers = [_hypers_of(its_groups) for _, its_groups in self._steady.plans]
-        for (plan, _), its_grads, hyper in zip(self._steady.plans, grads, hypers):
+        # what they refuse they refuse before anything has moved
+        for (plan, _), its_grads in zip(self._steady.plans, grads):
             plan.refresh(its_grads, same_layout=True)
+        for (plan, _), hyper in zip(self._steady.plans, hypers):
             plan.run(hyper, factor=factor, found_inf=found_inf)
         return True
 
