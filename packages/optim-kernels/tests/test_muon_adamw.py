@@ -329,6 +329,11 @@ def test_what_adamw_refuses_it_refuses_before_muon_has_moved(impl: Any) -> None:
     rest[0].grad = torch.ones(5).to_sparse()
     with pytest.raises(RuntimeError, match="AdamW takes dense gradients"):
         optimizer.step()
+    if impl == "triton":
+        rest[0].grad = torch.ones(5)
+        rest[0].grad.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"grads\[0\].* its storage was freed"):
+            optimizer.step()
     for p, q in zip(matrices, before, strict=True):
         assert torch.equal(p, q)
 

@@ -38,7 +38,7 @@ from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._options import check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for
-from optim_kernels.multi_tensor import TensorList, is_capturing
+from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
@@ -160,8 +160,10 @@ class TritonMuonAdamW(MuonGroups):
             adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare
         )
         self._adamw = adamw
+        if adamw.kernels is not None:
+            adamw.kernels.get_ready(adamw_groups, seen, grad_scale, found_inf, clip_factor)
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
-        self._step_adamw(adamw_groups, adamw, seen, scaling)
+        self._step_adamw(adamw, scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -175,16 +177,10 @@ class TritonMuonAdamW(MuonGroups):
         self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
         return factor
 
-    def _step_adamw(
-        self,
-        groups: list[dict[str, Any]],
-        prepared: PreparedStep,
-        seen: TensorList,
-        scaling: dict[str, Tensor | None],
-    ) -> None:
-        """AdamW of all its groups: one launch where the kernels run, the reference elsewhere."""
+    def _step_adamw(self, prepared: PreparedStep, scaling: dict[str, Tensor | None]) -> None:
+        """AdamW of all its groups: one launch, that is ready, where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
-            prepared.kernels.run(groups, seen, **scaling)
+            prepared.kernels.launch()
         for group, _, own in prepared.with_torch:
             states = [self._own_state[p] for p in own]
             adamw_(

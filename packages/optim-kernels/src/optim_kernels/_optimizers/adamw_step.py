@@ -98,6 +98,18 @@ class AdamWStep:
         clip_factor: Tensor | None = None,
     ) -> None:
         """One step, with the hyperparameters that the groups have now."""
+        self.get_ready(groups, grads, grad_scale, found_inf, clip_factor)
+        self.launch()
+
+    def get_ready(
+        self,
+        groups: Sequence[Group],
+        grads: TensorList,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        clip_factor: Tensor | None,
+    ) -> None:
+        """All of ``run`` that can be refused, before anything is launched."""
         check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         try:
             scalars = [
@@ -116,7 +128,11 @@ class AdamWStep:
             for group in groups:
                 check_adamw_scalars(group)
             raise
-        self.plan.step(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+        self.plan.get_ready(grads, scalars, grad_scale, found_inf, clip_factor)
+
+    def launch(self) -> None:
+        """The rest of ``run``."""
+        self.plan.run()
         # for autograd, which then refuses to differentiate through values that are gone
         torch.autograd.graph.increment_version(self._params)
 

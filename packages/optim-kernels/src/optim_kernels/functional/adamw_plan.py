@@ -166,9 +166,24 @@ class AdamWPlan:
         clip_factor: Tensor | None = None,
     ) -> None:
         """One step; ``scalars`` holds the hyperparameters of each group."""
+        self.get_ready(grads, scalars, grad_scale, found_inf, clip_factor)
+        self.run()
+
+    def get_ready(
+        self,
+        grads: Sequence[Tensor] | TensorList,
+        scalars: Sequence[AdamWScalars],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        clip_factor: Tensor | None,
+    ) -> None:
+        """All of ``step`` that can be refused, before anything is launched."""
         self.refresh(grads)
         for launch in self._launches:
             launch.get_ready(scalars, grad_scale, found_inf, clip_factor)
+
+    def run(self) -> None:
+        """The rest of ``step``: the launches."""
         for launch in self._launches:
             launch.run()
 
