@@ -64,13 +64,14 @@ class Problem:
         flat = torch.randn(size + offset, generator=self.generator).mul_(scale).to(DEVICE, dtype)
         return flat[offset:].view(shape)
 
-    def run(self, num_steps: int = 3, **options: Any) -> None:
+    def run(self, num_steps: int = 3, **options: Any) -> AdamWPlan:
         plan = AdamWPlan()
         for _ in range(num_steps):
             arguments = {**OPTIONS, **options}
             adamw_(grads=self.grads, steps=self.steps, plan=plan, impl="triton", **self.lists, **arguments)
             reference.adamw_(grads=self.grads, steps=self.expected_steps, **self.expected, **arguments)
         assert self.steps == self.expected_steps
+        return plan
 
     def check(self) -> None:
         """Within an ulp of the dtype, and nearly always the same bits in 16-bit dtypes."""
@@ -124,9 +125,12 @@ def test_random_rounding_is_the_packed_stream(start: int) -> None:
 
 def test_present_and_shared_steps() -> None:
     problem = Problem((FP32, FP32, FP32, FP32))
-    problem.run(present=[torch.tensor(float(i % 2), device=DEVICE) for i in range(6)])
+    # those without a flag are present, in the same launch
+    present = [torch.tensor(float(i % 2), device=DEVICE) for i in range(5)]
+    plan = problem.run(present=[*present, None])
     problem.check()
     assert [int(step) for step in problem.steps] == [5, 8, 5, 8, 5, 8]
+    assert plan.num_launches == 1
     shared = Problem((FP32, FP32, FP32, FP32))
     shared.steps = [shared.steps[0]] * 6
     shared.expected_steps = [shared.expected_steps[0]] * 6

@@ -32,7 +32,6 @@ class Signature(NamedTuple):
     amsgrad: bool
     master: torch.dtype | None
     num_slices: int
-    presence: bool
     stochastic_rounding: bool
 
 
@@ -159,7 +158,6 @@ class PlannedTensor:
             self.max_exp_avg_sq is not None,
             None if self.master is None else self.master.dtype,
             len(grad) if grad.dim() > self.param.dim() else 1,
-            self.present is not None,
             self.stochastic_rounding,
         )
 
