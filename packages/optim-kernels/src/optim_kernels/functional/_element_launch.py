@@ -225,8 +225,4 @@ def _check_memory(lists: Lists) -> None:
 
 def _words(number: Scalar) -> bytes:
     """The two words of a hyperparameter."""
-    if not on_device(number):
-        return pack("dq", float(number), 0)
-    if number.numel() != 1:
-        raise ValueError(f"a hyperparameter must be one number, got a tensor of shape {tuple(number.shape)}")
-    return pack("dq", 0.0, number.data_ptr())
+    return pack("dq", 0.0, number.data_ptr()) if on_device(number) else pack("dq", float(number), 0)
