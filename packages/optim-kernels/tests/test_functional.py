@@ -223,16 +223,40 @@ def test_wrong_tensors_are_named(change: dict[str, Any], words: str) -> None:
         adamw_(**moved, impl="triton", **OPTIONS)
 
 
-def test_what_the_reference_cannot_update_is_refused() -> None:
-    def step(p: Tensor, grad: Tensor) -> None:
-        m, v = torch.zeros_like(p), torch.zeros_like(p)
-        adamw_([p], [grad], [m], [v], steps=torch.zeros(()), impl="torch", **OPTIONS)
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
+@pytest.mark.parametrize("wrong", [torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.int32)], ids=str)
+def test_the_reference_takes_no_tensor_of_another_dtype(name: str, wrong: Tensor) -> None:
+    lists = {key: [torch.ones(4), torch.ones(4)] for key in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    lists |= {name: [torch.ones(4), wrong]}
+    with pytest.raises(ValueError, match=rf"^{name}\[1\] must be of a real floating dtype, got {wrong.dtype}$"):
+        adamw_(**lists, steps=torch.zeros(()), impl="torch", **OPTIONS)
+    assert torch.equal(lists["params"][0], torch.ones(4))
 
-    for dtype in (torch.complex64, torch.int32):
-        with pytest.raises(ValueError, match=r"params\[0\] must be of a real floating dtype"):
-            step(torch.ones(4).to(dtype), torch.ones(4).to(dtype))
-    with pytest.raises(ValueError, match=r"grads\[0\] must have its parameter's shape \(4,\)"):
-        step(torch.ones(4), torch.ones(1))
+
+@pytest.mark.parametrize("shape", [(1,), (0, 4)], ids=str)
+def test_the_reference_takes_no_gradient_of_another_shape(shape: Any) -> None:
+    params, grads, *moments = ([torch.ones(4), torch.ones(4)] for _ in range(4))
+    grads[1] = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"^grads\[1\] must have its parameter's shape \(4,\), or be a stack of such"):
+        adamw_(params, grads, *moments, steps=torch.zeros(()), impl="torch", **OPTIONS)
+    assert torch.equal(params[0], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"steps": [1, torch.ones(())]}, r"steps\[1\] must be an int, got tensor"),
+        ({"steps": [1, None]}, r"steps\[1\] must be an int, got None"),
+        ({"steps": [1, 1], "indices": [0, 0.5]}, r"indices\[1\] must be an int, got 0.5"),
+        ({"second_moments": [torch.zeros(3), torch.zeros(3).int()]}, r"second_moments\[1\] must be of a real floating"),
+    ],
+    ids=str,
+)
+def test_muon_refuses_numbers_before_momentum_moves(option: dict[str, Any], words: str) -> None:
+    params, grads, buffers = ([torch.ones(3, 3, dtype=BF16) for _ in range(2)] for _ in range(3))
+    with pytest.raises(ValueError, match=f"^{words}"):
+        muon_(params, grads, buffers, lr=0.1, stochastic_rounding="steps" in option, **option)
+    assert all(torch.equal(x, torch.ones_like(x)) for x in (*params, *buffers))
 
 
 LIST_OF_TWO: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,12 +37,21 @@ def check_numbers(**numbers: Any) -> None:
             )
 
 
-def check_floating(**lists: Sequence[Tensor]) -> None:
+def check_floating(**lists: Sequence[Tensor] | None) -> None:
     """Raise ``ValueError`` unless each tensor holds real floating-point numbers."""
     for name, each in lists.items():
-        for i, tensor in enumerate(each):
+        for i, tensor in enumerate(each or ()):
             if not tensor.is_floating_point():
                 raise ValueError(f"{name}[{i}] must be of a real floating dtype, got {tensor.dtype}")
+
+
+def check_whole(**lists: Sequence[Any] | None) -> None:
+    """Raise ``ValueError`` unless each number is whole: an int, or an integer tensor."""
+    for name, each in lists.items():
+        for i, number in enumerate(each or ()):
+            is_whole = isinstance(number, Tensor) and not (number.is_floating_point() or number.is_complex())
+            if not is_whole and not isinstance(number, Integral):
+                raise ValueError(f"{name}[{i}] must be an int, got {number!r}")
 
 
 def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:

@@ -115,7 +115,13 @@ def adamw_(
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
-        check_floating(params=params)
+        check_floating(
+            params=params,
+            grads=grads,
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
+            max_exp_avg_sqs=max_exp_avg_sqs,
+        )
         _check_grads(params, grads)
         check_masters(params, masters)
         check_shapes(
@@ -196,9 +202,9 @@ def _check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any, max
 
 
 def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` for a gradient that the reference would broadcast."""
+    """Raise ``ValueError`` for a gradient that the reference would broadcast, or a stack without a slice."""
     for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
-        if grad.shape != p.shape and grad.shape[1:] != p.shape:
+        if grad.shape != p.shape and (grad.shape[1:] != p.shape or not len(grad)):
             raise ValueError(
                 f"grads[{i}] must have its parameter's shape {tuple(p.shape)}, or be a stack of such, got "
                 f"{tuple(grad.shape)}"

@@ -20,6 +20,7 @@ from optim_kernels.functional._lists import (
     check_masters,
     check_numbers,
     check_shapes,
+    check_whole,
 )
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
@@ -114,6 +115,7 @@ def muon_(
     check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
     check_floating(params=params)
     check_masters(params, masters)
+    check_whole(steps=steps, indices=indices)
     check_scalars(lr=lr, weight_decay=weight_decay)
     if found_inf is not None and bool(found_inf.item()):
         return
@@ -180,7 +182,7 @@ def muon_update(
     check_scalars(momentum=momentum, beta2=beta2)
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
     check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
-    check_floating(grads=grads, momentum_buffers=momentum_buffers)
+    check_floating(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
     all_views = _views_of(views, grads, "grads")
     for i, (moment, view) in enumerate(zip(second_moments or (), all_views)):
         if moment.numel() != num_second_moments(view):
