@@ -260,6 +260,10 @@ def test_checkpoints_go_both_ways_and_other_codes_are_refused() -> None:
     p.grad = torch.randn_like(p)
     optimizer.step()
     assert not torch.equal(optimizer.state[p]["exp_avg"].codes, codes)
+    with pytest.raises(
+        ValueError, match=r"exp_avg has shape \(70, 70\), its parameter wide \(49, 100\); load the state of"
+    ):
+        TritonAdamW([("wide", torch.nn.Parameter(torch.zeros(49, 100)))]).load_state_dict(optimizer.state_dict())
     moment = quantize(torch.zeros(70, 70, device=DEVICE), DYNAMIC8)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] has codes.*dynamic"):
         adamw_(

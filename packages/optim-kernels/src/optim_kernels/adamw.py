@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -19,7 +19,6 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
-    NEEDED,
     MasterWeights,
     StateDtype,
     check_dtype,
@@ -51,10 +50,6 @@ from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
 
 __all__ = ["TritonAdamW"]
-
-# What belongs to this instance rather than to a checkpoint: a loaded state is converted to it. What computed the steps
-# before (torch's fused kernel, say) does not decide what computes the next ones, maybe on another machine.
-_OWN_OPTIONS = ("state_dtype", "master_weights", "impl", "foreach", "fused")
 
 _group_params = itemgetter("params")
 # What a prepared step depends on; the other options are read anew by every step, or when a state is made.
@@ -95,6 +90,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         ValueError: an option out of its range, or a storage format that a parameter cannot have.
         RuntimeError: ``fused=True`` or ``impl="triton"`` for a parameter that the kernels cannot update.
     """
+
+    # What computed the steps before (torch's fused kernel, say) does not decide what computes the next ones, maybe on
+    # another machine.
+    _own_options = ("state_dtype", "master_weights", "impl", "foreach", "fused")
 
     def __init__(
         self,
@@ -185,11 +184,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # while a state dict is loaded: what this instance was constructed with, group by group
-        own = self.__dict__.get("_own_groups", [{}] * len(self.param_groups))
-        for group, mine in zip(self.param_groups, own):
-            group.update({name: mine[name] for name in _OWN_OPTIONS if name in mine})
-            for name, value in (*mine.items(), *self.defaults.items()):
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._forget()
 
@@ -294,25 +290,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         drop_other_masters(group, state)
         # in fp32, as the kernels take it: a user may have cast whole states
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class or of ``torch.optim.AdamW``, converted to this instance's formats.
-
-        Options that it lacks keep their values, and so does what chooses the implementation: ``impl``, ``foreach`` and
-        ``fused``. A master that it lacks or has in another format is made by the next step, of the parameter as it is
-        then: the model's own state may be loaded before or after.
-        """
-        not_options = ("params", "param_names")
-        self._own_groups = [
-            {name: value for name, value in group.items() if name not in not_options} for group in self.param_groups
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            del self._own_groups
-
-    def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
-        return NEEDED
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         return placed_state(param, group, saved, step_device=step_device(param, group))

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._impl import Impl
-from optim_kernels._optimizers.adamw_state import NEEDED
 from optim_kernels._optimizers.base import (
     check_capture,
     checked_factor,
@@ -41,7 +40,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
-from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
+from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
@@ -58,6 +57,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class MuonGroups(PrivateState, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
+    _own_options = ("momentum_dtype", "master_weights", "impl")
     # Derived from groups and state, and never saved: grouped launches.
     _planner: MuonPlanner
     _ns_workspace_mb: float | None = None
@@ -125,7 +125,7 @@ class MuonGroups(PrivateState, Optimizer):
         return [p for p in params if "master" in self._own_state.get(p, {}) and can_be_followed(p)]
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
-        return ("momentum_buffer",) if self._is_muon(group) else NEEDED
+        return ("momentum_buffer",) if self._is_muon(group) else super()._needed_state(group)
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """In the group's formats; a master that is missing is made by the next step."""
@@ -138,17 +138,22 @@ class MuonGroups(PrivateState, Optimizer):
         with self.register_state_dict_post_hook(_as_saved, prepend=True):
             return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class or of torch.optim.Muon, converted to this instance's formats.
-
-        Options that it lacks keep their values.
-
-        Raises:
-            ValueError: the state was saved with other views of the parameters.
-        """
-        # behind hooks of the user's
-        with self.register_load_state_dict_pre_hook(_completed):
-            super().load_state_dict(state_dict)
+    def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The saved group, completed from ours, with our views if they are the ones it was saved with."""
+        merged = super()._merged_group(index, mine, saved)
+        if mine.get("views") is not None:
+            merged["views"] = mine["views"]
+        if saved.get("views") is not None:
+            loaded = [
+                view if view is None or isinstance(view, MatrixView) else MatrixView.from_plain(view)
+                for view in saved["views"]
+            ]
+            if loaded != list(mine.get("views") or [None] * len(loaded)):
+                raise ValueError(
+                    f"param_groups[{index}] was saved with views {loaded}, this optimizer has {mine.get('views')}; "
+                    "construct it with the views of the checkpoint"
+                )
+        return merged
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
@@ -156,39 +161,6 @@ def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
     for group in content["param_groups"]:
         if group.get("views") is not None:
             group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
-
-
-def _completed(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-    """What is loaded, with the groups' own options where it has none."""
-    groups, saved_groups = optimizer.param_groups, content["param_groups"]
-    if len(groups) != len(saved_groups):  # torch's own error is the better one
-        return content
-    merged = [_merged_group(i, mine, saved) for i, (mine, saved) in enumerate(zip(groups, saved_groups))]
-    return {**content, "param_groups": merged}
-
-
-# What belongs to this instance rather than to a checkpoint: a loaded state is converted to it.
-_OWN_OPTIONS = ("momentum_dtype", "master_weights", "impl")
-
-
-def _merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved group, completed from ours, with our views if they are the ones it was saved with."""
-    kept = {key: value for key, value in mine.items() if key not in ("params", "param_names")}
-    own = {key: mine[key] for key in _OWN_OPTIONS if key in mine}
-    merged = {**kept, **with_dtypes(saved), **own}
-    if mine.get("views") is not None:
-        merged["views"] = mine["views"]
-    if saved.get("views") is not None:
-        loaded = [
-            view if view is None or isinstance(view, MatrixView) else MatrixView.from_plain(view)
-            for view in saved["views"]
-        ]
-        if loaded != list(mine.get("views") or [None] * len(loaded)):
-            raise ValueError(
-                f"param_groups[{index}] was saved with views {loaded}, this optimizer has {mine.get('views')}; "
-                "construct it with the views of the checkpoint"
-            )
-    return merged
 
 
 class TritonMuon(MuonGroups):

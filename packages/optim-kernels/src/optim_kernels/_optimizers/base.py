@@ -21,8 +21,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from optim_kernels._dtensors import whole
+from optim_kernels._optimizers.adamw_state import NEEDED
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels.functional._lists import check_numbers
+from optim_utils.low_bit import from_plain
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class StatefulOptimizer(Optimizer):
     A mixin for the classes here: it comes before torch's optimizer class among the bases.
     """
 
+    # Options that belong to the instance rather than to a checkpoint: a loaded state is converted to them.
+    _own_options: tuple[str, ...] = ()
     # GradScaler then leaves unscaling to `step`, which reads `grad_scale` and `found_inf` on the device.
     _step_supports_amp_scaling = True
 
@@ -59,7 +64,9 @@ class StatefulOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
 
-        One that cannot be taken over raises, and leaves the optimizer as it was.
+        Options that it lacks keep their values, and so do formats and what chooses the implementation. A master that
+        it lacks, or has in another format, is made by the next step, of the parameter as it is then: the model's own
+        state may be loaded before or after. One that cannot be taken over raises, and leaves the optimizer as it was.
         """
         before = {"state": self.state, "param_groups": self.param_groups}
         loaded: dict[str, Any] = {}
@@ -74,6 +81,7 @@ class StatefulOptimizer(Optimizer):
 
         try:
             with (
+                self.register_load_state_dict_pre_hook(_completed),
                 self.register_load_state_dict_pre_hook(remember),
                 self.register_load_state_dict_post_hook(put_back, prepend=True),
             ):
@@ -81,6 +89,12 @@ class StatefulOptimizer(Optimizer):
         except Exception:
             self.__setstate__(before)
             raise
+
+    def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The saved group ``index``, completed from ours."""
+        kept = {key: value for key, value in mine.items() if key not in ("params", "param_names")}
+        own = mine.keys() & self._own_options
+        return {**kept, **with_dtypes({key: value for key, value in saved.items() if key not in own})}
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
         """Replace each state value that torch cast by the loaded one, as ``_place_state`` wants it."""
@@ -94,8 +108,8 @@ class StatefulOptimizer(Optimizer):
         self._note_writes()
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
-        """What the state of a parameter in this group cannot be without."""
-        return ()
+        """What the state of a parameter in this group cannot be without: by default AdamW's."""
+        return NEEDED
 
     def _check_complete(self, loaded: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a state lacks something: that would begin anew in silence, or fail in a step."""
@@ -117,6 +131,8 @@ class StatefulOptimizer(Optimizer):
         """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""
         for key in _ELEMENTWISE:
             value = saved.get(key)
+            if isinstance(value, dict):
+                value = from_plain(value)
             if isinstance(value, Tensor) and value.shape != param.shape:
                 raise ValueError(
                     f"the loaded {key} has shape {tuple(value.shape)}, its parameter {self._parameter_names()[param]} "
@@ -148,6 +164,15 @@ class StatefulOptimizer(Optimizer):
     def _loss_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_scale, found_inf)`` that a ``GradScaler`` put on this optimizer for the step."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+
+def _completed(optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """What is loaded, with the groups' own options where it has none."""
+    groups, saved_groups = optimizer.param_groups, content["param_groups"]
+    if len(groups) != len(saved_groups):  # torch's own error is the better one
+        return content
+    pairs = enumerate(zip(groups, saved_groups))
+    return {**content, "param_groups": [optimizer._merged_group(i, mine, saved) for i, (mine, saved) in pairs]}
 
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
