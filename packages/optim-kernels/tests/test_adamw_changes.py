@@ -299,6 +299,32 @@ def test_options_that_are_wrong_by_now_are_refused(option: str, value: Any, word
         assert torch.equal(p, expected)
 
 
+@pytest.mark.parametrize("options", [{"stochastic_rounding": True}, {"state_dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("alone", [{"differentiable": True}, {"dtype": torch.complex64}], ids=str)
+def test_what_torch_alone_updates_has_torchs_options_before_anything_moves(
+    alone: dict[str, Any], options: dict[str, Any]
+) -> None:
+    alone = dict(alone)
+    dtype = alone.pop("dtype", torch.bfloat16)
+    first, last = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5, dtype=dtype))
+    for p in (first, last):
+        p.grad = torch.ones_like(p)
+    optimizer = TritonAdamW([{"params": [("first", first)]}, {"params": [("last", last)], **alone, **options}])
+    with pytest.raises(RuntimeError, match=r"are left to torch's own code, .*; give last to a group without them"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(5))
+
+
+def test_complex_parameters_are_stepped_as_by_torch() -> None:
+    ours, theirs = (torch.nn.Parameter(torch.full((5,), 1.0 + 2.0j)) for _ in range(2))
+    optimizers = [TritonAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)]
+    for _ in range(2):
+        for p, optimizer in zip((ours, theirs), optimizers):
+            p.grad = p.detach().conj() * 0.5
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

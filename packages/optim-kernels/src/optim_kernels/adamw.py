@@ -32,7 +32,7 @@ from optim_kernels._optimizers.adamw_state import (
     torch_state,
 )
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
-from optim_kernels._optimizers.adamw_torch import step_with_torch
+from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
 from optim_kernels._optimizers.base import (
     check_capture,
     checked_factor,
@@ -219,9 +219,20 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
         )
         self._prepared = prepared
-        # torch's loop would find it when the kernels, or another group, have moved
-        for group, _, _ in prepared.with_torch:
+        # what is refused is refused before the kernels, or another group, have moved
+        with_torch: list[tuple[Any, ...]] = [
+            (group, own, [grads[place] for place in places], [self._own_state[param] for param in own], places)
+            for group, places, own in prepared.with_torch
+        ]
+        for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
+            wrong = beyond_torch(group, own, own_grads, own_states)
+            if wrong is not None:
+                raise RuntimeError(
+                    "complex parameters and differentiable=True are left to torch's own code, which has neither "
+                    "stochastic rounding, nor master weights, nor moments of another dtype than the parameter's; give "
+                    f"{self._parameter_names()[wrong]} to a group without them"
+                )
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:
@@ -236,9 +247,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             prepared.kernels.run(
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
-        for group, places, own in prepared.with_torch:
-            own_grads: list[Any] = [grads[place] for place in places]
-            own_states = [self._own_state[param] for param in own]
+        for group, own, own_grads, own_states, places in with_torch:
             step_with_torch(group, own, own_grads, own_states, places, grad_scale, found_inf, clip_factor)
         if prepared.followed:
             self._writes.note_step(prepared.followed)

@@ -27,13 +27,18 @@ def step_with_torch(
     """Update the parameters of one group; ``places`` are their numbers among all, for random rounding."""
     if _is_plain(group, params, grads, states):
         _torch_step(group, params, grads, states, grad_scale, found_inf, clip_factor)
-        return
-    if group["differentiable"] or any(param.is_complex() for param in params):
-        raise RuntimeError(
-            "complex parameters and differentiable=True are left to torch's own code, which has neither stochastic "
-            "rounding, nor master weights, nor moments of another dtype than the parameter's"
-        )
-    _reference_step(group, params, grads, states, places, grad_scale, found_inf, clip_factor)
+    else:
+        _reference_step(group, params, grads, states, places, grad_scale, found_inf, clip_factor)
+
+
+def beyond_torch(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+) -> Tensor | None:
+    """The first parameter with options that torch's code lacks, in a group that no other code can update."""
+    if not group["differentiable"] and not any(param.is_complex() for param in params):
+        return None
+    each = zip(params, grads, states)
+    return next((param for param, grad, state in each if not _is_plain(group, [param], [grad], [state])), None)
 
 
 def _is_plain(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
