@@ -12,7 +12,7 @@ from random_tensors import DEVICE, random_parameters
 from torch import Tensor
 from torch.optim import adam
 
-from optim_kernels import TritonAdamW
+from optim_kernels import TritonAdamW, TritonMuonAdamW
 from optim_kernels.functional import adamw_
 from optim_utils.rounding import join_master
 from optim_utils.testing.contract import OptimizerCase, contract, run_check
@@ -207,6 +207,26 @@ def test_found_inf_writes_nothing_and_counts_nothing(impl: Any) -> None:
     optimizer.found_inf = torch.tensor(0.0, device=DEVICE)  # type: ignore[attr-defined]
     optimizer.step()
     assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["TritonAdamW", "adamw", "muon"])
+def test_gradients_are_clipped_without_the_scale_of_their_loss(kind: str, impl: Any) -> None:
+    options: dict[str, Any] = {"max_norm": 0.1, "impl": impl}
+    params = [torch.nn.Parameter(torch.full((6, 8), 0.5, device=DEVICE)) for _ in range(2)]
+    optimizers = [
+        TritonAdamW([p], **options)
+        if kind == "TritonAdamW"
+        else TritonMuonAdamW([{"params": [p], "kind": kind}], **options)
+        for p in params
+    ]
+    for p, optimizer, scale in zip(params, optimizers, (1.0, 8.0)):
+        p.grad = torch.linspace(-scale, scale, 48, device=DEVICE).view(6, 8)
+        optimizer.grad_scale = torch.tensor(scale, device=DEVICE)
+        optimizer.found_inf = torch.tensor(0.0, device=DEVICE)
+        optimizer.step()
+    assert torch.equal(*params)
+    assert optimizers[0].grad_norm == optimizers[1].grad_norm > 1
 
 
 def test_late_gradient_has_its_own_step_count() -> None:

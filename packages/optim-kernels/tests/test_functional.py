@@ -202,6 +202,12 @@ def test_cutting_a_flat_tensor_into_views_changes_nothing(sizes: list[int], cut:
         ({"masters": [torch.zeros(4, dtype=torch.int16)]}, "bfloat16"),
         ({"steps": torch.zeros(2)}, "steps"),
         ({"params": [torch.zeros(8)[::2]]}, "dense"),
+        ({"grads": [torch.zeros(4, dtype=torch.float64)]}, r"grads\[0\] is torch.float64; the kernels take float32, "),
+        (
+            {"masters": [torch.zeros(4, dtype=torch.float16)]},
+            r"masters\[0\] must be float32 or int16, is torch.float16",
+        ),
+        ({"max_exp_avg_sqs": [torch.zeros(4, dtype=torch.float16)]}, r"max_exp_avg_sqs\[0\] is torch.float16; beside"),
     ],
     ids=str,
 )
@@ -423,6 +429,16 @@ def test_hyperparameters_may_be_written_where_they_are() -> None:
     scalars[0] = scalars[0]._replace(lr=0.1)
     plan.step([g], scalars)
     assert (p < 1.0).all()
+
+
+def test_a_plan_takes_no_other_gradients() -> None:
+    p, g, m, v = ([torch.zeros(3, device=DEVICE)] for _ in range(4))
+    plan = AdamWPlan.build(p, g, m, v, steps=torch.zeros((), device=DEVICE))
+    scalars = [AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.0)]
+    with pytest.raises(ValueError, match="the plan is for 1 gradients, got 2"):
+        plan.step(g * 2, scalars)
+    with pytest.raises(ValueError, match=r"grads\[0\] became torch.float16 .*; the plan is for another dtype"):
+        plan.step([g[0].half()], scalars)
 
 
 def test_numbers_of_a_plan_may_be_written_where_they_are() -> None:

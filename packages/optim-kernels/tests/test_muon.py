@@ -442,6 +442,7 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"split_rows": (2.0, 2.0)}, "split_rows must be None, .* got .2.0, 2.0. for"),
         ({"missing_grad": "ignore"}, "missing_grad"),
         ({"master_weights": "fp32"}, "is for"),
+        ({"master_weights": "bf16"}, "master_weights must be None, 'fp32' or 'split16', got 'bf16'"),
         ({"impl": "cuda"}, "impl must be"),
         ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
         ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),

@@ -255,9 +255,12 @@ def test_what_a_missing_gradient_means_the_variant_says(group: dict[str, Any], m
         ({}, r"kind.*route_parameters\(model\)\.param_groups\(\)"),
         ({"kind": "sgd"}, "kind"),
         ({"kind": "adamw", "eps": -1.0}, "epsilon"),
+        ({"kind": "adamw", "lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"kind": "adamw", "betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
+        ({"kind": "adamw", "weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
         ({"kind": "muon"}, "AdamW"),
     ],
-    ids=["none", "unknown", "bad eps", "vector to muon"],
+    ids=["none", "unknown", "bad eps", "bad lr", "bad beta", "bad decay", "vector to muon"],
 )
 def test_bad_groups(group: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

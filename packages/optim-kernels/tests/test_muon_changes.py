@@ -754,6 +754,14 @@ def test_a_group_that_is_refused_is_not_added() -> None:
     assert len(optimizer.param_groups) == 1
     with pytest.raises(TypeError, match=r"the view of .* must be a MatrixView or None, got \(2, 2\)"):
         TritonMuon([{"params": [parameter(4, 6)], "views": [(2, 2)]}])
+    for options, words in (
+        ({"variant": "nanochat-2020"}, "unknown variant 'nanochat-2020'; choose one of"),
+        ({"views": []}, "views has 0 entries for 1 parameters"),
+        ({"views": [MatrixView.identity((6, 4))]}, r"the view of .* is of shape \(6, 4\), the parameter is \(4, 6\)"),
+        ({"views": [MatrixView.identity((4, 6))], "split_rows": 2}, "has both a view and split_rows=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TritonMuon([{"params": [parameter(4, 6)], **options}])
 
 
 @IMPLS

@@ -13,6 +13,7 @@ from random_tensors import DEVICE, give_gradients, random_parameters
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
+from optim_kernels._impl import is_interpreted
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
@@ -330,6 +331,31 @@ def test_a_large_step_against_fp64(dtype: torch.dtype, options: dict[str, Any], 
     for p, q in zip(ours, exact, strict=True):
         value = optimizer.state[p].get("master", p).double()
         assert (value - q).norm() <= limit * q.norm()
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="of the interpreter")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ns_method": "gram"}, {"beta2": 0.9, "row_equilibrate": True}, {"stochastic_rounding": True}],
+    ids=str,
+)
+def test_interpreted_launches_are_as_many_as_the_plan_says(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, launched = GridExecutor.__call__, []
+
+    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    params = parameters((16, 40), (24, 24), (24, 30), dtype=torch.bfloat16)
+    optimizer = TritonMuon(params, **EXACT, **options)
+    monkeypatch.setattr(GridExecutor, "__call__", listen)
+    steps(optimizer, params, range(1))
+    (plan,) = optimizer.plans()
+    assert len(launched) == plan.launches, launched
 
 
 @pytest.mark.gpu

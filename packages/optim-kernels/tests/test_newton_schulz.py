@@ -314,6 +314,8 @@ def test_bad_inputs() -> None:
         newton_schulz(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="out has shape"):
         newton_schulz(torch.randn(2, 3), out=torch.empty(3, 2))
+    with pytest.raises(ValueError, match="out has 1 tensors for 2 matrices"):
+        newton_schulz([torch.randn(2, 3)] * 2, out=[torch.empty(2, 3)])
     newton_schulz(torch.randn(2, 3), steps=5)
     with pytest.raises(ValueError, match=r"steps must be an int from 0 to 99, got 5\.0"):
         newton_schulz(torch.randn(2, 3), steps=5.0)

@@ -250,6 +250,10 @@ def test_bad_operands() -> None:
     x = torch.randn(3, 4)
     with pytest.raises(ValueError, match="side"):
         mk.gram(x, side="both")
+    with pytest.raises(ValueError, match=r"x must be floating-point matrices, got torch\.int32"):
+        mk.gram(x.int())
+    with pytest.raises(ValueError, match="c is on meta, the matrices on cpu"):
+        mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(3, 2, device="meta"))
     with pytest.raises(ValueError, match="square"):
         mk.symmetric_matmul(x, x)
     with pytest.raises(ValueError, match="multiplied"):

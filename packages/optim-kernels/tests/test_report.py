@@ -56,6 +56,11 @@ def test_a_failure_is_in_the_report_and_in_the_exit_status(
     monkeypatch.setattr(report, "run_checks", lambda: {"norm": report.outcome(lambda: (0.2, 0.1))})
     assert report.main(["--json"]) == 1
     assert printed(capsys)["checks"] == {"norm": "FAILED: error 0.2, allowed 0.1"}
+    assert report.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"python          {report.environment()['python']}"
+    assert lines[-1] == f"{'norm':<44}FAILED: error 0.2, allowed 0.1"
+    assert report.outcome(lambda: 1 / 0) == "FAILED: ZeroDivisionError: division by zero"  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="of the interpreter")
