@@ -176,7 +176,7 @@ def test_intermediate_values_fit_fp16() -> None:
             assert products.largest <= 40
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (4, 4), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [{}, {"eps_mode": "add", "norm_scale": 1.02, "eps": 1e-2}, {"eps": 100.0}, {"method": "gram", "restarts": (1,)}],
