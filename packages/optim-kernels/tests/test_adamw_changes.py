@@ -315,6 +315,17 @@ def test_what_torch_alone_updates_has_torchs_options_before_anything_moves(
     assert torch.equal(first, torch.ones(5))
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_state_of_a_parameter_may_have_entries_of_the_users(impl: Any) -> None:
+    (p,) = make_params(((6, 5),))
+    optimizer = TritonAdamW([p], impl=impl)
+    for count in (1, 2):
+        optimizer.step()
+        optimizer.state[p]["note"] = "mine"
+        assert optimizer.state[p]["step"] == count
+    assert optimizer.state[p]["note"] == "mine"
+
+
 def test_complex_parameters_are_stepped_as_by_torch() -> None:
     ours, theirs = (torch.nn.Parameter(torch.full((5,), 1.0 + 2.0j)) for _ in range(2))
     optimizers = [TritonAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)]

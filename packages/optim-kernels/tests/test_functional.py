@@ -349,6 +349,13 @@ def test_what_is_no_number_and_no_switch_is_refused_by_name(option: dict[str, An
     assert all(torch.equal(x, torch.ones_like(x)) for each in tensors for x in each)
 
 
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_muon_moves_nothing_where_gradients_overflowed(found: float) -> None:
+    param, grad, buffer = (torch.ones(3, 3, device=DEVICE) for _ in range(3))
+    muon_([param], [grad * 2], [buffer], lr=0.1, found_inf=torch.tensor(found, device=DEVICE))
+    assert [torch.equal(x, torch.ones_like(x)) for x in (param, buffer)] == [bool(found)] * 2
+
+
 @pytest.mark.parametrize(
     "option", ["nesterov", "maximize", "cautious", "row_equilibrate", "renormalize", "stochastic_rounding"]
 )
