@@ -344,6 +344,9 @@ def test_flops_of_the_methods() -> None:
     assert NSConfig(method="gram").flops(4 * m, m) == 38 * m**3
     assert NSConfig(method="gram", restarts="accurate").flops(m, 4 * m) == 47 * m**3
     assert NSConfig(method="gram").flops(m, m) == NSConfig(method="standard").flops(m, m) == 20 * m**3
+    # cubic steps do without A² and R²
+    assert NSConfig(coefficients="cubic5", method="standard").flops(m, 4 * m) == 60 * m**3
+    assert NSConfig(coefficients="cubic5", method="gram").flops(m, 4 * m) == 33 * m**3
 
 
 def test_where_the_gram_iteration_restarts() -> None:
