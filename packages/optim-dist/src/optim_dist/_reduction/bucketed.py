@@ -63,7 +63,8 @@ class BucketedParameters:
         self.lacks_none = False  # whether all in buckets have one
         self.buckets: list[ParameterBucket] = []
         self._order: list[ParameterBucket] = []  # as they are updated, and gathered
-        self.reduction: BackwardReduction | StreamedReduction | None = None
+        self.reduction = self._new_reduction()
+        weakref.finalize(self, self.reduction.remove_hooks)
         self._reducer: Reducer | None = None
         self._gathers: ForwardGathers | None = None
 
@@ -73,9 +74,6 @@ class BucketedParameters:
         if not self._number:
             numbers = self._communicator.gather_json(BucketedParameters._latest_number)
             self._number = BucketedParameters._latest_number = max(numbers) + 1
-        if self.reduction is None:
-            self.reduction = self._new_reduction()
-            weakref.finalize(self, self.reduction.remove_hooks)
         parameters = [entry.parameter for entry in entries]
         new = [
             self.reduction.build(bucket, plan.parameters, parameters, self._communicator)
@@ -112,8 +110,7 @@ class BucketedParameters:
         self.detach()
         former, self.buckets, self._order = self.buckets, [], []
         self._shards.clear()
-        if self.reduction is not None:
-            self.reduction.clear()
+        self.reduction.clear()
         return former
 
     def check_pointers(self) -> None:
@@ -134,34 +131,32 @@ class BucketedParameters:
     @property
     def started(self) -> bool:
         """Whether a reduction of this step has been launched."""
-        return self.reduction is not None and self.reduction.started
+        return self.reduction.started
 
     @property
     def is_told(self) -> bool:
         """Whether gradients are taken during backward."""
-        return bool(self.buckets) and self.reduction is not None and self.reduction.is_told
+        return bool(self.buckets) and self.reduction.is_told
 
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived since the last step that is still there."""
-        return self.reduction is not None and self.reduction.has_gradients
+        return self.reduction.has_gradients
 
     @property
     def counts(self) -> Tensor | None:
         """For each parameter of the plan, on how many ranks it has a gradient; None before ``reduce``."""
-        return None if self.reduction is None else self.reduction.counts
+        return self.reduction.counts
 
     @property
     def gradient_bytes(self) -> int:
         """Memory for gradients that stays."""
-        return 0 if self.reduction is None else self.reduction.gradient_bytes
+        return self.reduction.gradient_bytes
 
     # a step
 
     def check(self) -> None:
         """Before gradients are reduced, or once more afterwards: refuse what has gone wrong on this rank."""
-        if self.reduction is None:
-            return
         if found_nothing(self.counts, self.buckets):
             # ranks that get a gradient meanwhile have dropped it by then
             self._is_retried = True
@@ -184,7 +179,6 @@ class BucketedParameters:
         """
         if not self.buckets:
             return False
-        assert self.reduction is not None, "buckets come with their reduction"
         if self.counts is not None:
             if self._is_watched:
                 self._meet()  # others may have given up what this rank goes on with
@@ -266,23 +260,20 @@ class BucketedParameters:
 
     def restart(self) -> None:
         """Forget this step's reductions: the next gradients belong to a new step."""
-        if self.reduction is not None:
-            self.reduction.restart()
+        self.reduction.restart()
 
     def finish_launched(self) -> None:
         """Let every reduction in flight end before somebody looks at gradients, and others begin behind that."""
-        if self.reduction is not None:
-            self.reduction.finish_launched()
+        self.reduction.finish_launched()
 
     @property
     def is_due(self) -> bool:
         """Whether some rank may have launched a reduction, as far as this one knows."""
-        return self.reduction is not None and self.reduction.is_due
+        return self.reduction.is_due
 
     def drop(self, is_agreed: bool = False) -> None:
         """Give up this step's reductions; ``is_agreed``: on ranks, too, that know of none."""
-        if self.reduction is not None:
-            self.reduction.drop(is_agreed)
+        self.reduction.drop(is_agreed)
 
     def gather(self) -> None:
         """Return every rank's part of the parameters to all ranks."""
@@ -305,7 +296,7 @@ class BucketedParameters:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate; the first time a collective."""
-        if self.reduction is None or self._reducer is None:
+        if self._reducer is None:
             return nullcontext()
         if self._launches_in_step and self._options.overlap and not self.reduction.is_told:
             # from here on ranks launch in another order
@@ -329,7 +320,6 @@ class BucketedParameters:
         if self._apart is None:
             world = self._communicator
             self._apart = self._options.communicator(world.device, beside=world)
-            assert self.reduction is not None, "it comes before its reducer"
             if isinstance(self.reduction, BackwardReduction):
                 self.reduction.finish_launched()  # streamed ones are set apart from the start
             # also at exit, where nobody has closed the optimizer
@@ -362,8 +352,7 @@ class BucketedParameters:
             elif self.started:
                 self._abandon_apart()
         finally:
-            if self.reduction is not None:
-                self.reduction.close()
+            self.reduction.close()
             if self._gathers is not None:
                 self._gathers.close()
         return is_finished
@@ -373,7 +362,7 @@ class BucketedParameters:
 
         Ranks that got no gradient know of no reduction, and one with an error closes its optimizer alone.
         """
-        if self.reduction is None or self.counts is not None:
+        if self.counts is not None:
             self.drop()  # all ranks have launched all
             return True
         if self._communicator.device.type == "cuda":
@@ -410,7 +399,7 @@ class BucketedParameters:
                 bucket.release()
             self._shards.clear()
             self.buckets, self._order = [], []
-            if is_finished and self.reduction is not None:  # else memory may still be written to
+            if is_finished and self._reducer is not None:  # else memory may still be written to
                 self.reduction.clear()
                 del self.reduction.reducer
                 self._reducer = None
@@ -419,7 +408,6 @@ class BucketedParameters:
                     group.give_back()
 
     def _finish(self, bucket: ParameterBucket) -> Tensor:
-        assert self.reduction is not None, "buckets come with their reduction"
         return self.reduction.finish(bucket)
 
     def _new_reduction(self) -> BackwardReduction | StreamedReduction:

@@ -41,7 +41,7 @@ class StreamedReduction:
     """Counts gradients in, and launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
 
     reducer: Reducer  # that of all buckets; ``extend`` gives it
-    number: int  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
+    number = 0  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
     eager = is_told = True
 
     def __init__(
