@@ -17,7 +17,7 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
 from optim_dist._optimizers.state_part import StatePart
 from optim_dist._optimizers.states import as_numbers, listed_parameters
-from optim_dist.plan import ParameterSpec, Piece, RouteName
+from optim_dist.plan import ParameterSpec, RouteName
 
 
 def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
@@ -33,8 +33,8 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
             nothing = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             state = optimizer.new_state(make_shard(entry, index, 0, spec.numel, nothing))
         if not spec.sharding:
-            pieces = plan.ranges(index)
-            state = {key: _wrapped(as_numbers(value), spec, shard, pieces, optimizer) for key, value in state.items()}
+            device = optimizer.communicator.device
+            state = {key: _wrapped(as_numbers(value), spec, shard, device) for key, value in state.items()}
         found[listed[id(entry.parameter)]] = dict(state)
     return found
 
@@ -93,16 +93,12 @@ def _torch_defaults(route: RouteName) -> dict[str, Any]:
     return dict(torch.optim.Muon([torch.zeros(1, 1)]).defaults)
 
 
-def _wrapped(
-    value: Tensor, spec: ParameterSpec, shard: Shard | None, pieces: list[Piece], optimizer: LiveOptimizer
-) -> StatePart:
+def _wrapped(value: Tensor, spec: ParameterSpec, shard: Shard | None, device: torch.device) -> StatePart:
     is_cut = spec.route == "adamw" and value.ndim > 0
     shape, stride = (spec.shape, spec.stride) if is_cut else (value.shape, value.stride())
     if shard is None:
-        value = torch.empty(0, dtype=value.dtype, device=optimizer.communicator.device)
-    # a scalar is kept by every owner and written by the first
-    is_written = shard is not None and (is_cut or pieces[0].rank == optimizer.communicator.rank)
-    return StatePart(value, shape, stride, shard.start if shard is not None and is_cut else 0, is_written=is_written)
+        value = torch.empty(0, dtype=value.dtype, device=device)
+    return StatePart(value, shape, stride, shard.start if shard is not None and is_cut else 0)
 
 
 def _unwrapped(key: str, value: Any, shard: Shard) -> Any:

@@ -61,26 +61,20 @@ class StatePart(Tensor):
             on a rank that has none.
         shape, stride: of the whole tensor.
         start: where the part begins, in the whole tensor's memory order.
-        is_written: False where another rank saves the same elements.
     """
 
     local: Tensor
     start: int
-    is_written: bool
 
     @staticmethod
-    def __new__(
-        cls, local: Tensor, shape: Sequence[int], stride: Sequence[int], start: int, *, is_written: bool = True
-    ) -> StatePart:
+    def __new__(cls, local: Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> StatePart:
         part: StatePart = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides=tuple(stride), dtype=local.dtype, device=local.device
         )
-        part.local, part.start, part.is_written = local, start, is_written
+        part.local, part.start = local, start
         return part
 
-    def __init__(
-        self, local: Tensor, shape: Sequence[int], stride: Sequence[int], start: int, *, is_written: bool = True
-    ) -> None:
+    def __init__(self, local: Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> None:
         pass
 
     def chunks(self) -> list[tuple[Box, Tensor]]:
@@ -92,7 +86,7 @@ class StatePart(Tensor):
         inverse = [order.index(dim) for dim in range(self.ndim)]
         if self.numel() == 0:
             empty = (0,) * self.ndim, tuple(self.shape)
-            return [(empty, flat.view(self.shape))] if self.is_written else []
+            return [(empty, flat.view(self.shape))]
         found, position = [], 0
         for offsets, sizes in boxes([self.shape[dim] for dim in order], self.start, self.start + flat.numel()):
             piece = flat[position : position + prod(sizes)].view(sizes).permute(inverse)
@@ -103,13 +97,11 @@ class StatePart(Tensor):
 
     def like(self, local: Tensor) -> StatePart:
         """The same part with another tensor in it."""
-        return StatePart(local, self.shape, self.stride(), self.start, is_written=self.is_written)
+        return StatePart(local, self.shape, self.stride(), self.start)
 
-    # torch.distributed.checkpoint asks for these
+    # torch.distributed.checkpoint asks for these, and writes once what several ranks have
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[WriteItem]:
-        if not self.is_written:
-            return []
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
