@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist._reduction.peers import PeerCommunicator
@@ -271,15 +270,10 @@ def for_fsdp(reducer: Literal["exact"] = "exact") -> Any:
 
     Raises:
         ValueError: for another reducer; ``"rs"`` is what FSDP2 does without this.
-        RuntimeError: for a torch whose FSDP2 does not let others reduce.
     """
     if reducer != "exact":
         raise ValueError(
             f"reducer must be 'exact', got {reducer!r}; a reduce-scatter of the backend is what FSDP2 does by itself"
-        )
-    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise RuntimeError(
-            f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; install torch 2.9 or newer"
         )
     return ExactReduceScatter()
 

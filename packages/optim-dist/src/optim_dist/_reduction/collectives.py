@@ -280,7 +280,7 @@ class Communicator:
 
 def _world() -> dist.ProcessGroup | None:
     """The default process group, if there is one."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 class _Done:
@@ -315,7 +315,7 @@ class _Named:
 
 def _refuse_lone_ranks() -> None:
     """Ranks of torchrun without a process group would each train a model of their own."""
-    if dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
         raise RuntimeError(
             f"torchrun started {os.environ['WORLD_SIZE']} ranks, but there is no process group; call "
             "torch.distributed.init_process_group() before building the optimizer"

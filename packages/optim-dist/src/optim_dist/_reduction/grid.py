@@ -75,7 +75,7 @@ class GridCommunicator(Communicator):
         chunks = flat.view(self.world_size, -1)
         if self._chunks != sorted(self._chunks):
             chunks = chunks[self._chunks]
-        return _Held(self._line.exchange(out, chunks.view(-1)), chunks)
+        return self._line.exchange(out, chunks.view(-1))
 
     def _super_chunk(self, flat: Tensor) -> Tensor:
         size = flat.numel() // self._shard.world_size
@@ -93,16 +93,6 @@ class GridCommunicator(Communicator):
             works.append(second())
             works[1].wait()
             return Recorded(self._stream.record_event(), self.device, works)
-
-
-class _Held:
-    """A collective with the buffer that it reads."""
-
-    def __init__(self, work: Waitable, buffer: Tensor) -> None:
-        self._work, self._buffer = work, buffer
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:

@@ -40,7 +40,7 @@ class Connected(Protocol):
 
 def device_types(group: dist.ProcessGroup | None) -> list[str]:
     """The types of devices for which the group has collectives; none where there will be none, as of one rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+    if not dist.is_initialized() or dist.get_world_size(group) < 2:
         return []
     found = group or dist.group.WORLD
     assert found is not None, "torch.distributed is initialized"
