@@ -473,6 +473,14 @@ def test_values_of_another_kind_are_refused_by_name(options, message):
         TritonDistAdamW([nn.Parameter(torch.ones(4))], **options)
 
 
+def test_no_limit_measures_the_norm_alone():
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = TritonDistAdamW([parameter], max_norm=float("inf"))
+    optimizer.step()
+    assert optimizer.grad_norm.item() == 2
+
+
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Parameter(torch.ones(4)), None], ids=["model", "one", "none"])
 def test_what_lists_no_parameters_is_refused(given):
     with pytest.raises(TypeError, match=rf"params must be a list of parameters.*, got a {type(given).__name__}"):

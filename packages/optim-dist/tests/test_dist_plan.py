@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from optim_dist import make_plan
 from optim_dist.__main__ import main
+from optim_dist.__main__ import plan_of as plan_of_model
+from optim_dist._dealing import newton_schulz_flops
 from optim_dist.plan import MATRIX_ALIGNMENT, ParameterSpec
 from optim_dist.planning import plan_parameters
 
@@ -51,6 +53,9 @@ def test_every_element_has_one_place_and_one_owner(shapes, world_size, bucket_mb
                 assert piece.offset * spec.dtype.itemsize % MATRIX_ALIGNMENT == 0 or spec.numel == 0
         assert taken.max().item() <= 1
         assert int((taken == 0).sum()) == bucket.padding
+        for rank in range(world_size):
+            assert list(bucket.pieces(rank)) == [piece for piece in bucket.pieces() if piece.rank == rank]
+    assert sum(plan.loads()) == sum(spec.cost for spec in plan.parameters)
     assert seen == Counter({f"w{number}": prod(shape) for number, shape in enumerate(shapes)})
     for index, spec in enumerate(plan.parameters):
         ends = [end for piece in plan.ranges(index) for end in (piece.start, piece.stop)]
@@ -106,6 +111,23 @@ def test_gpt2_on_eight_ranks():
 def test_d20_on_sixteen_ranks():
     plan = model_plan(nanochat(20, 1280), 16)
     assert plan.imbalance <= 1.045
+
+
+@pytest.mark.parametrize(("model", "world_size", "options", "expected"), [
+    ("gpt2", 3, {"mode": "muon"}, "ae772abd114e"),
+    ("gpt2", 8, {"mode": "muon", "bucket_mb": 16}, "1be1d903017c"),
+    ("d20", 7, {"mode": "adamw", "state_dtype": "int8"}, "b0f0f56fa312"),
+    ("d32", 6, {"mode": "muon"}, "1d35ae0187e7"),
+    ("llama-7b", 48, {"mode": "muon"}, "659a7c5d5e13"),
+])  # fmt: skip
+def test_plans_are_those_under_which_states_were_saved_before(model, world_size, options, expected):
+    plan = plan_of_model(model, world_size, dtype=torch.bfloat16, **options)
+    assert plan.hash.startswith(expected), "ranks refuse a state_dict() of another plan"
+
+
+@pytest.mark.parametrize(("shape", "flops"), [((6, 4), 1760), ((3, 4, 6), 5280), ((5, 2, 1, 7), 1100)], ids=str)
+def test_the_cost_of_newton_schulz(shape, flops):
+    assert newton_schulz_flops(shape) == flops
 
 
 def test_ranges_cut_anywhere_and_wire_is_two_f_p():
