@@ -225,3 +225,8 @@ class Plan:
     def wire_bytes(self) -> int:
         """What each rank sends in one step: every bucket reduced once and gathered once."""
         return sum(bucket.reduce_bytes + bucket.gather_bytes for bucket in self.buckets)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, say, as files and tables have it."""
+    return str(dtype).removeprefix("torch.")

@@ -193,8 +193,4 @@ def _round_up(value: int, multiple: int) -> int:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a row-major tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return torch.empty(tuple(shape), device="meta").stride()

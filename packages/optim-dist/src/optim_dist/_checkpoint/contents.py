@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
-from optim_dist._checkpoint.manifest import SavedParameter, SavedState, dtype_name
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
@@ -23,7 +23,7 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import WHOLE_KEYS, dense_stride, in_memory_order, make_groups_plain, stamped
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
-from optim_dist.plan import ParameterSpec, Piece
+from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
 from optim_redist import Layout
 

@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
-
 from optim_dist._checkpoint.digesting import DigestingStream
-from optim_dist.plan import ParameterSpec
+from optim_dist.plan import ParameterSpec, dtype_name
 
 FORMAT = "optim-dist.checkpoint/1"
 CODED_FORMAT = "optim-dist.checkpoint/2"  # with 8-bit codes, which version 0.5 cannot read
@@ -221,7 +219,3 @@ def flush_folder(folder: Path) -> None:
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

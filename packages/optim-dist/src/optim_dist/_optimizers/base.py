@@ -196,7 +196,6 @@ class DistOptimizer(StatefulOptimizer):
         return norm if grad_scale is None else norm / grad_scale
 
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
-        """Let the next ``step()`` multiply gradients by ``factor``; ``norm`` is what ``grad_norm`` shows."""
         self.grad_norm = norm
         if not (self._bucketed.buckets or self._resident.has_gradients):
             return  # those to come are not what was looked at

@@ -9,7 +9,7 @@ from optim_dist._optimizers.multipliers import ATTRIBUTES
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket
-from optim_dist.plan import Plan
+from optim_dist.plan import ParameterSpec, Plan, dtype_name
 
 
 class Explanation(str):
@@ -54,11 +54,7 @@ def explain(
             data["wire_bytes"] += (num_reduced - 1) * sum(bucket.reduce_bytes for bucket in plan.buckets)
     data["sharded"] = [
         {
-            "name": spec.name,
-            "shape": spec.shape,
-            "dtype": str(spec.dtype).removeprefix("torch."),
-            "route": spec.route,
-            "group": spec.group,
+            **_described(spec),
             "sharding": spec.sharding,
             "owner": owners.get(index),
             "plain_torch": plain.get(index),
@@ -109,19 +105,25 @@ def explain(
 
 def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
     header = ("DTensor", "shape", "dtype", "route", "group", "stays", "orthogonalized by")
-    rows = [
-        (
-            entry["name"],
-            "x".join(map(str, entry["shape"])) or "scalar",
-            entry["dtype"],
-            entry["route"],
-            str(entry["group"]),
-            entry["sharding"],
-            "" if entry["owner"] is None else f"rank {entry['owner']}",
-        )
-        for entry in sharded
-    ]
-    return _table(header, rows)
+    owners = ["" if entry["owner"] is None else f"rank {entry['owner']}" for entry in sharded]
+    return _table(header, [(*_cells(entry), entry["sharding"], owner) for entry, owner in zip(sharded, owners)])
+
+
+def _described(spec: ParameterSpec) -> dict[str, Any]:
+    """What is said of a parameter wherever it is."""
+    return {
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": dtype_name(spec.dtype),
+        "route": spec.route,
+        "group": spec.group,
+    }
+
+
+def _cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The same as the beginning of a row."""
+    shape = "x".join(map(str, entry["shape"])) or "scalar"
+    return entry["name"], shape, entry["dtype"], entry["route"], str(entry["group"])
 
 
 def _plain_lines(sharded: Sequence[dict[str, Any]]) -> list[str]:
@@ -173,11 +175,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             pieces = plan.ranges(slot.parameter)
             parameters.append(
                 {
-                    "name": spec.name,
-                    "shape": spec.shape,
-                    "dtype": str(spec.dtype).removeprefix("torch."),
-                    "route": spec.route,
-                    "group": spec.group,
+                    **_described(spec),
                     "bucket": number,
                     "block": spec.block,
                     "ranges": [(piece.rank, piece.start, piece.stop) for piece in pieces],
@@ -191,9 +189,9 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "buckets": [
             {
                 "route": b.route,
-                "dtype": str(b.dtype).removeprefix("torch."),
-                "grad_dtype": str(b.grad_dtype).removeprefix("torch."),
-                "wire_dtype": str(b.wire_dtype).removeprefix("torch."),
+                "dtype": dtype_name(b.dtype),
+                "grad_dtype": dtype_name(b.grad_dtype),
+                "wire_dtype": dtype_name(b.wire_dtype),
                 "bytes": b.nbytes,
                 "padding": b.padding,
             }
@@ -212,11 +210,7 @@ def plan_text(plan: Plan, data: dict[str, Any]) -> str:
     header = ("parameter", "shape", "dtype", "route", "group", "bucket", "owner: elements")
     rows = [
         (
-            entry["name"],
-            "x".join(map(str, entry["shape"])) or "scalar",
-            entry["dtype"],
-            entry["route"],
-            str(entry["group"]),
+            *_cells(entry),
             str(entry["bucket"]),
             ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in entry["ranges"]),
         )

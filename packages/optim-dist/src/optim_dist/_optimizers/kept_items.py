@@ -66,9 +66,9 @@ class KeptItems:
         """
         return (
             multipliers is self._multipliers
-            and _are_same(groups, self._groups)
-            and _are_same(state, self._keys)
-            and _are_same(state.values(), self._states)
+            and are_same(groups, self._groups)
+            and are_same(state, self._keys)
+            and are_same(state.values(), self._states)
             and self._completed.issubset(completed)
             and self._contents.are_unchanged()
         )
@@ -88,6 +88,6 @@ class KeptItems:
         return items
 
 
-def _are_same(some: Collection[object], others: Sequence[object]) -> bool:
+def are_same(some: Collection[object], others: Sequence[object]) -> bool:
     """Whether they are the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))

@@ -264,7 +264,6 @@ class PlannedOptimizer(LiveOptimizer):
             self._unregister()
 
     def hand_over(self) -> None:
-        """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
         self._bucketed.detach(bool(self._failure))
         self._gradient_dtypes.put_back()
 
@@ -287,17 +286,14 @@ class PlannedOptimizer(LiveOptimizer):
 
     @property
     def entries(self) -> list[Entry]:
-        """Trained parameters in the order of the plan."""
         return self._entries
 
     @property
     def communicator(self) -> Communicator:
-        """The ranks that share the work."""
         return self._communicator
 
     @property
     def layouts(self) -> dict[int, Layout]:
-        """How each DTensor of several ranks lies, by its number in the plan."""
         return self._resident.layouts
 
     @property
@@ -312,11 +308,9 @@ class PlannedOptimizer(LiveOptimizer):
         return True
 
     def gather_parameters(self) -> None:
-        """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
         self._bucketed.gather()
 
     def shards(self) -> list[Shard]:
-        """What this rank updates, in the order of the plan."""
         self.check_open()
         with torch.no_grad():
             return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)

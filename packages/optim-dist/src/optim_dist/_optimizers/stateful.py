@@ -103,7 +103,6 @@ class StatefulOptimizer(PlannedOptimizer):
         return state
 
     def new_state(self, shard: Shard) -> dict[str, Any]:
-        """A fresh state for a shard, as its first step would find it."""
         state: dict[str, Any] = {}
         self._complete(shard, state)
         return state
@@ -122,7 +121,6 @@ class StatefulOptimizer(PlannedOptimizer):
         return state
 
     def kept_state(self, shard: Shard) -> dict[str, Any]:
-        """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
         shown = self._made_to_show.get(id(shard.parameter), set())
         return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
 
@@ -205,7 +203,6 @@ class StatefulOptimizer(PlannedOptimizer):
         self._masters.note(self)
 
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
-        """Why a saved group cannot be taken over by one of ours; empty if it can."""
         group = self.param_groups[number]
         taken = {**group, **saved, "params": group["params"]}
         if "views" in group:

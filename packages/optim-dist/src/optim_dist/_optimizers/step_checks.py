@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from optim_dist._optimizers.agreement import compare_options, describe_groups
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.kept_items import are_same
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
 
@@ -32,10 +32,10 @@ def check_factor(clip_factor: object) -> None:
 def check_listed(groups: Sequence[dict[str, Any]], planned: Sequence[Sequence[Tensor]]) -> None:
     """Refuse groups that list other parameters than when the plan was made, which would stay as they are."""
     listed = [group["params"] for group in groups]
-    if len(listed) == len(planned) and all(map(_are_same, listed, planned)):
+    if len(listed) == len(planned) and all(map(are_same, listed, planned)):
         return
     for index, (now, then) in enumerate(zip_longest(listed, planned, fillvalue=())):
-        if not _are_same(now, then):
+        if not are_same(now, then):
             kept = len({id(parameter) for parameter in now} & {id(parameter) for parameter in then})
             raise RuntimeError(
                 f"param_groups[{index}] was exchanged after the optimizer was built: of {len(then)} parameters {kept} "
@@ -133,7 +133,3 @@ def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> N
                     f"{entry.name} is a DTensor that has a gradient on rank {first if here else rank} and none on rank "
                     f"{rank if here else first}; give it one on all ranks (zeros, say) or on none"
                 )
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

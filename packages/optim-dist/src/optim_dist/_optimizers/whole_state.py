@@ -25,7 +25,7 @@ from optim_dist._optimizers.states import (
     stamped,
 )
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.plan import ParameterSpec, Plan
+from optim_dist.plan import ParameterSpec, Plan, dtype_name
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 
@@ -58,7 +58,7 @@ def full_state_dict(
 
 def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """The dtype and shape of each tensor, as JSON may hold them."""
-    return {key: (str(value.dtype).removeprefix("torch."), list(value.shape)) for key, value in state.items()}
+    return {key: (dtype_name(value.dtype), list(value.shape)) for key, value in state.items()}
 
 
 def _broadcast(
