@@ -667,6 +667,8 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     complex_valued = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
     with pytest.raises(ValueError, match="overlap in memory"):
         TritonDistAdamW([("a", one), ("b", overlapping)])
+    with pytest.raises(ValueError, match="a: two parameters have this name"):
+        TritonDistAdamW([{"params": [("a", nn.Parameter(one.detach().clone()))]}, {"params": [("a", one)]}])
     with pytest.raises(ValueError, match="leave gaps or overlap"):
         TritonDistAdamW([("a", expanded)])
     with pytest.raises(ValueError, match="only dense real"):
@@ -676,6 +678,16 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
     with pytest.raises(ValueError, match="reduced twice"):
         TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario(2)
+def meshes_that_do_not_say_which_ranks_share_are_refused(rank, world_size):
+    parameter, mesh = nn.Parameter(torch.ones(3, device=device_of(rank))), mesh_of(2)
+    with pytest.raises(ValueError, match="give mesh or process_group, not both"):
+        TritonDistAdamW([parameter], mesh=mesh, process_group=mesh.get_group())
+    with pytest.raises(ValueError, match=r"one dimension, or two \(replicate, shard\), got 3; pass mesh\['dp'\]"):
+        TritonDistAdamW([parameter], mesh=mesh_of(1, 1, 2))
+    TritonDistAdamW([parameter], mesh=mesh)
 
 
 @scenario(2)

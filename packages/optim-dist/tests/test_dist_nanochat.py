@@ -308,6 +308,20 @@ def test_other_groups_are_refused(saved):
     groups[1] = {"kind": "adamw", "params": [torch.empty(41), torch.empty(())]}
     with pytest.raises(checkpoint.CheckpointError, match=r"shape \(40,\) of each of 2 ranks, this run has \(41,\)"):
         checkpoint.from_nanochat(files, groups)
+    groups = groups_of(net)
+    groups[2]["params"][2] = torch.empty(6, 8)
+    with pytest.raises(checkpoint.CheckpointError, match=r"one stack, this run has shapes \(8, 6\) and \(6, 8\)"):
+        checkpoint.from_nanochat(files, groups)
+
+
+def test_matrices_that_were_never_stepped_have_no_state(saved, tmp_path):
+    files = [tmp_path / file.name for file in files_of(saved[0], 2)]
+    for place, (source, target) in enumerate(zip(files_of(saved[0], 2), files)):
+        target.write_bytes(source.read_bytes())
+        change(files, place, lambda content: content["state"].pop(4))
+    found = checkpoint.from_nanochat(files, groups_of(Net()))["state"]
+    expected = checkpoint.from_nanochat(files_of(saved[0], 2), groups_of(Net()))["state"]
+    assert set(expected) - set(found) == {4, 5, 6}
 
 
 def test_second_moments_of_other_matrices_are_refused(saved):
@@ -434,6 +448,10 @@ def test_two_optimizers_in_a_file(tmp_path, has_own_states):
     torch.save(muon.state_dict(), buffer)  # its options are plain
     buffer.seek(0)
     torch.load(buffer, weights_only=True)
+    if has_own_states:
+        others = [nn.Parameter(torch.ones(shape)) for shape in [(6, 9)] * 3 + [(8, 6)] * 2]
+        with pytest.raises(checkpoint.CheckpointError, match=r"momentum_buffer: shape \(6, 8\), this run has \(6, 9\)"):
+            checkpoint.load_nanochat(files, TritonDistMuon(others), index=1)
     (tmp_path / "optim_000007_rank1.pt").unlink()
     with pytest.raises(checkpoint.CheckpointError, match="the file of every rank"):
         checkpoint.load_nanochat([tmp_path / "optim_000007_rank0.pt"], muon, index=1)

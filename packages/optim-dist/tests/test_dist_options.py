@@ -461,6 +461,7 @@ def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend
     ({"accumulation_steps": 0}, "accumulation_steps must be a whole number of at least 1, got 0"),
     ({"reduce_dtype": "bf16"}, "reduce_dtype must be None or one of "),
     ({"reducer": "exact", "reduced_dtype": torch.int32}, "reduced_dtype must be None or one of "),
+    ({"reduced_dtype": torch.float32}, "reduced_dtype belongs to reducer='exact'; with 'rs' give reduce_dtype"),
     ({"max_norm": "1"}, "max_norm must be positive, got '1'"),
     ({"bucket_mb": float("inf")}, "bucket_mb must be positive and finite, got inf"),
     ({"timeout": float("inf")}, "timeout must be positive and finite, got inf"),
@@ -471,6 +472,11 @@ def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend
 def test_values_of_another_kind_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         TritonDistAdamW([nn.Parameter(torch.ones(4))], **options)
+
+
+def test_a_process_group_where_there_is_none_is_refused():
+    with pytest.raises(RuntimeError, match=r"process_group was given, but torch\.distributed is not initialized"):
+        TritonDistAdamW([nn.Parameter(torch.ones(4))], process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_no_limit_measures_the_norm_alone():

@@ -202,8 +202,6 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
                 f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
                 "plain model, or use fully_shard"
             )
-        if entry.route == "muon" and parameter.ndim < 2:
-            findings.append(f"{name}: Muon takes matrices, got shape {tuple(parameter.shape)}; give it to AdamW")
         if parameter.layout is not torch.strided or parameter.dtype.is_complex:
             findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
         elif isinstance(parameter, DTensor):
