@@ -6,6 +6,7 @@ import pickle
 import shutil
 import threading
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -331,6 +332,10 @@ def wrong_pieces(manifest):
     entry["pieces"] = [[0, 0, 1], [1, 1, 66]]
 
 
+def unlisted(manifest):
+    del manifest["files"]["rank-00001.pt"], manifest["files"]["common.pt"]
+
+
 FAULTS = {
     "truncated": (truncate, ["rank-00001.pt", "truncated"]),
     "altered": (alter, ["rank-00000.pt", "altered"]),
@@ -340,6 +345,7 @@ FAULTS = {
     "other version": (change_manifest(other_format), ["optim-dist.checkpoint/99"]),
     "another step": (change_manifest(other_step, is_meant=False), ["manifest.json", "altered"]),
     "another key": (change_manifest(other_key, is_meant=False), ["manifest.json", "altered"]),
+    "unlisted": (change_manifest(unlisted), [f"{file}: the manifest does" for file in ("rank-00001.pt", "common.pt")]),
     "mis-shaped": (change_manifest(wrong_pieces), ["embedding.weight.value is"]),
 }
 
@@ -416,6 +422,20 @@ def test_groups_in_another_order_are_refused_before_anything_is_written(tmp_path
     assert "bias: in group 1, this optimizer has it in group 0" in str(raised.value)
     assert_equal(list(model.parameters()), before, "untouched")
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
+def test_groups_and_buffers_of_other_sizes_are_refused(tmp_path):
+    def build_with(sizes, num_seen):
+        model = nn.ParameterList(torch.ones(2) for _ in range(sum(sizes)))
+        model.register_buffer("seen", torch.zeros(num_seen))
+        parameters = model.parameters()
+        return model, TritonDistAdamW([{"params": list(islice(parameters, size))} for size in sizes])
+
+    checkpoint.save(tmp_path / "x", *build_with((2, 1), 4))
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.load(tmp_path / "x", *build_with((1, 2), 3))
+    assert "param_groups: sizes [2, 1], this optimizer has [1, 2]" in str(raised.value)
+    assert "seen: shape (4,), this run has (3,)" in str(raised.value)
 
 
 def test_buffers_and_frozen_parameters_of_another_kind_of_number_are_refused(tmp_path):
