@@ -108,6 +108,11 @@ def test_gpt2_on_eight_ranks():
     assert plan.padding <= 0.03
 
 
+def test_equal_shapes_are_not_dealt_in_turn_where_others_weigh_more():
+    named = {"a": (16, 16), "b": (16, 16), "both": (2, 16, 16)}
+    assert make_plan(named, [{"kind": "muon", "params": [*named]}], 2).imbalance == 1.0
+
+
 def test_d20_on_sixteen_ranks():
     plan = model_plan(nanochat(20, 1280), 16)
     assert plan.imbalance <= 1.045
