@@ -74,9 +74,6 @@ class StatePart(Tensor):
         part.local, part.start = local, start
         return part
 
-    def __init__(self, local: Tensor, shape: Sequence[int], stride: Sequence[int], start: int) -> None:
-        pass
-
     def chunks(self) -> list[tuple[Box, Tensor]]:
         """Every box of the part with its elements, views of ``local`` in the box's shape."""
         flat = self.local.as_strided((self.local.numel(),), (1,))
