@@ -248,7 +248,7 @@ def frozen_matrices_stay_whatever_a_missing_gradient_means(rank, world_size):
 def views_into_fused_and_convolutional_weights(rank, world_size):
     shapes = ((12, 4), (4, 2, 3, 3), (6, 4))
     views = [
-        MatrixView(shape=(12, 4), split=(4, 8)),
+        MatrixView(shape=(12, 4), split=(8, 4)),
         MatrixView(shape=(4, 2, 3, 3), order=(0, 2, 3, 1), matrix_shape=(4, 18)),
         MatrixView(shape=(6, 4), transposed=True),
     ]
