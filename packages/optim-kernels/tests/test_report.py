@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def portable_kernels() -> set[tuple[str, str]]:
 def test_a_failure_is_in_the_report_and_in_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "run_checks", lambda: {"norm": report.outcome(lambda: (0.2, 0.1))})
+    monkeypatch.setattr(report, "run_checks", lambda: [("norm", report.outcome(lambda: (0.2, 0.1)))])
     assert report.main(["--json"]) == 1
     assert printed(capsys)["checks"] == {"norm": "FAILED: error 0.2, allowed 0.1"}
     assert report.main([]) == 1
@@ -61,6 +62,16 @@ def test_a_failure_is_in_the_report_and_in_the_exit_status(
     assert lines[0] == f"python          {report.environment()['python']}"
     assert lines[-1] == f"{'norm':<44}FAILED: error 0.2, allowed 0.1"
     assert report.outcome(lambda: 1 / 0) == "FAILED: ZeroDivisionError: division by zero"  # type: ignore[arg-type]
+
+
+def test_results_are_printed_as_they_come(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def checks() -> Iterator[tuple[str, str]]:
+        assert "triton" in capsys.readouterr().out
+        yield "norm", "ok, error 0"
+        assert capsys.readouterr().out == f"{'norm':<44}ok, error 0\n"
+
+    monkeypatch.setattr(report, "run_checks", checks)
+    assert report.main([]) == 0
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="of the interpreter")

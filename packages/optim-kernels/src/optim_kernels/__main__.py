@@ -1,8 +1,8 @@
 """``python -m optim_kernels [--json]``: versions, the device, and a check of every kernel against the reference.
 
-On a GPU the products are those of sides from 16 to 4096, in the tiles and schedules that the GPU takes for them.
-Without one the kernels are checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if a
-check fails.
+On a GPU the products are those of sides from 16 to 4096, in the tiles and schedules that the GPU takes for them. To
+compile them all takes two or three minutes at first; results are printed as they come. Without a GPU the kernels are
+checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m optim_kernels", description="Report and check the kernels.")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     as_json = parser.parse_args(argv).json
-    report: dict[str, Any] = {**environment(), "checks": run_checks()}
+    facts, results = environment(), {}
+    if not as_json:
+        print("\n".join(f"{key:<16}{value}" for key, value in facts.items()), flush=True)
+    for name, result in run_checks():
+        results[name] = result
+        if not as_json:
+            print(f"{name:<44}{result}", flush=True)
     if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        print("\n".join(f"{key:<16}{value}" for key, value in report.items() if key != "checks"))
-        print("\n".join(f"{name:<44}{result}" for name, result in report["checks"].items()))
-    return int(any(not result.startswith("ok") for result in report["checks"].values()))
+        print(json.dumps({**facts, "checks": results}, indent=1))
+    return int(any(not result.startswith("ok") for result in results.values()))
 
 
 def environment() -> dict[str, str]:
@@ -72,12 +75,11 @@ def _has_numpy() -> bool:
     return importlib.util.find_spec("numpy") is not None
 
 
-def run_checks() -> dict[str, str]:
-    """The result of each check: "ok" with the error found, or what is wrong; empty where no kernel runs."""
+def run_checks() -> Iterator[tuple[str, str]]:
+    """Each check and its result: "ok" with the error found, or what is wrong; none where no kernel runs."""
     if not has_triton() or not (_has_numpy() if is_interpreted() else torch.cuda.is_available()):
-        return {}
+        return
     device = "cpu" if is_interpreted() else "cuda"
-    results = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         checks: dict[str, Callable[[], tuple[float, float]]] = {
@@ -93,19 +95,18 @@ def run_checks() -> dict[str, str]:
         if dtype == torch.bfloat16:
             checks[f"AdamW {name}, stochastic rounding"] = partial(check_adamw, dtype, device, stochastic_rounding=True)
         for label, check in checks.items():
-            results[label] = outcome(check)
+            yield label, outcome(check)
     for dtype, allowed in ALLOWED.items():
         name = str(dtype).removeprefix("torch.")
         for variant in ("torch", "nanochat-2026-07"):
             check = partial(check_muon, dtype, device, variant=variant, allowed=allowed)
-            results[f"Muon's step {name}, {variant}"] = outcome(check)
+            yield f"Muon's step {name}, {variant}", outcome(check)
         check = partial(check_muon, dtype, device, variant="torch", allowed=1e-2, stochastic_rounding=True)
-        results[f"Muon's step {name}, stochastic rounding"] = outcome(check)
+        yield f"Muon's step {name}, stochastic rounding", outcome(check)
         check = partial(check_newton_schulz, dtype, device, allowed=allowed)
-        results[f"Newton–Schulz {name}, tall and wide"] = outcome(check)
+        yield f"Newton–Schulz {name}, tall and wide", outcome(check)
         check = partial(check_newton_schulz, dtype, device, allowed=allowed, coefficients="aol4", steps=4)
-        results[f"Newton–Schulz {name}, row factors"] = outcome(check)
-    return results
+        yield f"Newton–Schulz {name}, row factors", outcome(check)
 
 
 def outcome(check: Callable[[], tuple[float, float]]) -> str:
