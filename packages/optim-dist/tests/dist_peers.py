@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from optim_dist._reduction import peers
-from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.collectives import Communicator, _Done
 from optim_dist._reduction.groups import new_group
 from optim_dist.buckets import Bucket
 
@@ -22,8 +22,8 @@ from optim_dist.buckets import Bucket
 class _File:
     """What torch calls a handle."""
 
-    def __init__(self, folder, number, numel, dtype, group):
-        self._folder, self._number, self._group = folder, number, group
+    def __init__(self, folder, number, numel, dtype):
+        self._folder, self._number = folder, number
         self._nbytes = self.buffer_size = numel * dtype.itemsize
 
     def get_buffer(self, rank, shape, dtype, offset):
@@ -31,9 +31,6 @@ class _File:
         mapped = torch.from_file(path, shared=True, size=self._nbytes, dtype=torch.uint8)
         begin, (numel,) = offset * dtype.itemsize, shape
         return mapped[begin : begin + numel * dtype.itemsize].view(dtype)
-
-    def barrier(self, channel, timeout_ms):
-        dist.barrier(self._group)
 
 
 class _Held:
@@ -51,7 +48,7 @@ class _Held:
 class HostMemory(peers.PeerMemory):
     def __init__(self, communicator: Communicator) -> None:
         self._device, self._rank, self._world_size = communicator.device, communicator.rank, communicator.world_size
-        self._timeout_ms, self._storages, self._handles, self._chunks, self._number = 0, {}, {}, {}, 0
+        self._storages, self._handles, self._chunks, self._board, self._number = {}, {}, {}, None, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
         self._group = new_group(communicator.ranks, [communicator])
         self._held, self.are_held = deque(), False
@@ -61,21 +58,28 @@ class HostMemory(peers.PeerMemory):
         path = os.path.join(self._folder, f"{self._number}-{self._rank}")
         flat = torch.from_file(path, shared=True, size=numel, dtype=dtype)
         dist.barrier(self._group)  # every rank's file is there
-        return flat, _File(self._folder, self._number, numel, dtype, self._group)
+        return flat, _File(self._folder, self._number, numel, dtype)
+
+    def _begin_to_meet(self, board):
+        pass
+
+    def _meet(self):
+        dist.barrier(self._group)
 
     def keep(self, tensor):
         pass
 
-    def run(self, chunk, copies, then=None, behind=None, full=None):
+    def mark(self):
+        return _Done()
+
+    def run(self, copies, behind=None, full=None):
         def copy():
             if full is not None:
                 full.put_back()
-            chunk.meet()
+            self._meet()
             for target, source in copies:
                 target.copy_(source)
-            chunk.meet()
-            if then is not None:
-                then()
+            self._meet()
 
         work = _Held(self._held, copy)
         if not self.are_held:
@@ -112,9 +116,9 @@ def hold_copies(optimizer, patch):
     communicator, beside = optimizer.communicator, []
     collect = communicator.collect
 
-    def collect_noted(flat, room, add, behind, full=None):
+    def collect_noted(flat, room, behind, full=None):
         beside.append(full is not None)
-        return collect(flat, room, add, behind, full)
+        return collect(flat, room, behind, full)
 
     patch.setattr(communicator, "collect", collect_noted)
     if isinstance(communicator._memory, HostMemory):
@@ -126,4 +130,4 @@ def hold_copies(optimizer, patch):
 def share_host_memory() -> None:
     """Let ranks of this process be those of one host, with memory that they share, if they have no GPUs."""
     if "nccl" not in dist.get_backend():
-        peers.PeerMemory = HostMemory
+        peers.PeerMemory, peers.missing_operations = HostMemory, lambda: None

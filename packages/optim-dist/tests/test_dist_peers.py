@@ -165,16 +165,15 @@ def memory_goes_with_its_buckets(rank, world_size):
     memory = optimizer.communicator._memory
     net(batch(rank, 0)).backward()
     optimizer.step()
-    held = len(memory._handles)
-    assert held == 2 * len(optimizer.plan.buckets)
-    assert optimizer.communicator.bytes_shared == optimizer.plan.nbytes + optimizer.plan.gradient_nbytes
+    board = world_size * (peers.MESSAGE_BYTES + 4)  # stays, for ranks to meet by
+    assert len(memory._handles) == 2 * len(optimizer.plan.buckets) + 1
+    assert optimizer.communicator.bytes_shared == optimizer.plan.nbytes + optimizer.plan.gradient_nbytes + board
     storages = [weakref.ref(bucket.values.untyped_storage()) for bucket in optimizer._bucketed.buckets]
     optimizer.zero_grad()
     optimizer.close()
     gc.collect()
-    assert not memory._handles
-    assert not memory._chunks
-    assert optimizer.communicator.bytes_shared == 0
+    assert len(memory._handles) == len(memory._chunks) == 1
+    assert optimizer.communicator.bytes_shared == board
     assert not any(storage() is not None for storage in storages)
 
 
@@ -236,16 +235,15 @@ def what_the_step_makes_is_not_copied_beside_backward(rank, world_size):
     net, optimizer = build(rank, transport="symm", accumulation_steps=1, bucket_mb=1e-4)
     with pytest.MonkeyPatch.context() as patch:
         beside = hold_copies(optimizer, patch)
-        for step in range(2):
+        for step in range(3):
             optimizer.zero_grad()
             beside.clear()
             net(batch(rank, step)).backward()
-            if step:
+            if step == 1:
                 late = nn.Parameter(torch.ones(3, device=device_of(rank)))
                 optimizer.add_param_group({"params": [("late", late)]})
             optimizer.step()
-    assert beside[:2] == [False, False]
-    assert any(beside)
+            assert any(beside) == (step == 2)
     optimizer.close()
 
 
@@ -347,22 +345,19 @@ def a_gather_writes_to_all_and_a_sum_reads_from_all(rank, world_size):
     share_host_memory()
     _, optimizer = build(rank, transport="symm")
     ours, device = optimizer.communicator, device_of(rank)
-    work, rooms = None, torch.empty(1, 4096, device=device)
+    rooms, read = torch.empty(1, 4096, device=device), None
     for numel in (2, 6, 2 * 4096):
         flat = ours.zeros(numel, torch.float32, device)
         flat.copy_(torch.arange(numel) * (rank + 1))
         size = numel // 2
-        own, order = flat[rank * size : (rank + 1) * size], []
-
-        def add(contributions, order=order, own=own):
-            order += [float(each[-1]) for each in contributions]
-            own.copy_(sum(contributions))
-
-        work = ours.collect(flat, rooms[:, :size], add, work)
-        work.wait()
-        assert torch.equal(own.cpu(), torch.arange(numel)[rank * size :][:size] * 3.0)
+        own, room = flat[rank * size : (rank + 1) * size], rooms[:, :size]
+        ours.collect(flat, room, read).wait()
+        contributions = ours.contributions(flat, room)
         last = (rank + 1) * size - 1
-        assert order == [last, 2 * last]
+        assert [float(each[-1]) for each in contributions] == [last, 2 * last]
+        own.copy_(sum(contributions))
+        read = ours.mark()
+        assert torch.equal(own.cpu(), torch.arange(numel)[rank * size :][:size] * 3.0)
         ours.all_gather_(flat).wait()
         assert torch.equal(flat.cpu(), torch.arange(numel) * 3.0)
 
@@ -378,7 +373,7 @@ def a_second_device_is_refused_before_anything_moves(rank, world_size):
 
 
 @scenario(2)
-def what_copies_and_sums_come_to_is_kept_for_them(rank, world_size):
+def what_copies_come_to_is_kept_for_them(rank, world_size):
     share_host_memory()
     net = Net(device_of(rank)).to(torch.bfloat16)
     optimizer = optimizer_of(net, transport="symm", reduced_dtype=torch.float32)
@@ -387,9 +382,9 @@ def what_copies_and_sums_come_to_is_kept_for_them(rank, world_size):
     optimizer.rebuild_plan()
     net(batch(rank, 0).to(torch.bfloat16)).backward()
     optimizer.step()
-    scratch = [each for free in optimizer._bucketed._reducer._free.values() for each in free]
-    sums = [bucket.sums for bucket in optimizer._bucketed.buckets]
-    assert sorted(kept) == sorted(each.data_ptr() for each in (*scratch, *sums))
+    rooms = optimizer._bucketed._reducer._rooms
+    assert sorted(kept) == sorted(room.data_ptr() for room in rooms.values())
+    assert [*rooms] == optimizer._bucketed.buckets
     optimizer.close()
 
 
@@ -491,12 +486,14 @@ def test_copies_leave_the_current_device_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Device, "current", stream.device_index))
     monkeypatch.setattr(torch.cuda, "device", Device)
     memory = peers.PeerMemory.__new__(peers.PeerMemory)
-    stream = SimpleNamespace(device_index=1, wait_event=lambda event: None, record_event=lambda: None)
-    memory._device, memory._copying, memory._adding = torch.device("cuda", 1), stream, stream
+    stream = SimpleNamespace(device_index=1, cuda_stream=7, wait_event=lambda event: None, record_event=lambda: None)
+    memory._device, memory._copying = torch.device("cuda", 1), stream
     memory._ready = SimpleNamespace(record=lambda stream: None)
+    memory._watch = SimpleNamespace(reached=torch.zeros(1), expect=lambda number: None)
     found = []
-    chunk = peers.Chunk([], lambda: found.append(Device.current))
-    memory.run(chunk, [], lambda: found.append(Device.current))
+    memory._meeting = SimpleNamespace(number=1, hold=lambda stream: found.append(Device.current))
+    monkeypatch.setattr(peers, "write_value", lambda *given: found.append(Device.current))
+    memory.run([])
     assert found == [1, 1, 1]
     assert Device.current == 0
 
@@ -520,7 +517,7 @@ def on_two_hosts(rank, world_size):
     communicator = peers.Communicator(None, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="is for ranks of one host, got host0, host1; leave it out"):
         peers._check_host(communicator)
-    peers.socket.gethostname = lambda: "host"
+    peers.socket.gethostname, peers.missing_operations = lambda: "host", lambda: None
     if rank == 1:
         peers.symmetric_memory = None
     with pytest.raises(RuntimeError, match="on rank 1 has no symmetric memory"):

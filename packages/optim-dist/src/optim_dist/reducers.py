@@ -111,7 +111,7 @@ class Exact:
             key = (bucket.values.device, bucket.plan.wire_dtype)
             sizes[key] = max(sizes.get(key, 0), bucket.plan.numel)
         self._free = {
-            (device, dtype): [self._empty(numel, dtype, device) for _ in range(self._num_scratch)]
+            (device, dtype): [torch.empty(numel, dtype=dtype, device=device) for _ in range(self._num_scratch)]
             for (device, dtype), numel in sizes.items()
         }
 
@@ -155,12 +155,8 @@ class Exact:
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
         elif bucket.sums is None:
-            bucket.sums = self._empty(bucket.plan.chunk, dtype, bucket.gradients.device)
+            bucket.sums = torch.empty(bucket.plan.chunk, dtype=dtype, device=bucket.gradients.device)
         return bucket.sums
-
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that contributions, or their sums, come to."""
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def _add(self, bucket: Contribution, contributions: Tensor | Sequence[Tensor], sums: Tensor) -> None:
         divisor = self.communicator.world_size if bucket.divided else 1
@@ -175,25 +171,28 @@ class Exact:
 
 
 class ExactOfPeers(Exact):
-    """``exact`` between ranks that see each other's memory: contributions are added up as they come, whoever waits.
+    """``exact`` between ranks that see each other's memory, in which every bucket has room for others' contributions.
 
-    So what is launched later waits on the device for a scratch that others have had, never here. Set apart, for
-    gradients that are given up under backward, it is ``Exact``.
+    So no copy waits for a sum, nor a sum for another bucket. Set apart, for gradients that are given up under backward,
+    it is ``Exact``.
     """
 
     def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
-        super()._make_scratch(buckets)
-        self._latest: dict[int, Waitable] = {}  # what came to a scratch, by its address
+        if not isinstance(self.communicator, PeerCommunicator):
+            super()._make_scratch(buckets)
+            return
+        others = self.communicator.world_size - 1
+        self._rooms: dict[object, Tensor] = {
+            bucket: torch.empty(others, bucket.plan.chunk, dtype=bucket.plan.wire_dtype, device=bucket.values.device)
+            for bucket in buckets
+        }
+        for room in self._rooms.values():
+            self.communicator.keep(room)
+        self._added: dict[object, Waitable] = {}  # what has read the bucket's room
 
     def connect(self, buckets: Sequence[ParameterBucket]) -> None:
         self._make_scratch(buckets)  # contributions may be on their way to what there is
         super().connect(buckets)
-
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        found = super()._empty(numel, dtype, device)
-        if isinstance(self.communicator, PeerCommunicator):
-            self.communicator.keep(found)
-        return found
 
     def launch(self, bucket: Contribution) -> None:
         if not isinstance(self.communicator, PeerCommunicator):
@@ -201,22 +200,21 @@ class ExactOfPeers(Exact):
             return
         wire = _on_the_wire(bucket, self.reduce_dtype)
         bucket.divided = self._dtype_of_sums(bucket) == torch.float16
-        free = self._free[wire.device, wire.dtype]
-        scratch = free.pop(0)  # the one that has waited longest
-        free.append(scratch)
-        others, place = self.communicator.world_size - 1, scratch.data_ptr()
-        room = scratch[: others * bucket.plan.chunk].view(others, -1)
-        behind = self._latest.get(place)
+        added = self._added.get(bucket)
         # else the current stream has just written what is sent, or may still use memory that nothing has come to yet
-        is_alone = wire is bucket.gradients and behind is not None and bucket.sums is not None
-        full = bucket.full if is_alone else None
-        add = partial(self._add, bucket, sums=self._sums(bucket))
-        bucket.work = self._latest[place] = self.communicator.collect(wire, room, add, behind, full)
+        full = bucket.full if wire is bucket.gradients and added is not None else None
+        bucket.received = self._rooms[bucket]
+        bucket.work = self.communicator.collect(wire, bucket.received, added, full)
 
     def finish(self, bucket: Contribution) -> Tensor:
-        if bucket.received is not None:
+        if not isinstance(self.communicator, PeerCommunicator):
             return super().finish(bucket)
-        _wait(bucket)
+        if bucket.received is not None:
+            _wait(bucket)
+            wire = bucket.gradients if bucket.wire is None else bucket.wire
+            self._add(bucket, self.communicator.contributions(wire, bucket.received), self._sums(bucket))
+            self._added[bucket] = self.communicator.mark()
+            bucket.received = None
         assert bucket.sums is not None, "finish follows launch"
         return bucket.sums
 

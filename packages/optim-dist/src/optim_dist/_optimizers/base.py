@@ -225,7 +225,7 @@ class DistOptimizer(StatefulOptimizer):
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
             # what overflowed on one rank is in the sum of all
             scale = torch.zeros_like(found_inf) if grad_scale is None else grad_scale.to(found_inf).reshape(1)
-            found = self._communicator.gather_message(torch.cat([found_inf, scale]))
+            found = self._communicator.gather_numbers(torch.cat([found_inf, scale]))
             found_inf = found[:, 0].amax()
             if self._options.debug or found.device.type == "cpu":  # elsewhere the host would wait
                 step_checks.check_scales(found[:, 1].tolist(), self._communicator.ranks)

@@ -43,7 +43,7 @@ def norm_over_ranks(
         return combine_norms([_times(_exact_norm(some, communicator), factor) for some, factor in parts], norm_type)
     mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
     norms = []
-    for powers, (_, factor) in zip(communicator.gather_message(mine).unbind(1), parts):
+    for powers, (_, factor) in zip(communicator.gather_numbers(mine).unbind(1), parts):
         norm = _combine_powers(powers, norm_type)
         norms.append(norm if factor is None or norm_type == 0 else norm * factor)
     return combine_norms(norms, norm_type)
@@ -64,7 +64,7 @@ def _times(norm: Tensor, factor: Tensor | None) -> Tensor:
 def _exact_norm(gradients: Sequence[Tensor], communicator: Communicator) -> Tensor:
     """The 2-norm of all ranks' gradients: 0-dim, fp64, the same bits however they are spread over ranks."""
     device = communicator.device
-    largest = communicator.gather_message(_power_sum(gradients, math.inf, device).reshape(1)).amax()
+    largest = communicator.gather_numbers(_power_sum(gradients, math.inf, device).reshape(1)).amax()
     is_usual = torch.isfinite(largest) & (largest > 0)
     exponent = torch.frexp(torch.where(is_usual, largest, 1.0)).exponent
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -74,7 +74,7 @@ def _exact_norm(gradients: Sequence[Tensor], communicator: Communicator) -> Tens
             high = square.floor()
             low = (square - high).mul_(2.0**30).floor_()
             sums += torch.stack([part.to(torch.int64).sum() for part in (high, low)]).to(device)
-    high, low = communicator.gather_message(sums).sum(0).double()
+    high, low = communicator.gather_numbers(sums).sum(0).double()
     norm = torch.ldexp(torch.sqrt(high * 2.0**-30 + low * 2.0**-60), exponent)
     return torch.where(is_usual, norm, largest)
 

@@ -197,12 +197,16 @@ class BucketedParameters:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
         # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
-        # behind all of them. Otherwise none is, and it comes behind the first, for which the first update waits anyway,
-        # but not for the last; where it is looked at, and may stop the step, before that.
+        # behind all of them, as it does where copies are to run beside backward. Otherwise none is, and it comes behind
+        # the first, for which the first update waits anyway, but not for the last; where it is looked at, and may stop
+        # the step, before that.
         if self.reduction.eager:
             self.reduction.launch_all()
         elif isinstance(self.reduction, BackwardReduction) and not self._is_watched:
-            self.reduction.launch_first()
+            if self.reduction.is_told:
+                self.reduction.launch_all()
+            else:
+                self.reduction.launch_first()
         self.reduction.counts = self._meet().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False
@@ -211,7 +215,7 @@ class BucketedParameters:
     def _meet(self) -> Tensor:
         """What every rank has gradients of, ``[W, K]``, if all are in the same step as far as that is watched."""
         assert self._present is not None, "the message is written"
-        found, num_parameters = self._communicator.gather_message(self._present[1]), len(self.present)
+        found, num_parameters = self._communicator.gather_numbers(self._present[1]), len(self.present)
         if self._is_watched:
             check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
         return found[:, :num_parameters]

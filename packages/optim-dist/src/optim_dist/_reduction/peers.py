@@ -1,14 +1,14 @@
 """Ranks of one host that reach into each other's memory, for ``transport="symm"``.
 
-Letters as in ``collectives``. GPUs copy, on a stream of their own, by engines that need no multiprocessor, and add up
-on another, beside the next copies:
+Letters as in ``collectives``. GPUs copy, on a stream of their own, by engines that need no multiprocessor:
 
-    collect       all ranks have come | room[s] <- flat[r] of rank s, for s != r | all have copied | add up
+    collect       all ranks have come | room[s] <- flat[r] of rank s, for s != r | all have copied
     all_gather_   all ranks have come | flat[r] of rank s <- flat[r], for s != r | all have copied
 
 So compute that runs meanwhile loses nothing but memory bandwidth, where kernels of NCCL take multiprocessors from it.
 One copy after the other, as two at once take longer. Ranks meet on the device, by flags in each other's memory; no host
-waits. What other ranks cannot see (messages, say) goes by the process group.
+waits. No kernel is in that stream, since one that waits slows down all others (``meetings``): who wants a sum adds up
+in the current one. What other ranks cannot see goes by the process group.
 
 A copy that waits for a rank holds up others of the same engine, and whoever waits for those: ranks must come in the
 same order, with nothing of the user's between. In a step they do, so that copies are launched there and nowhere else;
@@ -23,15 +23,14 @@ from __future__ import annotations
 import ctypes
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from optim_dist._reduction.collectives import Communicator, Recorded, Waitable
+from optim_dist._reduction.meetings import Meeting, Watch, missing_operations, write_value
 
 try:
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -41,17 +40,7 @@ except ImportError:  # of a torch that is built without it
 Copies = Iterable[tuple[Tensor, Tensor]]  # (to, from)
 
 
-@dataclass(eq=False)
-class Chunk:
-    """This rank's chunk of what all have.
-
-    Attributes:
-        everywhere: as it lies at the next rank, at the one behind that, ..., and at last here.
-        meet: lets the current stream go on once all ranks have come.
-    """
-
-    everywhere: list[Tensor]
-    meet: Callable[[], None]
+MESSAGE_BYTES = 2**16  # of a rank, that go by the memory that ranks share
 
 
 class PeerMemory:
@@ -76,14 +65,15 @@ class PeerMemory:
         assert group is not None, "torch.distributed is initialized"
         self._device, self._group = device, group
         self._rank, self._world_size = communicator.rank, communicator.world_size
-        self._timeout_ms = max(1, round(1000 * group._get_backend(device).options._timeout.total_seconds()))
-        # ahead of what computes: ranks that meet take a multiprocessor for a moment
-        self._copying, self._adding = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._timeout = group._get_backend(device).options._timeout.total_seconds()
+        self._ranks = communicator.ranks
+        self._copying = torch.cuda.Stream(device, priority=-1)
         self._ready = torch.cuda.Event()
         # by the storage, as long as that is there
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._handles: dict[int, Any] = {}
-        self._chunks: dict[int, dict[tuple[int, int, torch.dtype], Chunk]] = {}
+        self._chunks: dict[int, dict[tuple[int, int, torch.dtype], list[Tensor]]] = {}
+        self._board: Tensor | None = None  # for messages, and behind them flags by which ranks meet
 
     @property
     def nbytes(self) -> int:
@@ -92,14 +82,51 @@ class PeerMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that other ranks reach, too. Collective, with the same arguments."""
+        if self._board is None:
+            self._board = self._shared(self._world_size * (MESSAGE_BYTES + 4), torch.uint8)
+            self._begin_to_meet(self._board)
+        return self._shared(numel, dtype)
+
+    def _shared(self, numel: int, dtype: torch.dtype) -> Tensor:
         PeerMemory.num_made += 1
         flat, handle = self._allocate(max(numel, 1), dtype)
         storage = flat.untyped_storage()
         self._storages[id(storage)] = weakref.ref(storage)
         self._handles[id(storage)], self._chunks[id(storage)] = handle, {}
         weakref.finalize(storage, self._forget, id(storage)).atexit = False
-        handle.barrier(0, self._timeout_ms)  # now, since to load a kernel may wait for the device
         return flat.zero_()[:numel]
+
+    def _begin_to_meet(self, board: Tensor) -> None:
+        handle = self._handles[id(board.untyped_storage())]
+        ours, *_ = theirs = [
+            handle.get_buffer(rank, (self._world_size,), torch.int32, self._world_size * MESSAGE_BYTES // 4).data_ptr()
+            for rank in (self._rank, *self._others)
+        ]
+        self._meeting = Meeting(
+            [address + 4 * self._rank for address in theirs[1:]], [ours + 4 * rank for rank in self._others]
+        )
+        reached = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        here = f"rank {self._ranks[self._rank]} of {self._ranks}"
+        self._watch = Watch(reached, self._timeout, f"a copy between ranks' memories on {here}")
+        stream = torch.cuda.current_stream(self._device)
+        handle.barrier(0, max(1, round(1000 * self._timeout)))  # until then somebody's flags may not be 0
+        self._meeting.hold(stream)
+        write_value(stream.cuda_stream, reached.data_ptr(), self._meeting.number)
+        stream.synchronize()
+        if int(reached) != self._meeting.number:  # what watches would end a process that is well
+            raise RuntimeError(f"CUDA's stream memory operations do not reach the host's memory on {here}")
+
+    @property
+    def _others(self) -> list[int]:
+        """The next rank first, so that no GPU is read by all at once."""
+        return [(self._rank + distance) % self._world_size for distance in range(1, self._world_size)]
+
+    def place_for(self, message: Tensor) -> Tensor | None:
+        """``flat [W * K]`` for messages like this of all ranks, until the next ones; None if they are too long."""
+        size = self._world_size * message.nbytes
+        if self._board is None or not 0 < message.nbytes <= MESSAGE_BYTES:
+            return None
+        return self._board[:size].view(message.dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Memory, and what knows that of the other ranks."""
@@ -108,8 +135,11 @@ class PeerMemory:
         flat = symmetric_memory._SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
         return flat, symmetric_memory.rendezvous(flat, self._group)
 
-    def chunk_of(self, flat: Tensor) -> Chunk | None:
-        """This rank's chunk of ``flat``; None if other ranks do not see that."""
+    def chunk_of(self, flat: Tensor) -> list[Tensor] | None:
+        """This rank's chunk of ``flat``, as it lies at the next rank, the one behind that, ..., and at last here.
+
+        None if other ranks do not see it.
+        """
         storage = id(flat.untyped_storage())
         if storage not in self._handles:
             return None
@@ -118,29 +148,16 @@ class PeerMemory:
             known[key] = self._new_chunk(self._handles[storage], *key)
         return known[key]
 
-    def _new_chunk(self, handle: Any, offset: int, numel: int, dtype: torch.dtype) -> Chunk:
+    def _new_chunk(self, handle: Any, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         size = numel // self._world_size
         place = (size,), dtype, offset + self._rank * size
-        # each begins with another, so that no GPU is read by all at once; this rank's own, too, as others see it, since
-        # a view of ``flat`` would keep its storage
-        order = [(self._rank + distance) % self._world_size for distance in range(1, self._world_size + 1)]
-        return Chunk(
-            [handle.get_buffer(rank, *place) for rank in order],
-            partial(handle.barrier, 0, self._timeout_ms),
-        )
+        # this rank's own, too, as others see it, since a view of ``flat`` would keep its storage
+        return [handle.get_buffer(rank, *place) for rank in (*self._others, self._rank)]
 
-    def run(
-        self,
-        chunk: Chunk,
-        copies: Copies,
-        then: Callable[[], object] | None = None,
-        behind: Waitable | None = None,
-        full: torch.cuda.Event | None = None,
-    ) -> Waitable:
-        """Copy once all ranks have come, and go on ``then``, once all have.
+    def run(self, copies: Copies, behind: Waitable | None = None, full: torch.cuda.Event | None = None) -> Waitable:
+        """Copy once all ranks have come, until all have copied.
 
-        Behind what the current stream does, or ``full`` alone, and ``behind`` what was returned for others that need
-        the same memory.
+        Behind what the current stream does, or ``full`` alone, and ``behind`` what has used the same memory.
         """
         current, stream = torch.cuda.current_stream(self._device), self._copying
         if full is None:
@@ -152,23 +169,26 @@ class PeerMemory:
             try:
                 if behind is not None:
                     behind.wait()
-                chunk.meet()
+                self._meet()
                 for target, source in copies:
                     target.copy_(source)
-                chunk.meet()
-                if then is not None:
-                    copied, stream = stream.record_event(), self._adding
-                    stream.wait_event(copied)
-                    torch.cuda.set_stream(stream)
-                    then()
+                self._meet()
+                write_value(stream.cuda_stream, self._watch.reached.data_ptr(), self._meeting.number)
             finally:
                 torch.cuda.set_stream(current)
+        self._watch.expect(self._meeting.number)
         return Recorded(stream.record_event(), self._device)
+
+    def _meet(self) -> None:
+        self._meeting.hold(self._copying)
+
+    def mark(self) -> Waitable:
+        """What the current stream has to do by now."""
+        return Recorded(torch.cuda.current_stream(self._device).record_event(), self._device)
 
     def keep(self, tensor: Tensor) -> None:
         """Let what ``collect`` uses be nobody else's until it has, even if nobody waits for it any more."""
         tensor.record_stream(self._copying)
-        tensor.record_stream(self._adding)
 
     def _forget(self, storage: int) -> None:
         del self._storages[storage], self._handles[storage], self._chunks[storage]
@@ -225,19 +245,13 @@ class PeerCommunicator(Communicator):
             self._memory.keep(tensor)
 
     def collect(
-        self,
-        flat: Tensor,
-        room: Tensor,
-        add: Callable[[Sequence[Tensor]], object],
-        behind: Waitable | None,
-        full: torch.cuda.Event | None = None,
+        self, flat: Tensor, room: Tensor, behind: Waitable | None, full: torch.cuda.Event | None = None
     ) -> Waitable:
-        """Let ``add`` have every rank's contribution to this rank's chunk of ``flat [W * C]``, in the order of ranks.
+        """Fill ``room [W - 1, C]`` with the other ranks' contributions to this rank's chunk, in the order of ranks.
 
         Args:
-            flat: memory that ``zeros`` has made.
-            room: ``[W - 1, C]``, for those of other ranks.
-            behind: what was returned for the last that had this room.
+            flat: ``[W * C]``, this rank's, in memory that ``zeros`` has made.
+            behind: what has read the room, or uses it.
             full: behind which this rank's contributions are what they are now; None: what the current stream does.
         """
         chunk = None if self._memory is None else self._memory.chunk_of(flat)
@@ -246,17 +260,32 @@ class PeerCommunicator(Communicator):
         self._count(flat)
         others = room.unbind()
         # the next rank's comes first
-        copies = zip(others[self.rank :] + others[: self.rank], chunk.everywhere)
-        contributions = (*others[: self.rank], self._own(flat), *others[self.rank :])
-        return self._memory.run(chunk, copies, partial(add, contributions), behind, full)
+        return self._memory.run(zip(others[self.rank :] + others[: self.rank], chunk), behind, full)
+
+    def contributions(self, flat: Tensor, room: Tensor) -> list[Tensor]:
+        """Every rank's to this rank's chunk, in the order of ranks, once ``collect`` has been waited for."""
+        return [*room[: self.rank], self._own(flat), *room[self.rank :]]
+
+    def mark(self) -> Waitable:
+        """What the current stream has to do by now, for ``collect`` to come behind it."""
+        assert self._memory is not None, "there are other ranks"
+        return self._memory.mark()
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         chunk = None if self._memory is None else self._memory.chunk_of(flat)
         if self._memory is None or chunk is None:
             return super().all_gather_(flat)
         self._count(flat)
-        *others, own = chunk.everywhere
-        return self._memory.run(chunk, ((other, own) for other in others))
+        *others, own = chunk
+        return self._memory.run((other, own) for other in others)
+
+    def gather_numbers(self, message: Tensor) -> Tensor:
+        flat = None if self._memory is None else self._memory.place_for(message)
+        if flat is None:
+            return super().gather_numbers(message)
+        self._own(flat).copy_(message)
+        self.all_gather_(flat).wait()
+        return flat.view(self.world_size, -1).clone()  # the place is that of the next ones
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
         """Nothing: ranks have met in the memory that they share when it was made."""
@@ -273,6 +302,8 @@ def _check_host(communicator: Communicator) -> None:
             f"transport='symm' is for ranks of one host, got {', '.join(sorted(set(hosts)))}; leave it out, or give "
             "the ranks of one host as process_group="
         )
+    if (missing := missing_operations()) is not None:
+        problems.append(f"{missing} on rank {communicator.rank}")
     if not hasattr(symmetric_memory, "rendezvous"):
         problems.append(f"torch {torch.__version__} on rank {communicator.rank} has no symmetric memory")
     communicator.raise_together(problems, "ranks cannot reach each other's memory")
