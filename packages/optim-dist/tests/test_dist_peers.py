@@ -389,6 +389,17 @@ def what_copies_come_to_is_kept_for_them(rank, world_size):
 
 
 @scenario(2)
+def what_is_streamed_takes_no_memory_for_copies(rank, world_size):
+    share_host_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        kept = []
+        patch.setattr(peers.PeerCommunicator, "keep", lambda self, tensor: kept.append(tensor))
+        _, optimizer = build(rank, transport="symm", gradients="streamed", accumulation_steps=1)
+        assert not kept
+        optimizer.close()
+
+
+@scenario(2)
 def memory_may_go_while_it_is_counted_or_left(rank, world_size):
     share_host_memory()
     _, optimizer = build(rank, transport="symm")

@@ -173,47 +173,36 @@ class Exact:
 class ExactOfPeers(Exact):
     """``exact`` between ranks that see each other's memory, in which every bucket has room for others' contributions.
 
-    So no copy waits for a sum, nor a sum for another bucket. Set apart, for gradients that are given up under backward,
-    it is ``Exact``.
+    So no copy waits for a sum, nor a sum for another bucket.
     """
 
     def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
-        if not isinstance(self.communicator, PeerCommunicator):
-            super()._make_scratch(buckets)
-            return
-        others = self.communicator.world_size - 1
+        assert isinstance(self.communicator, PeerCommunicator), "what runs under backward is Exact's"
+        self._peers = self.communicator
+        others = self._peers.world_size - 1
         self._rooms: dict[object, Tensor] = {
             bucket: torch.empty(others, bucket.plan.chunk, dtype=bucket.plan.wire_dtype, device=bucket.values.device)
             for bucket in buckets
         }
         for room in self._rooms.values():
-            self.communicator.keep(room)
+            self._peers.keep(room)
         self._added: dict[object, Waitable] = {}  # what has read the bucket's room
 
-    def connect(self, buckets: Sequence[ParameterBucket]) -> None:
-        self._make_scratch(buckets)  # contributions may be on their way to what there is
-        super().connect(buckets)
-
     def launch(self, bucket: Contribution) -> None:
-        if not isinstance(self.communicator, PeerCommunicator):
-            super().launch(bucket)
-            return
         wire = _on_the_wire(bucket, self.reduce_dtype)
         bucket.divided = self._dtype_of_sums(bucket) == torch.float16
         added = self._added.get(bucket)
         # else the current stream has just written what is sent, or may still use memory that nothing has come to yet
         full = bucket.full if wire is bucket.gradients and added is not None else None
         bucket.received = self._rooms[bucket]
-        bucket.work = self.communicator.collect(wire, bucket.received, added, full)
+        bucket.work = self._peers.collect(wire, bucket.received, added, full)
 
     def finish(self, bucket: Contribution) -> Tensor:
-        if not isinstance(self.communicator, PeerCommunicator):
-            return super().finish(bucket)
         if bucket.received is not None:
             _wait(bucket)
             wire = bucket.gradients if bucket.wire is None else bucket.wire
-            self._add(bucket, self.communicator.contributions(wire, bucket.received), self._sums(bucket))
-            self._added[bucket] = self.communicator.mark()
+            self._add(bucket, self._peers.contributions(wire, bucket.received), self._sums(bucket))
+            self._added[bucket] = self._peers.mark()
             bucket.received = None
         assert bucket.sums is not None, "finish follows launch"
         return bucket.sums

@@ -88,8 +88,7 @@ class BucketedParameters:
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
             dtypes = options.reduce_dtype, options.reduced_dtype
-            is_shared = isinstance(self._communicator, PeerCommunicator) and self._communicator.world_size > 1
-            exact = ExactOfPeers if is_shared else Exact
+            exact = ExactOfPeers if self._launches_in_step and self._communicator.world_size > 1 else Exact
             self._reducer = exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
         if options.accumulation_steps is not None or self._apart is not None:
             self._set_apart(self._reducer)
