@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,17 @@ class _File:
 
 
 class _Held:
-    """Copies that are made when somebody waits for them, or for later ones."""
+    """Copies that are made when somebody waits for them, or for later ones, of whatever optimizer."""
 
-    def __init__(self, held, copy):
-        self._held, self._copy = held, copy
-        held.append(self)
+    queue: ClassVar[deque[_Held]] = deque()
+
+    def __init__(self, copy):
+        self._copy = copy
+        self.queue.append(self)
 
     def wait(self):
-        while self in self._held:
-            self._held.popleft()._copy()
+        while self in self.queue:
+            self.queue.popleft()._copy()
 
 
 class HostMemory(peers.PeerMemory):
@@ -51,7 +54,7 @@ class HostMemory(peers.PeerMemory):
         self._storages, self._handles, self._chunks, self._board, self._number = {}, {}, {}, None, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
         self._group = new_group(communicator.ranks, [communicator])
-        self._held, self.are_held = deque(), False
+        self.are_held = False
 
     def _allocate(self, numel, dtype):
         self._number += 1
@@ -81,7 +84,7 @@ class HostMemory(peers.PeerMemory):
                 target.copy_(source)
             self._meet()
 
-        work = _Held(self._held, copy)
+        work = _Held(copy)
         if not self.are_held:
             work.wait()
         return work

@@ -327,6 +327,28 @@ def ranks_that_are_late_and_talk_between_do_not_wait_for_ever(rank, world_size):
 
 
 @scenario(2)
+def ranks_wait_for_two_optimizers_in_another_order(rank, world_size):
+    share_host_memory()
+    found = []
+    for transport in ("symm", "backend"):
+        nets = [Net(device_of(rank)) for _ in range(2)]
+        optimizers = [optimizer_of(net, model=net, reducer="exact", transport=transport) for net in nets]
+        with pytest.MonkeyPatch.context() as patch:
+            for optimizer in optimizers if transport == "symm" else ():
+                hold_copies(optimizer, patch)
+            for step in range(3):
+                for net in nets if rank else reversed(nets):
+                    net(batch(rank, step)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append([value for net in nets for value in values(net)])
+        for optimizer in optimizers:
+            optimizer.close()
+    assert_same(*found)
+
+
+@scenario(2)
 def one_more_pass_than_was_said_is_added(rank, world_size):
     share_host_memory()
     found = []
