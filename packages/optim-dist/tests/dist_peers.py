@@ -51,7 +51,7 @@ class _Held:
 class HostMemory(peers.PeerMemory):
     def __init__(self, communicator: Communicator) -> None:
         self._device, self._rank, self._world_size = communicator.device, communicator.rank, communicator.world_size
-        self._storages, self._handles, self._chunks, self._board, self._number = {}, {}, {}, None, 0
+        self._regions, self._board, self._number = {}, None, 0
         self._folder = communicator.gather_json(tempfile.mkdtemp() if communicator.rank == 0 else None)[0]
         self._group = new_group(communicator.ranks, [communicator])
         self.are_held = False
@@ -66,8 +66,13 @@ class HostMemory(peers.PeerMemory):
     def _begin_to_meet(self, board):
         pass
 
-    def _meet(self):
-        dist.barrier(self._group)
+    def _meet(self, number):
+        """Ranks that meet for something else, which would wait for ever on GPUs, are told so."""
+        mine = torch.tensor([number])
+        found = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(found, mine, self._group)
+        if any(each != mine for each in found):
+            raise RuntimeError(f"rank {self._rank} meets for {number}, others for {[int(each) for each in found]}")
 
     def keep(self, tensor):
         pass
@@ -75,14 +80,14 @@ class HostMemory(peers.PeerMemory):
     def mark(self):
         return _Done()
 
-    def run(self, copies, behind=None, full=None):
+    def run(self, copies, number, behind=None, full=None):
         def copy():
             if full is not None:
                 full.put_back()
-            self._meet()
+            self._meet(number)
             for target, source in copies:
                 target.copy_(source)
-            self._meet()
+            self._meet(number)
 
         work = _Held(copy)
         if not self.are_held:

@@ -18,7 +18,8 @@ from torch import nn
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuonAdamW, checkpoint
 from optim_dist._optimizers.gradient_dtype import IS_SUPPORTED
-from optim_dist._reduction import peers
+from optim_dist._reduction import meetings, peers
+from optim_dist._reduction.collectives import Communicator
 from optim_utils.testing import run_ranks
 
 JOBS = {
@@ -165,16 +166,20 @@ def memory_goes_with_its_buckets(rank, world_size):
     memory = optimizer.communicator._memory
     net(batch(rank, 0)).backward()
     optimizer.step()
-    board = world_size * (peers.MESSAGE_BYTES + 4)  # stays, for ranks to meet by
-    assert len(memory._handles) == 2 * len(optimizer.plan.buckets) + 1
+    board = world_size * (peers.MESSAGE_BYTES + peers.FLAG_BYTES)  # stays, for ranks to meet by
+    assert len(memory._regions) == 2 * len(optimizer.plan.buckets) + 1
     assert optimizer.communicator.bytes_shared == optimizer.plan.nbytes + optimizer.plan.gradient_nbytes + board
     storages = [weakref.ref(bucket.values.untyped_storage()) for bucket in optimizer._bucketed.buckets]
     optimizer.zero_grad()
     optimizer.close()
     gc.collect()
-    assert len(memory._handles) == len(memory._chunks) == 1
+    assert len(memory._regions) == 1
     assert optimizer.communicator.bytes_shared == board
     assert not any(storage() is not None for storage in storages)
+    gone = weakref.ref(memory), weakref.ref(memory._board.untyped_storage())
+    del optimizer, memory
+    gc.collect()
+    assert not any(each() is not None for each in gone)
 
 
 @scenario(2)
@@ -422,6 +427,25 @@ def what_is_streamed_takes_no_memory_for_copies(rank, world_size):
 
 
 @scenario(2)
+def ranks_that_do_something_else_do_not_take_it_for_the_same(rank, world_size):
+    share_host_memory()
+    _, optimizer = build(rank, transport="symm")
+    ours, device = optimizer.communicator, device_of(rank)
+    flats = [ours.zeros(2, torch.float32, device) for _ in range(2)]
+    numbers = [
+        *(ours._memory.chunk_of(flat).number for flat in flats),
+        *(ours._memory.chunk_of(ours._memory.place_for(torch.zeros(size))).number for size in (1, 2)),
+        ours._memory.chunk_of(ours._memory.place_for(torch.zeros(1, dtype=torch.float64))).number,
+    ]
+    assert len(set(numbers)) == 5
+    assert ours.gather_json(numbers) == [numbers] * 2
+    assert max(numbers) < 2**16
+    if device.type != "cuda":  # there they would wait until the process ends
+        with pytest.raises(RuntimeError, match="meets for"):
+            ours.all_gather_(flats[rank]).wait()
+
+
+@scenario(2)
 def memory_may_go_while_it_is_counted_or_left(rank, world_size):
     share_host_memory()
     _, optimizer = build(rank, transport="symm")
@@ -430,18 +454,17 @@ def memory_may_go_while_it_is_counted_or_left(rank, world_size):
     class Handle:
         @property
         def buffer_size(self):  # as a collection of garbage that begins here
-            memory._handles.pop("gone", None)
+            memory._regions.pop("gone", None)
             return 0
 
     def storage():
-        memory._storages.pop("gone", None)
+        memory._regions.pop("gone", None)
 
     before = optimizer.communicator.bytes_shared
-    memory._handles |= {"it": Handle(), "gone": Handle()}
-    memory._storages |= {"it": storage, "gone": storage}
-    assert optimizer.communicator.bytes_shared == before
-    optimizer.communicator.leave_memory()
-    del memory._handles["it"], memory._storages["it"]
+    for use in (lambda: optimizer.communicator.bytes_shared == before, optimizer.communicator.leave_memory):
+        memory._regions |= {name: SimpleNamespace(handle=Handle(), storage=storage) for name in ("it", "gone")}
+        assert use() in (True, None)
+    del memory._regions["it"]
 
 
 @scenario.parametrize()
@@ -513,22 +536,58 @@ class Device:
         Device.current = self.before
 
 
-def test_copies_leave_the_current_device_alone(monkeypatch):
-    current = SimpleNamespace(device_index=1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+@pytest.fixture
+def memory(monkeypatch):
+    """Of rank 1 of 2, whose device is not the current one; ``found`` is what was current for each operation."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device_index=1, cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Device, "current", stream.device_index))
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     memory = peers.PeerMemory.__new__(peers.PeerMemory)
-    stream = SimpleNamespace(device_index=1, cuda_stream=7, wait_event=lambda event: None, record_event=lambda: None)
-    memory._device, memory._copying = torch.device("cuda", 1), stream
+    memory.found = []
+    for name in ("_call", "write_value"):
+        monkeypatch.setattr(meetings, name, lambda *given: memory.found.append(Device.current))
+    memory._device, memory._rank, memory._world_size, memory._ranks = torch.device("cuda", 1), 1, 2, [4, 5]
+    stream = {"device_index": 1, "cuda_stream": 7, "wait_event": lambda event: None, "record_event": lambda: None}
+    memory._copying = SimpleNamespace(**stream, synchronize=lambda: None)
     memory._ready = SimpleNamespace(record=lambda stream: None)
-    memory._watch = SimpleNamespace(reached=torch.zeros(1), expect=lambda number: None)
-    found = []
-    memory._meeting = SimpleNamespace(number=1, hold=lambda stream: found.append(Device.current))
-    monkeypatch.setattr(peers, "write_value", lambda *given: found.append(Device.current))
-    memory.run([])
-    assert found == [1, 1, 1]
+    memory._timeout, memory._regions = 60.0, {}
+    return memory
+
+
+def test_ranks_meet_first_where_their_memory_is(monkeypatch, memory):
+    """Whatever device is the current one, and the default one of new tensors."""
+    made, zeros = [], torch.zeros
+
+    def pinned(*given, pin_memory, device="that of torch.set_default_device", **options):
+        assert device == "cpu"
+        made.append(zeros(*given, **options))
+        return made[-1]
+
+    board = torch.zeros(2 * (peers.MESSAGE_BYTES + peers.FLAG_BYTES), dtype=torch.uint8)
+    handle = SimpleNamespace(barrier=lambda *given: None, get_buffer=lambda *given: board)
+    memory._regions[id(board.untyped_storage())] = SimpleNamespace(handle=handle)
+    memory._copying.synchronize = lambda: made[0].fill_(2)
+    monkeypatch.setattr(torch, "zeros", pinned)
+    memory._begin_to_meet(board)
+    assert memory.found == [1] * 6  # two meetings, of a flag to write and to wait for each, and what is watched
     assert Device.current == 0
+
+
+def test_copies_leave_the_current_device_alone(memory):
+    memory._watch = SimpleNamespace(write=lambda stream: memory.found.append(Device.current))
+    memory._meeting = SimpleNamespace(hold=lambda stream, number: memory.found.append(Device.current))
+    memory.run([], 7)
+    assert memory.found == [1, 1, 1, 1]
+    assert Device.current == 0
+
+
+def test_a_graph_takes_no_copies(monkeypatch, memory):
+    """It would not count meetings, so that ranks would go on before others have come."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a graph that is replayed would not count how often ranks meet"):
+        memory.run([], 7)
+    assert not memory.found
 
 
 def on_a_cpu(rank, world_size):
@@ -547,7 +606,7 @@ def test_a_cpu_is_refused():
 
 def on_two_hosts(rank, world_size):
     peers.socket.gethostname = lambda: f"host{rank}"
-    communicator = peers.Communicator(None, torch.device("cpu"))
+    communicator = Communicator(None, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="is for ranks of one host, got host0, host1; leave it out"):
         peers._check_host(communicator)
     peers.socket.gethostname, peers.missing_operations = lambda: "host", lambda: None

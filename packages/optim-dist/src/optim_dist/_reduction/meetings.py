@@ -1,10 +1,10 @@
 """Ranks that wait for each other in a stream of the device, without a kernel.
 
-Every rank has a flag in the memory of each other one. To meet is to write the meeting's number to all of these, and to
-wait until the flags in one's own memory have it, too: by CUDA's stream memory operations, of which none needs a
-multiprocessor. For **a kernel that is queued behind a wait makes every kernel of other streams begin 1.3 microseconds
-later**, as long as that wait lasts (H100; copies, and these operations, do not). A host that is ahead of the device by
-half a step so loses some 2 ms of it; ``benchmarks/NOTES.md``, The main job 17, has how that was found.
+Every rank has flags in the memory of each other one. To meet is to write a number to these, and to wait until those in
+one's own memory have it, too: by CUDA's stream memory operations, of which none needs a multiprocessor. For **a kernel
+that is queued behind a wait makes every kernel of other streams begin 1.3 microseconds later**, as long as that wait
+lasts (H100; copies, and these operations, do not). A host that is ahead of the device by half a step so loses some 2 ms
+of it; ``benchmarks/NOTES.md``, The main job 17, has how that was found.
 
 A number that never comes is waited for without an end, and the host goes on. So it watches how far the device has got,
 and ends the process after a timeout, as NCCL does.
@@ -19,8 +19,6 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -29,30 +27,36 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ; the flags' differences are looked at, so numbers may wrap around
+_WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _WRITE_BEHIND_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has written is visible first
+
+FLAG_BYTES = 8  # of one rank in the memory of another
 
 
 class Meeting:
     """The flags, and how often the ranks have met.
 
+    A rank that goes on may come to the next meeting before others have seen that it came to this one, but not to the
+    one behind that. So each has two flags, in turn, and waits until others' are equal to its own: those that meet for
+    something else wait for ever, instead of taking it for the same.
+
     Args:
-        theirs: the address of this rank's flag in each other rank's memory.
-        ours: of each other rank's in this one's. All int32, 0 before the first meeting.
+        theirs: the address of this rank's flags in each other rank's memory.
+        ours: of each other rank's in this one's. Two int32 each, 0 before the first meeting.
     """
 
     def __init__(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
         self._theirs, self._ours = tuple(theirs), tuple(ours)
-        self.number = 0
+        self._number = 0
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let ``stream`` go on once those of all ranks have come here, as often as this one has."""
-        self.number += 1
-        handle = stream.cuda_stream
+    def hold(self, stream: torch.cuda.Stream, what: int) -> None:
+        """Let ``stream`` go on once all ranks have come, as often as this one has, for the same ``what < 2^16``."""
+        self._number = (self._number + 1) % 2**16
+        handle, turn, value = stream.cuda_stream, 4 * (self._number % 2), self._number << 16 | what
         for address in self._theirs:
-            write_value(handle, address, self.number)
+            write_value(handle, address + turn, value)
         for address in self._ours:
-            _call("cuStreamWaitValue32_v2", handle, address, self.number, _WAIT_UNTIL_AT_LEAST)
+            _call("cuStreamWaitValue32_v2", handle, address + turn, value, _WAIT_UNTIL_EQUAL)
 
 
 def write_value(stream: int, address: int, value: int) -> None:
@@ -71,34 +75,48 @@ def missing_operations() -> str | None:
 
 
 class Watch:
-    """Looks, from a thread, how far the device has got, and ends the process if that takes too long.
+    """Looks, from a thread, whether the device ends what it has begun, and ends the process if that takes too long.
+
+    What the device has not begun, for it is behind the host, takes no time, nor does this process while it is stopped.
 
     Args:
-        reached: ``[1]``, int32, in memory that the device writes to: the number that it has got to.
-        timeout: seconds from ``expect`` on.
+        progress: ``[1]``, int32, 0, in memory of the host that the device writes to.
+        timeout: in seconds.
         what: is waited for.
         end: how to end the process.
     """
 
-    def __init__(self, reached: Tensor, timeout: float, what: str, end: Callable[[], None] = os.abort) -> None:
-        self.reached, self._timeout, self._what, self._end = reached, timeout, what, end
-        self._expected: deque[tuple[int, float]] = deque()
-        self._is_started = False
+    def __init__(self, progress: Tensor, timeout: float, what: str, end: Callable[[], None] = os.abort) -> None:
+        self._progress, self._timeout, self._what, self._end = progress, timeout, what, end
+        self._period = min(5.0, timeout / 4)  # seconds between two looks
+        self._written = 0  # how often, where all of it has been
+        self._seen, self._waited = 0, 0.0
+        self._is_left = False
+        # keeps the memory until the device has written to it for the last time
+        threading.Thread(target=self._look_on, daemon=True, name="optim_dist").start()
 
-    def expect(self, number: int) -> None:
-        """The device is to get to ``number``, the largest so far, within the timeout."""
-        self._expected.append((number, time.monotonic() + self._timeout))
-        if not self._is_started:
-            self._is_started = True
-            period = min(5.0, self._timeout / 4)
-            threading.Thread(target=_look, args=(weakref.ref(self), period), daemon=True, name="optim_dist").start()
+    def write(self, stream: torch.cuda.Stream) -> None:
+        """Let ``stream`` tell that it begins something; the next time, that it has ended it."""
+        self._written = (self._written + 1) % 2**31
+        write_value(stream.cuda_stream, self._progress.data_ptr(), self._written)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has ended all that it was given."""
+        return self._found == self._written
+
+    def leave(self) -> None:
+        """Nothing more comes; look on until what is under way has ended."""
+        self._is_left = True
 
     def look(self) -> None:
-        """Forget what has been reached; end the process if the first that has not is late."""
-        reached = int(self.reached)
-        while self._expected and self._expected[0][0] <= reached:
-            self._expected.popleft()
-        if self._expected and self._expected[0][1] < time.monotonic():
+        """End the process if what was under way in many looks still is."""
+        found = self._found
+        if found % 2 == 0 or found != self._seen:
+            self._seen, self._waited = found, 0.0
+            return
+        self._waited += self._period
+        if self._waited > self._timeout:
             logger.critical(
                 "%s took longer than %g s: another rank has ended or raised an error, which says why, or does "
                 "something else; this process ends, start all ranks again from the newest checkpoint",
@@ -107,12 +125,15 @@ class Watch:
             )
             self._end()
 
+    def _look_on(self) -> None:
+        while not (self._is_left and self.is_over):
+            time.sleep(self._period)
+            self.look()
 
-def _look(watch: weakref.ref[Watch], period: float) -> None:
-    while (found := watch()) is not None:
-        found.look()
-        del found  # it may go meanwhile
-        time.sleep(period)
+    @property
+    def _found(self) -> int:
+        # by no operation of torch, out of which a thread cannot be stopped where the interpreter ends
+        return ctypes.c_int32.from_address(self._progress.data_ptr()).value
 
 
 @cache

@@ -23,14 +23,16 @@ from __future__ import annotations
 import ctypes
 import socket
 import weakref
+from binascii import crc_hqx
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from optim_dist._reduction.collectives import Communicator, Recorded, Waitable
-from optim_dist._reduction.meetings import Meeting, Watch, missing_operations, write_value
+from optim_dist._reduction.meetings import FLAG_BYTES, Meeting, Watch, missing_operations
 
 try:
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -39,8 +41,25 @@ except ImportError:  # of a torch that is built without it
 
 Copies = Iterable[tuple[Tensor, Tensor]]  # (to, from)
 
-
 MESSAGE_BYTES = 2**16  # of a rank, that go by the memory that ranks share
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """This rank's chunk of some memory, as it lies at the next rank, the one behind that, ..., and at last here."""
+
+    places: list[Tensor]
+    number: int  # below 2^16: which chunks they are, the same on all ranks
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Memory that ``zeros`` has made, as long as its storage is there."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    handle: Any
+    number: int  # the same on all ranks
+    chunks: dict[tuple[int, int, torch.dtype], Chunk] = field(default_factory=dict)
 
 
 class PeerMemory:
@@ -69,21 +88,18 @@ class PeerMemory:
         self._ranks = communicator.ranks
         self._copying = torch.cuda.Stream(device, priority=-1)
         self._ready = torch.cuda.Event()
-        # by the storage, as long as that is there
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._handles: dict[int, Any] = {}
-        self._chunks: dict[int, dict[tuple[int, int, torch.dtype], list[Tensor]]] = {}
+        self._regions: dict[int, _Region] = {}  # by the storage
         self._board: Tensor | None = None  # for messages, and behind them flags by which ranks meet
 
     @property
     def nbytes(self) -> int:
         """What there is of it now."""
-        return sum(handle.buffer_size for handle in list(self._handles.values()))  # garbage may go meanwhile
+        return sum(region.handle.buffer_size for region in list(self._regions.values()))  # garbage may go meanwhile
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that other ranks reach, too. Collective, with the same arguments."""
         if self._board is None:
-            self._board = self._shared(self._world_size * (MESSAGE_BYTES + 4), torch.uint8)
+            self._board = self._shared(self._world_size * (MESSAGE_BYTES + FLAG_BYTES), torch.uint8)
             self._begin_to_meet(self._board)
         return self._shared(numel, dtype)
 
@@ -91,29 +107,29 @@ class PeerMemory:
         PeerMemory.num_made += 1
         flat, handle = self._allocate(max(numel, 1), dtype)
         storage = flat.untyped_storage()
-        self._storages[id(storage)] = weakref.ref(storage)
-        self._handles[id(storage)], self._chunks[id(storage)] = handle, {}
-        weakref.finalize(storage, self._forget, id(storage)).atexit = False
+        self._regions[id(storage)] = _Region(weakref.ref(storage), handle, PeerMemory.num_made)
+        # by nothing that keeps this object, which has a storage itself
+        weakref.finalize(storage, self._regions.pop, id(storage), None).atexit = False
         return flat.zero_()[:numel]
 
     def _begin_to_meet(self, board: Tensor) -> None:
-        handle = self._handles[id(board.untyped_storage())]
-        ours, *_ = theirs = [
-            handle.get_buffer(rank, (self._world_size,), torch.int32, self._world_size * MESSAGE_BYTES // 4).data_ptr()
+        handle, flags = self._regions[id(board.untyped_storage())].handle, self._world_size * MESSAGE_BYTES
+        ours, *theirs = [
+            handle.get_buffer(rank, (self._world_size * FLAG_BYTES,), torch.uint8, flags).data_ptr()
             for rank in (self._rank, *self._others)
         ]
         self._meeting = Meeting(
-            [address + 4 * self._rank for address in theirs[1:]], [ours + 4 * rank for rank in self._others]
+            [address + FLAG_BYTES * self._rank for address in theirs],
+            [ours + FLAG_BYTES * rank for rank in self._others],
         )
-        reached = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        progress = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         here = f"rank {self._ranks[self._rank]} of {self._ranks}"
-        self._watch = Watch(reached, self._timeout, f"a copy between ranks' memories on {here}")
-        stream = torch.cuda.current_stream(self._device)
+        self._watch = Watch(progress, self._timeout, f"a copy between ranks' memories on {here}")
+        weakref.finalize(self, self._watch.leave).atexit = False
         handle.barrier(0, max(1, round(1000 * self._timeout)))  # until then somebody's flags may not be 0
-        self._meeting.hold(stream)
-        write_value(stream.cuda_stream, reached.data_ptr(), self._meeting.number)
-        stream.synchronize()
-        if int(reached) != self._meeting.number:  # what watches would end a process that is well
+        self.run([], 0)
+        self._copying.synchronize()
+        if not self._watch.is_over:  # it would end a process that is well
             raise RuntimeError(f"CUDA's stream memory operations do not reach the host's memory on {here}")
 
     @property
@@ -135,30 +151,35 @@ class PeerMemory:
         flat = symmetric_memory._SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
         return flat, symmetric_memory.rendezvous(flat, self._group)
 
-    def chunk_of(self, flat: Tensor) -> list[Tensor] | None:
-        """This rank's chunk of ``flat``, as it lies at the next rank, the one behind that, ..., and at last here.
-
-        None if other ranks do not see it.
-        """
-        storage = id(flat.untyped_storage())
-        if storage not in self._handles:
+    def chunk_of(self, flat: Tensor) -> Chunk | None:
+        """This rank's chunk of ``flat``; None if other ranks do not see it."""
+        region = self._regions.get(id(flat.untyped_storage()))
+        if region is None:
             return None
-        key, known = (int(flat.storage_offset()), flat.numel(), flat.dtype), self._chunks[storage]
-        if key not in known:
-            known[key] = self._new_chunk(self._handles[storage], *key)
-        return known[key]
+        key = int(flat.storage_offset()), flat.numel(), flat.dtype
+        if key not in region.chunks:
+            region.chunks[key] = self._new_chunk(region, *key)
+        return region.chunks[key]
 
-    def _new_chunk(self, handle: Any, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def _new_chunk(self, region: _Region, offset: int, numel: int, dtype: torch.dtype) -> Chunk:
         size = numel // self._world_size
         place = (size,), dtype, offset + self._rank * size
         # this rank's own, too, as others see it, since a view of ``flat`` would keep its storage
-        return [handle.get_buffer(rank, *place) for rank in (*self._others, self._rank)]
+        places = [region.handle.get_buffer(rank, *place) for rank in (*self._others, self._rank)]
+        return Chunk(places, crc_hqx(repr((region.number, offset, numel, dtype)).encode(), 0))
 
-    def run(self, copies: Copies, behind: Waitable | None = None, full: torch.cuda.Event | None = None) -> Waitable:
-        """Copy once all ranks have come, until all have copied.
+    def run(
+        self, copies: Copies, number: int, behind: Waitable | None = None, full: torch.cuda.Event | None = None
+    ) -> Waitable:
+        """Copy once all ranks have come to copy what has this number, until all have copied.
 
         Behind what the current stream does, or ``full`` alone, and ``behind`` what has used the same memory.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "copies between ranks' memories cannot be captured: a graph that is replayed would not count how often "
+                "ranks meet; leave transport='symm' out, or capture no step"
+            )
         current, stream = torch.cuda.current_stream(self._device), self._copying
         if full is None:
             self._ready.record(current)
@@ -169,18 +190,18 @@ class PeerMemory:
             try:
                 if behind is not None:
                     behind.wait()
-                self._meet()
+                self._watch.write(stream)
+                self._meet(number)
                 for target, source in copies:
                     target.copy_(source)
-                self._meet()
-                write_value(stream.cuda_stream, self._watch.reached.data_ptr(), self._meeting.number)
+                self._meet(number)
+                self._watch.write(stream)
             finally:
                 torch.cuda.set_stream(current)
-        self._watch.expect(self._meeting.number)
         return Recorded(stream.record_event(), self._device)
 
-    def _meet(self) -> None:
-        self._meeting.hold(self._copying)
+    def _meet(self, number: int) -> None:
+        self._meeting.hold(self._copying, number)
 
     def mark(self) -> Waitable:
         """What the current stream has to do by now."""
@@ -190,13 +211,10 @@ class PeerMemory:
         """Let what ``collect`` uses be nobody else's until it has, even if nobody waits for it any more."""
         tensor.record_stream(self._copying)
 
-    def _forget(self, storage: int) -> None:
-        del self._storages[storage], self._handles[storage], self._chunks[storage]
-
     def leave(self) -> None:
         """Never free what there is: torch would wait for the device, on which copies may wait for ranks for ever."""
-        for storage in list(self._storages.values()):  # garbage may go meanwhile
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage()))
+        for region in list(self._regions.values()):  # garbage may go meanwhile
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(region.storage()))
 
 
 class PeerCommunicator(Communicator):
@@ -254,13 +272,14 @@ class PeerCommunicator(Communicator):
             behind: what has read the room, or uses it.
             full: behind which this rank's contributions are what they are now; None: what the current stream does.
         """
-        chunk = None if self._memory is None else self._memory.chunk_of(flat)
-        if self._memory is None or chunk is None:
-            raise AssertionError("gradients lie in memory that other ranks see")
+        assert self._memory is not None, "there are other ranks"
+        chunk = self._memory.chunk_of(flat)
+        assert chunk is not None, "gradients lie in memory that other ranks see"
         self._count(flat)
         others = room.unbind()
         # the next rank's comes first
-        return self._memory.run(zip(others[self.rank :] + others[: self.rank], chunk), behind, full)
+        copies = zip(others[self.rank :] + others[: self.rank], chunk.places)
+        return self._memory.run(copies, chunk.number, behind, full)
 
     def contributions(self, flat: Tensor, room: Tensor) -> list[Tensor]:
         """Every rank's to this rank's chunk, in the order of ranks, once ``collect`` has been waited for."""
@@ -276,8 +295,8 @@ class PeerCommunicator(Communicator):
         if self._memory is None or chunk is None:
             return super().all_gather_(flat)
         self._count(flat)
-        *others, own = chunk
-        return self._memory.run((other, own) for other in others)
+        *others, own = chunk.places
+        return self._memory.run(((other, own) for other in others), chunk.number)
 
     def gather_numbers(self, message: Tensor) -> Tensor:
         flat = None if self._memory is None else self._memory.place_for(message)
