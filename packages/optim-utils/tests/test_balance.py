@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optim_utils._ranks_in_order import RanksInOrder
 from optim_utils.balance import BytesCost, CubicCost, NewtonSchulzCost, Partition, partition
 from optim_utils.shampoo_utils import merge_small_dims
 
@@ -208,6 +209,47 @@ def test_a_cap_that_longest_first_keeps_costs_no_time_on_thousands_of_ranks():
     split = partition([5] * 8000, 2048, memory=[1] * 8000, memory_cap=1.5)
     assert split.gap == 0
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("opposed", [False, True])
+def test_a_cap_that_binds_takes_seconds_on_thousands_of_ranks(opposed):
+    costs = [(7919 * i) % 1009 + 1 for i in range(10_000)]
+    memory = [1010 - cost for cost in costs] if opposed else [(104729 * i) % 1013 + 1 for i in range(10_000)]
+    start = time.process_time()
+    split = partition(costs, 4096, memory=memory, memory_cap=1.2)
+    # a look at each rank for each item took 8 s
+    assert time.process_time() - start < 3
+    assert split.gap < 0.61
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.integers(1, 100))
+def test_ranks_in_order_find_what_a_look_at_each_rank_finds(data, num_ranks):
+    amounts = st.integers(0, 12) | st.floats(0, 12)
+    cap = data.draw(st.sampled_from([20, math.inf]))
+    entries = [(data.draw(amounts) if num_ranks < 20 else rank % 7, rank, 0) for rank in range(num_ranks)]
+    ranks = RanksInOrder([key for key, _, _ in entries], cap)
+    for _ in range(data.draw(st.integers(0, 100))):
+        entries.sort()
+        cost, size, fill = data.draw(amounts), data.draw(amounts), data.draw(st.booleans())
+
+        def fullness(entry, cost=cost, size=size):
+            return max((entry[0] + cost) / 10, (entry[2] + size) / cap)
+
+        fitting = [entry for entry in entries if entry[2] + size <= cap]
+        if fill:
+            expected = min(fitting, key=fullness, default=None)
+            found = ranks.take_least_full(cost, size, 10)
+        else:
+            expected = next((entry for entry in fitting if entry[0] >= cost), None)
+            found = ranks.take_first(size, cost)
+        assert found == expected
+        if found is not None:
+            entries.remove(found)
+            if data.draw(st.integers(0, 3)):
+                entries.append((found[0] + cost, found[1], found[2] + size))
+                ranks.put(entries[-1])
 
 
 @settings(deadline=None, max_examples=200)

@@ -11,8 +11,9 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
+
+from optim_utils._ranks_in_order import RanksInOrder
 
 __all__ = ["Problem", "best_owners", "largest_load", "longest_first", "loads_of", "lower_bound"]
 
@@ -76,21 +77,15 @@ def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[f
 
 def longest_first(problem: Problem) -> list[int] | None:
     """LPT: from the largest item down, each to the rank that holds least; None if a rank with room is not found."""
-    loads = [(load, rank) for rank, load in enumerate(problem.initial_load)]
-    heapify(loads)
-    held = [0.0] * problem.num_ranks
+    ranks = RanksInOrder(problem.initial_load, problem.cap)
     owner = [0] * len(problem.costs)
     for item in problem.order:
-        size, full = problem.memory[item], []
-        while loads and held[loads[0][1]] + size > problem.cap:
-            full.append(heappop(loads))
-        if not loads:
+        cost, size = problem.costs[item], problem.memory[item]
+        taken = ranks.take_first(size)
+        if taken is None:
             return None
-        load, rank = heappop(loads)
-        owner[item] = rank
-        held[rank] += size
-        for entry in (*full, (load + problem.costs[item], rank)):
-            heappush(loads, entry)
+        load, owner[item], held = taken
+        ranks.put((load + cost, owner[item], held + size))
     return owner
 
 
@@ -104,6 +99,9 @@ def best_owners(problem: Problem) -> list[int] | None:
     best_load = math.inf
     for make in makers:
         if best_load <= bound * (1 + _CLOSE_ENOUGH):
+            break
+        # memory alone leaves cost to chance: one exchange a rank is the least that this takes to make up for
+        if make is _smallest_memory and best is not None and problem.num_ranks > _MAX_SWAPS:
             break
         start = make(problem)
         if start is None:
@@ -133,20 +131,15 @@ def _both_at_once(problem: Problem) -> list[int] | None:
     relative = [
         max(cost / mean_cost, size / problem.cap) for cost, size in zip(problem.costs, problem.memory, strict=True)
     ]
-    loads, held = list(problem.initial_load), [0.0] * problem.num_ranks
+    ranks = RanksInOrder(problem.initial_load, problem.cap)
     owner = [0] * len(relative)
     for item in sorted(range(len(relative)), key=lambda item: (-relative[item], item)):
         cost, size = problem.costs[item], problem.memory[item]
-        rank = min(
-            (rank for rank in range(problem.num_ranks) if held[rank] + size <= problem.cap),
-            key=lambda rank: (max((loads[rank] + cost) / mean_cost, (held[rank] + size) / problem.cap), rank),
-            default=None,
-        )
-        if rank is None:
+        taken = ranks.take_least_full(cost, size, mean_cost)
+        if taken is None:
             return None
-        owner[item] = rank
-        loads[rank] += cost
-        held[rank] += size
+        load, owner[item], held = taken
+        ranks.put((load + cost, owner[item], held + size))
     return owner
 
 
@@ -165,20 +158,15 @@ def _multifit(problem: Problem, low: float, high: float) -> list[int] | None:
 
 def _best_fit(problem: Problem, size: float) -> list[int] | None:
     """From the largest item down, each to the fullest rank that stays within ``size`` and the cap."""
-    room = sorted((size - load, rank) for rank, load in enumerate(problem.initial_load))
-    held = [0.0] * problem.num_ranks
+    ranks = RanksInOrder([size - load for load in problem.initial_load], problem.cap)
     owner = [0] * len(problem.costs)
     for item in problem.order:
         cost, memory = problem.costs[item], problem.memory[item]
-        place = bisect_left(room, (cost, -1))
-        while place < len(room) and held[room[place][1]] + memory > problem.cap:
-            place += 1
-        if place == len(room):
+        taken = ranks.take_first(memory, cost)
+        if taken is None:
             return None
-        left, rank = room.pop(place)
-        owner[item] = rank
-        held[rank] += memory
-        insort(room, (left - cost, rank))
+        left, owner[item], held = taken
+        ranks.put((left - cost, owner[item], held + memory))
     return owner
 
 
@@ -211,14 +199,16 @@ def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
     """Moves and swaps off the fullest rank, as long as one lowers it without filling another as much."""
     found = _Assignment(problem, start)
     loads = found.loads
+    ordered = sorted((load, rank) for rank, load in enumerate(loads))
     looks = 0
     for _ in range(_MAX_SWAPS):
-        full = max(range(problem.num_ranks), key=lambda rank: (loads[rank], -rank))
-        if loads[full] <= bound * (1 + _CLOSE_ENOUGH) or looks > _MAX_LOOKS:
+        largest = ordered[-1][0]
+        if largest <= bound * (1 + _CLOSE_ENOUGH) or looks > _MAX_LOOKS:
             break
+        full = ordered[bisect_left(ordered, (largest, -1))][1]
         best: tuple[_Exchange, int] | None = None
-        for rank in sorted(range(problem.num_ranks), key=lambda rank: (loads[rank], rank)):
-            difference = loads[full] - loads[rank]
+        for load, rank in ordered:
+            difference = largest - load
             # no exchange gains more than half the difference, and the ranks to come differ less
             if difference <= 0 or (best is not None and best[0].gain >= difference / 2):
                 break
@@ -229,9 +219,13 @@ def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
         if best is None:
             break
         exchange, rank = best
+        for changed in (full, rank):
+            del ordered[bisect_left(ordered, (loads[changed], changed))]
         found.move(exchange.given, rank)
         if exchange.taken is not None:
             found.move(exchange.taken, full)
+        for changed in (full, rank):
+            insort(ordered, (loads[changed], changed))
     return found.owner
 
 

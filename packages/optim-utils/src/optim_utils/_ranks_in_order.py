@@ -1,0 +1,88 @@
+"""Ranks kept in order of a number, with what each holds of something that is bounded.
+
+The first with room for an item is found without a look at each rank before it: ranks lie in short blocks, and a block
+in which none has room is passed over as a whole. Which ranks share a block changes no answer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Entry", "RanksInOrder"]
+
+Entry = tuple[float, int, float]  # what it is ordered by, the rank, what it holds
+_BLOCK = 12  # ranks; blocks are split at twice as many
+
+
+class RanksInOrder:
+    """Ranks that hold nothing yet, by ascending ``keys``; of equal ones the lowest first."""
+
+    def __init__(self, keys: Sequence[float], cap: float) -> None:
+        self._cap = cap
+        entries: list[Entry] = sorted((key, rank, 0.0) for rank, key in enumerate(keys))
+        self._blocks = [entries[k : k + _BLOCK] for k in range(0, len(entries), _BLOCK)]
+        # of each block its first entry, and what the emptiest of its ranks holds
+        self._firsts = [block[0] for block in self._blocks]
+        self._least = [0.0] * len(self._blocks)
+
+    def take_first(self, size: float, key: float = -math.inf) -> Entry | None:
+        """Take out the first rank from ``key`` on that has room for ``size``."""
+        cap, start = self._cap, (key, -1)
+        begin = max(0, bisect_right(self._firsts, start) - 1)
+        for k in range(begin, len(self._blocks)):
+            if self._least[k] + size > cap:
+                continue
+            block = self._blocks[k]
+            for place in range(bisect_left(block, start) if k == begin else 0, len(block)):
+                if block[place][2] + size <= cap:
+                    return self._take(k, place)
+        return None
+
+    def take_least_full(self, cost: float, size: float, mean: float) -> Entry | None:
+        """Take out the rank that an item leaves least full: its key over ``mean``, or what it holds over the cap.
+
+        It is whichever of the two is more that counts; of equally full ranks the first is taken.
+        """
+        cap, fullness, found = self._cap, math.inf, None
+        for k, (first, least) in enumerate(zip(self._firsts, self._least)):
+            if (first[0] + cost) / mean >= fullness:
+                break
+            if least + size > cap or (least + size) / cap >= fullness:
+                continue
+            for place, (key, _, held) in enumerate(self._blocks[k]):
+                full = max((key + cost) / mean, (held + size) / cap)
+                if full < fullness and held + size <= cap:
+                    fullness, found = full, (k, place)
+        return None if found is None else self._take(*found)
+
+    def put(self, entry: Entry) -> None:
+        """Put in a rank that was taken out."""
+        k = max(0, bisect_right(self._firsts, entry) - 1)
+        if not self._blocks:
+            self._blocks, self._firsts, self._least = [[]], [entry], [math.inf]
+        block = self._blocks[k]
+        insort(block, entry)
+        self._firsts[k] = block[0]
+        self._least[k] = min(self._least[k], entry[2])
+        if len(block) == 2 * _BLOCK:
+            halves = block[:_BLOCK], block[_BLOCK:]
+            self._blocks[k : k + 1] = halves
+            self._firsts[k : k + 1] = [half[0] for half in halves]
+            self._least[k : k + 1] = map(_least_held, halves)
+
+    def _take(self, k: int, place: int) -> Entry:
+        block = self._blocks[k]
+        entry = block.pop(place)
+        if not block:
+            del self._blocks[k], self._firsts[k], self._least[k]
+            return entry
+        self._firsts[k] = block[0]
+        if entry[2] == self._least[k]:
+            self._least[k] = _least_held(block)
+        return entry
+
+
+def _least_held(entries: Iterable[Entry]) -> float:
+    return min(held for _, _, held in entries)
