@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from optim_redist._progress import progress
 from optim_redist._running import collectives
-from optim_redist.cost import CommModel, Topology, interpolate, monotone
+from optim_redist.cost import CommModel, Topology, interpolate, latency_and_bandwidth, monotone
 from optim_redist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -221,12 +221,10 @@ def _axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
 def _model(
     curves: dict[str, list[tuple[float, float]]], num_ranks: int, backend: str, pack_bandwidth: float
 ) -> CommModel:
-    """Curves made monotone, and a topology with the latency and bandwidth of the exchange."""
+    """Curves made monotone, and a topology whose latency and bandwidth no measured exchange was faster than."""
     rising = {op: monotone(points) for op, points in curves.items()}
-    exchange = rising["all_to_all"]
-    topology = Topology.flat(
-        num_ranks, bandwidth=max(received / seconds for received, seconds in exchange), latency=exchange[0][1]
-    )
+    latency, bandwidth = latency_and_bandwidth(rising["all_to_all"])
+    topology = Topology.flat(num_ranks, bandwidth=bandwidth, latency=latency)
     name = f"{backend.replace(':', '-').replace(',', '-')}x{num_ranks}"
     # a measured time includes the call
     return replace(

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import exp, log
 from numbers import Real
 from pathlib import Path
@@ -314,6 +314,29 @@ def monotone(points: Iterable[tuple[float, float]]) -> Curve:
     return tuple(found)
 
 
+def latency_and_bandwidth(curve: Curve) -> tuple[float, float]:
+    """Seconds α, bytes per second β of the line α + b/β that is nearest to a curve from below, in shares of its times.
+
+    Under all measured points it is under all that ``interpolate`` says, which between two of them is straight in
+    logarithms, where the line is convex. So no predicted time is below a bound by α and β.
+    """
+    # of lines under all points the best goes through two of them, or through one and zero
+    lines = [(0.0, min(seconds / num_bytes for num_bytes, seconds in curve))]
+    for (b0, s0), (b1, s1) in combinations(curve, 2):
+        if b0 < b1 and s0 < s1:
+            slope = (s1 - s0) / (b1 - b0)
+            lines.append((s0 - slope * b0, slope))
+    under = [
+        (alpha, slope)
+        for alpha, slope in lines
+        if alpha >= 0 and all(alpha + slope * num_bytes <= seconds * (1 + 1e-12) for num_bytes, seconds in curve)
+    ]
+    alpha, slope = max(under, key=lambda line: sum((line[0] + line[1] * b) / s for b, s in curve))
+    # rounding takes no line above the curve
+    hair = 1 - 1e-9
+    return alpha * hair, 1 / (slope * hair)
+
+
 def curve_from_bus_rates(num_ranks: int, rates: Mapping[int, float], *, reduces_twice: bool = False) -> Curve:
     """(bytes received, seconds) from measured bus bandwidths, by buffer size per rank in bytes.
 
@@ -339,7 +362,9 @@ def _h200(num_ranks: int) -> CommModel:
         "reduce_scatter": _bus(num_ranks, [12, 105, 244, 291, 317]),
         "all_reduce": _bus(num_ranks, [20, 133, 295, 335, 352], twice=True),
     }
-    return CommModel(f"h200x{num_ranks}", Topology.flat(num_ranks, bandwidth=333e9), curves, 4.13e12)
+    latency, bandwidth = latency_and_bandwidth(curves["all_to_all"])
+    topology = Topology.flat(num_ranks, bandwidth=bandwidth, latency=latency)
+    return CommModel(f"h200x{num_ranks}", topology, curves, 4.13e12)
 
 
 _PRESETS = {
