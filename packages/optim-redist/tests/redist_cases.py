@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import lcm, prod
 from pathlib import Path
@@ -191,3 +191,13 @@ def combined(layout: Layout, shape: Sequence[int], locals: dict[int, Any]) -> An
         full = part if full is None else combine[layout.partial[0][1]](full, part)
     scale = prod(layout.mesh.sizes[axis] for axis, op in layout.partial if op == "avg")
     return full / scale if scale > 1 else full
+
+
+def replicated_contributions() -> Iterator[Case]:
+    """Contributions that several ranks hold, of shapes whose shares are slabs and of such whose shares are ranges."""
+    for sizes, shape in product([(2, 3), (3, 2, 2), (2, 2, 3)], [(12, 7), (5, 3), (1, 2), (3, 5, 7)]):
+        mesh = Mesh(sizes)
+        rest: list[Any] = [None] * (len(shape) - 1)
+        for src in ([None, *rest], [mesh.num_axes - 1, *rest]):
+            for dst in ([None, *rest], [0, *rest], [*rest, 1]):
+                yield Case(shape, Layout(mesh, src, {0: "sum"}), Layout(mesh, dst))

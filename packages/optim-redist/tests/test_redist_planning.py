@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redist_cases import FAMILIES, Case, example_cases, random_case
+from redist_cases import FAMILIES, Case, example_cases, random_case, replicated_contributions
 
 from optim_redist import (
     CommModel,
@@ -295,13 +296,38 @@ def test_what_one_rank_takes_part_in_is_its_part_of_the_phases(family: str, topo
                 own = own_phases(problem, stage, topology, rank)
                 if own is None:
                     assert problem.src_replicas > 1
-                    assert method == "relay" or topology.levels or rounds > 1
+                    assert method != "relay"
+                    assert topology.levels or rounds > 1
                     continue
                 for part, reduces, phase in zip(*own, phases, strict=True):
                     assert reduces or all(t.contribution < 0 for t in phase.transfers)
                     assert part.transfers == tuple(t for t in phase.transfers if rank in (t.sender, t.receiver))
                     compared += len(part.transfers)
     assert compared > 50
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_one_rank_relays_where_several_hold_each_contribution(rounds: int) -> None:
+    for case in replicated_contributions():
+        problem = Problem(*case)
+        stage = Stage("relay", "relay", problem.src, problem.dst, rounds)
+        phases = phases_of(problem, stage, Topology())
+        for rank in problem.ranks:
+            own = own_phases(problem, stage, Topology(), rank)
+            assert own is not None
+            for part, phase in zip(own[0], phases, strict=True):
+                assert part.transfers == tuple(t for t in phase.transfers if rank in (t.sender, t.receiver))
+
+
+@pytest.mark.timing
+def test_relays_of_contributions_that_many_ranks_hold_are_planned_without_their_transfers() -> None:
+    mesh = Mesh((32, 32))
+    src, dst = Layout(mesh, [None, None], {0: "sum"}), Layout(mesh, [0, None])
+    start = time.process_time()
+    made = plan((8192, 8192), "bfloat16", src, dst, planners=["relay"])
+    own_phases(made.problems[0], made.stages[0], made.topology, 5)
+    # two lists of a million transfers each took a minute
+    assert time.process_time() - start < 3
 
 
 def test_unknown_choices_are_refused() -> None:

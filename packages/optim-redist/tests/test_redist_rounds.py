@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from redist_cases import FAMILIES, combined, contributions_of, part_of, random_case
+from redist_cases import FAMILIES, combined, contributions_of, part_of, random_case, replicated_contributions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_redist import (
@@ -237,13 +237,14 @@ def test_rounds_together_are_the_phase() -> None:
 @pytest.mark.parametrize("topology", [Topology(), Topology.nodes(2)], ids=["flat", "nodes"])
 def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -> None:
     scalar = (), Layout(Mesh(3), [], {0: "sum"}), Layout(Mesh(3), [])
-    compared = 0
-    for case in (scalar, *(random_case(seed, FAMILIES + "PP") for seed in range(150))):
+    compared = relays = 0
+    for case in (scalar, *replicated_contributions(), *(random_case(seed, FAMILIES + "PP") for seed in range(150))):
         problem = Problem(*case)
-        if topology.levels and problem.src_replicas > 1:
-            continue
-        phases, found = direct_phases(problem, topology), [Direct(problem, topology)]
-        if problem.num_contributions > 1 and problem.src_replicas == 1:
+        phases, found = [], []
+        if not topology.levels or problem.src_replicas == 1:
+            phases, found = direct_phases(problem, topology), [Direct(problem, topology)]
+        if problem.num_contributions > 1:
+            relays += problem.src_replicas > 1
             phases, found = [*phases, *relay_phases(problem)], [*found, *relayed(problem, topology)]
         for phase, ours in zip(phases, found, strict=True):
             known = Listed.of(problem, phase, topology)
@@ -255,6 +256,7 @@ def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -
                 assert _moved(ours.fullest_round(num_rounds)) == _moved(known.fullest_round(num_rounds))
             compared += len(phase.transfers)
     assert compared > 1000
+    assert relays > 5
 
 
 def _moved(counts: dict[Any, int]) -> dict[Any, int]:

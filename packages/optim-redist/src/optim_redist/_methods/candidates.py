@@ -55,7 +55,7 @@ def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[
     """What the exchanges of a method move, each in one piece."""
     if is_in_order(problem, method, topology):
         return [Direct(problem, topology)]
-    if method == "relay" and problem.src_replicas == 1:
+    if method == "relay":
         return relayed(problem, topology)
     return [Listed.of(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
 

@@ -64,7 +64,7 @@ class Direct(Listed):
 
 
 def relayed(problem: Problem, topology: Topology) -> list[Listed]:
-    """The two exchanges of a relay in which every contribution has one holder."""
+    """The two exchanges of a relay."""
     made = cache(lambda: relay_phases(problem))
     reduce, hand_on = relay_volumes(problem, topology)[1]
     return [Listed(problem, reduce, lambda: made()[0]), Listed(problem, hand_on, lambda: made()[1])]

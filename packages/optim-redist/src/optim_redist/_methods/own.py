@@ -31,11 +31,11 @@ def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) ->
     """What one rank takes part in, round by round, with whether the round brings contributions, to any rank.
 
     None where it depends on all transfers: where holders are asked by nearness, up to what all of them can send; in
-    rounds of what several holders share, which are numbered behind the pieces of all others; where several holders
-    share what is relayed, as who owns it follows from what all of them send; and where forwarders and groups level it.
+    rounds of what several holders share, which are numbered behind the pieces of all others; and where forwarders and
+    groups level what ranks send.
     """
     reduces = problem.num_contributions > 1
-    if stage.method == "relay" and problem.src_replicas == 1:
+    if stage.method == "relay":
         phases = relay_phases_on(problem, rank)
         parts = [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
         return parts, [True] * stage.rounds + [False] * stage.rounds

@@ -18,13 +18,11 @@ from optim_redist.problem import Point, Problem
 
 def relay_phases(problem: Problem) -> list[Phase]:
     """Two phases, "reduce" at one owner of every element and "share" from there; the better of two owner choices."""
-    if problem.src_replicas == 1:
-        return _phases(problem, relay_volumes(problem)[0])
-    return min((_phases(problem, choice) for choice in (True, False)), key=busiest)
+    return _phases(problem, relay_volumes(problem)[0])
 
 
 def relay_phases_on(problem: Problem, rank: int) -> list[Phase]:
-    """The transfers of ``relay_phases`` in which one rank takes part, where every contribution has one holder."""
+    """The transfers of ``relay_phases`` in which one rank takes part."""
     return _phases(problem, relay_volumes(problem)[0], rank)
 
 
@@ -47,7 +45,9 @@ def _phases(problem: Problem, prefer_contributors: bool, rank: int | None = None
                 hand_on += (Transfer(owner, other, part, "dst") for other in needers if other != owner)
                 continue
             if contributes:
-                reduce.append(Transfer(rank, owner, part, contribution=problem.contribution[rank]))
+                reduce += (
+                    t for t in _contribution(problem, src, problem.contribution[rank], owner, part) if t.sender == rank
+                )
             if needs:
                 hand_on.append(Transfer(owner, rank, part, "dst"))
     return [Phase.of("reduce", reduce), Phase.of("share", hand_on)]
@@ -63,13 +63,17 @@ def _atoms(problem: Problem, rank: int | None) -> Iterator[tuple[Point, Point, B
         yield from ((dst, src, box) for dst, box in problem.atoms_from(src) if dst not in points)
 
 
-def _contributions(problem: Problem, src: tuple[int, ...], owner: int, box: Box) -> list[Transfer]:
-    """All contributions to a box, each from its holders in equal shares, the owner's own from itself."""
-    found = []
+def _contributions(problem: Problem, src: Point, owner: int, box: Box) -> Iterator[Transfer]:
+    """All contributions to a box."""
     for c in range(problem.num_contributions):
-        holders = problem.holders[src, c]
-        if owner in holders:
-            found.append(Transfer(owner, owner, box, contribution=c))
-        else:
-            found += (Transfer(s, owner, part, contribution=c) for s, (_, part) in share([(0, box)], holders))
-    return found
+        yield from _contribution(problem, src, c, owner, box)
+
+
+def _contribution(problem: Problem, src: Point, number: int, owner: int, box: Box) -> Iterator[Transfer]:
+    """One contribution to a box, from its holders in equal shares, the owner's own from itself."""
+    holders = problem.holders[src, number]
+    if owner in holders:
+        yield Transfer(owner, owner, box, contribution=number)
+        return
+    for sender, (_, part) in share([(0, box)], holders):
+        yield Transfer(sender, owner, part, contribution=number)

@@ -1,4 +1,4 @@
-"""What a reduction in two hops moves, without listing a transfer, where every contribution has one holder.
+"""What a reduction in two hops moves, without listing a transfer.
 
 Notation: source point i and target point j share |B| elements with m contributions and q needers. An owner o receives
 its share f(o) of them from every contributor and hands it on to every needer, itself excepted. With f(g), m(g) and q(g)
@@ -6,15 +6,21 @@ summed and counted in group g, this brings
 
     reduce    f(g)·(m - m(g))  into g,    m(g)·(|B| - f(g))  out of it
     share     q(g)·(|B| - f(g)),          f(g)·(q - q(g)).
+
+Where h ranks hold each contribution, the k-th of them sends the k-th of h parts of every box of f(o), and an owner
+receives nothing of the contribution that it holds itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
-from optim_redist.boxes import fair_shares
+from optim_redist.boxes import cut, fair_shares, volume
 from optim_redist.cost import Topology
+from optim_redist.index_sets import interval
 from optim_redist.moves import Volumes, added_up
 from optim_redist.problem import Point, Problem
 
@@ -36,38 +42,48 @@ def owners_of(problem: Problem, src: Point, needers: Sequence[int], prefer_contr
     """Who combines what a source point and a target point share."""
     if not prefer_contributors:
         return needers
-    return [rank for rank in needers if problem.src_points.get(rank) == src] or needers
+    return [rank for rank in needers if _at(problem, rank, src)] or needers
 
 
 def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) -> list[Volumes]:
-    assert problem.src_replicas == 1, "several holders share what is asked of each box"
-    contributors: dict[Point, list[int]] = {}
-    for (src, _), (holder,) in problem.holders.items():
-        contributors.setdefault(src, []).append(holder)
+    count, replicas = problem.num_contributions, problem.src_replicas
     contributed, combined, shared, arrived = (Counter[int]() for _ in range(4))
     # into and out of each group of each level
     borders = [[[Counter[int](), Counter[int]()] for _ in topology.levels] for _ in ("reduce", "share")]
     for dst, needers in problem.needers.items():
         for src, _ in problem.atoms_to(dst):
-            total, giving = problem.num_common(src, dst), contributors[src]
+            giving = [problem.holders[src, c] for c in range(count)]
             owners = owners_of(problem, src, needers, prefer_contributors)
-            shares = dict(zip(owners, fair_shares(total, len(owners))))
+            sizes = tuple([o.common[i][j] for o, i, j in zip(problem.overlaps, src, dst)])
+            sent, parts = _parts(sizes, len(owners), replicas)
+            shares = dict(zip(owners, map(sum, parts)))
+            total = sum(sent)
+            own = [(o, parts[k], giving[problem.contribution[o]]) for k, o in enumerate(owners) if _at(problem, o, src)]
             for owner, amount in shares.items():
-                combined[owner] += amount * len(giving)
+                combined[owner] += amount * count
                 shared[owner] += amount * (len(needers) - 1)
-            for rank in giving:
-                own = shares.get(rank, 0)
-                contributed[rank] += total - own
-                combined[rank] -= own
+            for holders in giving:
+                for rank, amount in zip(holders, sent):
+                    contributed[rank] += amount
+            for owner, part, holders in own:
+                combined[owner] -= shares[owner]
+                for rank, amount in zip(holders, part):
+                    contributed[rank] -= amount
             for rank in needers:
                 arrived[rank] += total - shares.get(rank, 0)
             for level, reducing, sharing in zip(topology.levels, *borders):
-                owned = Counter[int]()
-                for owner, amount in shares.items():
-                    owned[level.group_of(owner)] += amount
-                _cross(reducing, owned, Counter(map(level.group_of, giving)), total)
+                groups = list(map(level.group_of, owners))
+                for k, amount in enumerate(sent):
+                    owned = _summed(groups, [part[k] for part in parts])
+                    _cross(reducing, owned, Counter(level.group_of(holders[k]) for holders in giving), amount)
+                for owner, part, holders in own:
+                    here = level.group_of(owner)
+                    for rank, amount in zip(holders, part):
+                        if (there := level.group_of(rank)) != here:
+                            reducing[0][here] -= amount
+                            reducing[1][there] -= amount
                 # from owners, the other way
-                _cross(sharing[::-1], owned, Counter(map(level.group_of, needers)), total)
+                _cross(sharing[::-1], _summed(groups, shares.values()), Counter(map(level.group_of, needers)), total)
     widest = [
         {
             level.name: max(max(counts.values(), default=0) for counts in both)
@@ -80,6 +96,28 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
         Volumes("reduce", contributed, combined, reduce_borders, reduces=True),
         Volumes("share", shared, arrived, share_borders),
     ]
+
+
+def _at(problem: Problem, rank: int, src: Point) -> bool:
+    return problem.src_points.get(rank) == src
+
+
+@lru_cache(maxsize=64)
+def _parts(sizes: tuple[int, ...], num_owners: int, replicas: int) -> tuple[list[int], list[list[int]]]:
+    """What each of the holders of a contribution sends of a box: to all owners, and to one owner after the other."""
+    box = tuple(interval(0, size) for size in sizes)
+    shares = cut(box, [0, *accumulate(fair_shares(volume(box), num_owners))])
+    # a share may be several boxes, and each of these is dealt out
+    dealt = [[fair_shares(volume(part), replicas) for part in boxes] for boxes in shares]
+    parts = [list(map(sum, zip([0] * replicas, *boxes))) for boxes in dealt]
+    return list(map(sum, zip(*parts))), parts
+
+
+def _summed(groups: Iterable[int], amounts: Iterable[int]) -> Counter[int]:
+    found = Counter[int]()
+    for group, amount in zip(groups, amounts):
+        found[group] += amount
+    return found
 
 
 def _cross(crossing: Sequence[Counter[int]], owned: Counter[int], others: Counter[int], total: int) -> None:
