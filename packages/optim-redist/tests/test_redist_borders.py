@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
 from redist_cases import FAMILIES, Case, random_case
 
-from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, verify
+from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, plan_text, verify
 from optim_redist._methods.borders import crossings, listed
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
 from optim_redist.moves import Volumes
+from optim_redist.plan_text import traffic
 from optim_redist.problem import Problem
 
 
@@ -52,15 +54,43 @@ def test_hierarchical_volumes_are_those_of_its_transfers() -> None:
         if problem.num_contributions > 1:
             continue
         for topology in _topologies(case, seed):
-            volumes = node_volumes(problem, topology, lb)
-            if volumes is None:
+            nodes = node_volumes(problem, topology, lb)
+            if nodes is None:
                 left_to_lists += 1
                 continue
             phases = [listed(phase, topology) for phase in hierarchical_phases(problem, topology)]
-            assert [_rank_by_rank(moved) for moved in volumes] == [_rank_by_rank(moved) for moved in phases]
+            assert [_rank_by_rank(moved) for moved in nodes.exchanges] == [_rank_by_rank(moved) for moved in phases]
             said += 1
     assert said > 300
     assert left_to_lists < 300
+
+
+def test_what_a_plan_brings_across_borders_is_what_its_transfers_do() -> None:
+    compared = dict.fromkeys(("direct", "nearest", "relay", "hierarchical", "forward"), 0)
+    for seed in range(300):
+        case = random_case(seed, FAMILIES + "P")
+        for topology in _topologies(case, seed):
+            made = plan(case.shape, "bf16", case.src, case.dst, topology=topology)
+            pairs = traffic(made)
+            for cut, inbound, outbound in plan_text.crossings(made, made.bounds.cuts):
+                group = set(cut.ranks)
+                assert inbound == sum(n for (a, b), n in pairs.items() if b in group and a not in group)
+                assert outbound == sum(n for (a, b), n in pairs.items() if a in group and b not in group)
+                for stage in made.stages:
+                    compared[stage.method] += 1
+    assert all(compared[method] > 100 for method in ("direct", "hierarchical")), compared
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("replicated", [False, True])
+def test_plans_of_a_thousand_ranks_are_explained_without_their_transfers(replicated: bool) -> None:
+    mesh = Mesh((128, 8))
+    src, dst = (Layout(mesh, dims) for dims in ([(0, 1), None], [None, None if replicated else (0, 1)]))
+    made = plan((8192, 8192), "bf16", src, dst, topology=Topology.nodes(8))
+    start = time.process_time()
+    assert "the node of ranks 0–7" in made.explain()
+    # each pair of ranks for each node took a minute
+    assert time.process_time() - start < 2
 
 
 def _rank_by_rank(moved: Volumes) -> Volumes:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from optim_redist._inside import Inside
+from optim_redist._methods.candidates import whole_phases
+from optim_redist._methods.node_volumes import node_volumes
+from optim_redist._methods.own import is_in_order
 from optim_redist._multi_axis.notebook import notebook_charges
-from optim_redist.lower_bounds import Bounds, Cut, least_inside_groups
+from optim_redist.cost import Topology
+from optim_redist.lower_bounds import Bounds, Cut, bounds_of, least_inside_groups
+from optim_redist.moves import Phase
 from optim_redist.planners import UNSEARCHED, best_relay
 from optim_redist.problem import Problem
 from optim_redist.units import format_bytes, format_seconds
@@ -15,6 +21,7 @@ if TYPE_CHECKING:
     from optim_redist.plans import Plan
 
 Traffic = dict[tuple[int, int], int]
+Crossed = tuple[Cut, int, int]  # a group, and the elements that go into it and out of it
 
 _BOUND_MEANING = {
     "receive": "what the neediest rank lacks",
@@ -33,22 +40,55 @@ def traffic(plan: Plan) -> Traffic:
     return found
 
 
-def crossings(plan: Plan, cuts: Iterable[Cut]) -> list[tuple[Cut, int, int]]:
+def crossings(plan: Plan, cuts: Sequence[Cut]) -> list[Crossed]:
     """For every group of ranks, the elements that the plan brings into it and out of it."""
-    pairs = traffic(plan)
-    found = []
-    for cut in cuts:
-        group = set(cut.ranks)
-        inbound = sum(size for (sender, receiver), size in pairs.items() if receiver in group and sender not in group)
-        outbound = sum(size for (sender, receiver), size in pairs.items() if sender in group and receiver not in group)
-        found.append((cut, inbound, outbound))
-    return found
+    found = [[0, 0] for _ in cuts]
+    for stage, problem in zip(plan.stages, plan.problems, strict=True) if cuts else ():
+        for total, (inbound, outbound) in zip(found, _crossed(problem, stage.method, plan.topology, cuts)):
+            total[0] += inbound
+            total[1] += outbound
+    return [(cut, inbound, outbound) for cut, (inbound, outbound) in zip(cuts, found)]
 
 
-def worst_cut(plan: Plan) -> tuple[Cut, float] | None:
-    """The group whose border the plan crosses most often more than necessary, with the ratio; None without groups."""
+def _crossed(problem: Problem, method: str, topology: Topology, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+    """What one stage brings into and out of every group."""
+    if is_in_order(problem, method, topology) and problem.src_replicas == 1:
+        # straight from the one who holds it
+        groups = [Inside(problem, cut.ranks) for cut in cuts]
+        return [(group.lacking, group.leaving) for group in groups]
+    nodes = None
+    if method == "hierarchical" and problem.num_contributions == 1:
+        nodes = node_volumes(problem, topology, bounds_of(problem).lb)
+    if nodes is not None:
+        known = {group.ranks: (inbound, outbound) for group, inbound, outbound in nodes.crossed}
+        if all(cut.ranks in known for cut in cuts):
+            return [known[cut.ranks] for cut in cuts]
+    return _listed(whole_phases(problem, method, topology), cuts)
+
+
+def _listed(phases: Iterable[Phase], cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+    """What goes into and out of every group, from all transfers."""
+    groups: dict[int, set[int]] = {}
+    for number, cut in enumerate(cuts):
+        for rank in cut.ranks:
+            groups.setdefault(rank, set()).add(number)
+    inbound, outbound = [0] * len(cuts), [0] * len(cuts)
+    nowhere: set[int] = set()
+    for phase in phases:
+        for (sender, receiver), count in phase.traffic.items():
+            here, there = groups.get(sender, nowhere), groups.get(receiver, nowhere)
+            if here != there:
+                for number in there - here:
+                    inbound[number] += count
+                for number in here - there:
+                    outbound[number] += count
+    return list(zip(inbound, outbound))
+
+
+def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float] | None:
+    """The group whose border is crossed most often more than necessary, with the ratio; None without groups."""
     worst: tuple[Cut, float] | None = None
-    for cut, inbound, outbound in crossings(plan, plan.bounds.cuts):
+    for cut, inbound, outbound in crossed:
         needed, used = max((cut.inbound, inbound), (cut.outbound, outbound), key=lambda pair: pair[1])
         ratio = used / needed if needed else 1.0 if not used else float("inf")
         if worst is None or ratio > worst[1]:
@@ -68,8 +108,8 @@ def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
-def plan_table(plan: Plan) -> str:
-    """What ``print(plan)`` shows."""
+def plan_table(plan: Plan, crossed: Sequence[Crossed] | None = None) -> str:
+    """What ``print(plan)`` shows, with what crosses the borders of groups if that is known already."""
     width = plan.itemsize
     shape = "×".join(map(str, plan.shape)) or "scalar"
     head = [
@@ -92,14 +132,14 @@ def plan_table(plan: Plan) -> str:
             )
         )
     table = align(rows, right=(0, 4, 5, 6, 7)) if plan.steps else "nothing to do: every rank holds what it needs"
-    return "\n".join([*head, table, *_footer(plan)])
+    return "\n".join([*head, table, *_footer(plan, crossings(plan, plan.bounds.cuts) if crossed is None else crossed)])
 
 
 def _num_ranks(plan: Plan) -> int:
     return len({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
 
 
-def _footer(plan: Plan) -> list[str]:
+def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
     limits, width = plan.bounds, plan.itemsize
     lines = []
     if limits.lb:
@@ -109,7 +149,7 @@ def _footer(plan: Plan) -> list[str]:
         )
     else:
         lines.append("no rank lacks anything, so nothing is sent")
-    worst = worst_cut(plan) if limits.cuts else None
+    worst = worst_cut(crossed)
     if worst is not None:
         cut, ratio = worst
         lines.append(
@@ -166,9 +206,10 @@ def _span(ranks: Sequence[int]) -> str:
 
 def explain(plan: Plan) -> str:
     """Why this plan: the table, what the bounds mean here, what binds, and what every alternative would cost."""
-    lines = [str(plan), "", "What no plan can beat"]
-    lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize, plan), *_relays(plan)]]
-    lines += ["", "What decides the time", f"  {_binding(plan)}", "", "Why this one"]
+    crossed = crossings(plan, plan.bounds.cuts)
+    lines = [plan_table(plan, crossed), "", "What no plan can beat"]
+    lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize, crossed), *_relays(plan)]]
+    lines += ["", "What decides the time", f"  {_binding(plan, crossed)}", "", "Why this one"]
     if not plan.alternatives:
         lines.append(f"  {plan.planner} was the only candidate")
     else:
@@ -178,8 +219,8 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def bounds_lines(limits: Bounds, width: int, plan: Plan | None = None) -> list[str]:
-    """The bounds in words, one a line; with a plan, beside what it brings into and out of every group."""
+def bounds_lines(limits: Bounds, width: int, crossed: Sequence[Crossed] | None = None) -> list[str]:
+    """The bounds in words, one a line, beside what a plan brings into and out of every group."""
     lines = [
         f"a rank must receive {limits.recv} elements, {format_bytes(limits.recv * width)}: {_BOUND_MEANING['receive']}",
         f"a rank must send {limits.send} elements, {format_bytes(limits.send * width)}: {_BOUND_MEANING['send']}",
@@ -193,11 +234,10 @@ def bounds_lines(limits: Bounds, width: int, plan: Plan | None = None) -> list[s
         lines.append(
             f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: {_above(limits)}"
         )
-    used = [(cut, 0, 0) for cut in limits.cuts] if plan is None else crossings(plan, limits.cuts)
-    for cut, inbound, outbound in used:
+    for cut, inbound, outbound in [(cut, 0, 0) for cut in limits.cuts] if crossed is None else crossed:
         text = f"the {cut.level} of ranks {_span(cut.ranks)}: {format_bytes(cut.inbound * width)} must enter, "
         text += f"{format_bytes(cut.outbound * width)} must leave"
-        if plan is not None:
+        if crossed is not None:
             text += f"; with this plan {format_bytes(inbound * width)} and {format_bytes(outbound * width)} do"
         lines.append(text)
     lines.append(f"source and target together take {format_bytes(limits.memory * width)} on the fullest rank")
@@ -229,7 +269,7 @@ def _relays(plan: Plan) -> list[str]:
     return [f"{line}; no closer, since {why}"]
 
 
-def _binding(plan: Plan) -> str:
+def _binding(plan: Plan, crossed: Sequence[Crossed]) -> str:
     """What would have to improve for the plan to become faster."""
     if not plan.communicates:
         return "nothing is sent; only local copies take time"
@@ -239,12 +279,7 @@ def _binding(plan: Plan) -> str:
         return (
             f"memory: the plan takes {format_bytes(plan.peak_bytes)} of the {format_bytes(plan.memory_limit)} allowed"
         )
-    crossed = [
-        max(inbound, outbound) * plan.itemsize / cut.bandwidth
-        for cut, inbound, outbound in crossings(plan, plan.bounds.cuts)
-        if cut.bandwidth
-    ]
-    slowest = max(crossed, default=0.0)
+    slowest = max((max(i, o) * plan.itemsize / cut.bandwidth for cut, i, o in crossed if cut.bandwidth), default=0.0)
     if slowest > 0.5 * plan.time:
         return f"the border of a group: crossing it takes {format_seconds(slowest)}"
     if step.seconds > 10 * moved / plan.topology.rank_bandwidth:

@@ -121,7 +121,8 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
     found: list[Volumes] | None = None
     rounds = 1
     if method == "hierarchical" and request.memory_limit is None:
-        found = node_volumes(problem, topology, bounds_of(problem).lb)
+        nodes = node_volumes(problem, topology, bounds_of(problem).lb)
+        found = None if nodes is None else nodes.exchanges
     if found is None:
         exchanges = exchanges_of(problem, method, topology)
         rounds = _num_rounds(request, exchanges)

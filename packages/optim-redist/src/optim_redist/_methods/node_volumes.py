@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from optim_redist._inside import Inside, shared
 from optim_redist._methods.direct import take_more
@@ -26,8 +27,15 @@ from optim_redist.moves import Volumes
 from optim_redist.problem import Point, Problem
 
 
-def node_volumes(problem: Problem, topology: Topology, target: int) -> list[Volumes] | None:
-    """The exchanges of the hierarchical plan; None if it takes a list of transfers to say.
+class Nodes(NamedTuple):
+    """The exchanges of a hierarchical plan, and of every group the elements that go into it and out of it."""
+
+    exchanges: list[Volumes]
+    crossed: list[tuple[Inside, int, int]]
+
+
+def node_volumes(problem: Problem, topology: Topology, target: int) -> Nodes | None:
+    """What the hierarchical plan moves; None if it takes a list of transfers to say.
 
     That is so with several levels, and where holders inside a group would send more than ``target``, so that others
     forward for them.
@@ -55,7 +63,7 @@ def node_volumes(problem: Problem, topology: Topology, target: int) -> list[Volu
     widest = max(*inbound, *outbound)
     if widest:
         fetch.borders[level] = widest
-    return [fetch, share] if share.sent else [fetch]
+    return Nodes([fetch, share] if share.sent else [fetch], list(zip(groups, inbound, outbound)))
 
 
 def _fetch(problem: Problem, group: Inside, fetch: Volumes, share: Volumes, sending: dict[int, int]) -> int:
