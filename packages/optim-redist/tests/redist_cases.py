@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, Mesh, Ragged
+from optim_redist._methods.relay_volumes import most_moved
 from optim_redist.index_sets import elements
+from optim_redist.moves import Phase
 
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "redist_examples.json").read_text())
 MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (4, 4), (2, 2, 2), (4, 2, 4), (2, 4, 2), (3, 2), (2, 3, 2)]
@@ -201,3 +203,8 @@ def replicated_contributions() -> Iterator[Case]:
         for src in ([None, *rest], [mesh.num_axes - 1, *rest]):
             for dst in ([None, *rest], [0, *rest], [*rest, 1]):
                 yield Case(shape, Layout(mesh, src, {0: "sum"}), Layout(mesh, dst))
+
+
+def busiest(phases: Sequence[Phase]) -> int:
+    """Elements that the busiest rank sends or receives over all phases."""
+    return most_moved([phase.sent() for phase in phases], [phase.received() for phase in phases])

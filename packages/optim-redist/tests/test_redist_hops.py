@@ -8,13 +8,12 @@ from math import ceil, exp, log
 from typing import Any
 
 import pytest
-from redist_cases import Case, example_cases, random_case
+from redist_cases import Case, busiest, example_cases, random_case
 
 from optim_redist import Layout, Mesh, Topology, bounds, plan, verify
 from optim_redist._methods.flow import Network, add_edge, saturate
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
-from optim_redist._methods.relay import busiest
 from optim_redist.lower_bounds import crossing, least_inside_groups
 from optim_redist.planners import best_relay
 from optim_redist.problem import Problem

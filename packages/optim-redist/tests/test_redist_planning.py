@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redist_cases import FAMILIES, Case, example_cases, random_case, replicated_contributions
+from redist_cases import FAMILIES, Case, busiest, example_cases, random_case, replicated_contributions
 
 from optim_redist import (
     CommModel,
@@ -39,7 +39,7 @@ from optim_redist._methods.candidates import phases_of
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.own import own_phases
 from optim_redist._methods.relabel import _assign
-from optim_redist._methods.relay import busiest, relay_phases
+from optim_redist._methods.relay import relay_phases
 from optim_redist.moves import Phase, Stage, Transfer
 from optim_redist.planners import best_relay
 from optim_redist.planning import clear_cache

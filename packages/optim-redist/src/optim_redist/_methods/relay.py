@@ -7,10 +7,10 @@ all of them in equal shares, whichever keeps the busiest rank less busy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from optim_redist._methods.direct import share
-from optim_redist._methods.relay_volumes import most_moved, owners_of, relay_volumes
+from optim_redist._methods.relay_volumes import owners_of, relay_volumes
 from optim_redist.boxes import Box
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
@@ -24,11 +24,6 @@ def relay_phases(problem: Problem) -> list[Phase]:
 def relay_phases_on(problem: Problem, rank: int) -> list[Phase]:
     """The transfers of ``relay_phases`` in which one rank takes part."""
     return _phases(problem, relay_volumes(problem)[0], rank)
-
-
-def busiest(phases: Sequence[Phase]) -> int:
-    """Elements that the busiest rank sends or receives over all phases."""
-    return most_moved([phase.sent() for phase in phases], [phase.received() for phase in phases])
 
 
 def _phases(problem: Problem, prefer_contributors: bool, rank: int | None = None) -> list[Phase]:

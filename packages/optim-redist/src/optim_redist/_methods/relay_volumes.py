@@ -42,23 +42,30 @@ def owners_of(problem: Problem, src: Point, needers: Sequence[int], prefer_contr
     """Who combines what a source point and a target point share."""
     if not prefer_contributors:
         return needers
-    return [rank for rank in needers if _at(problem, rank, src)] or needers
+    points = problem.src_points
+    return [rank for rank in needers if points.get(rank) == src] or needers
 
 
 def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) -> list[Volumes]:
-    count, replicas = problem.num_contributions, problem.src_replicas
+    count, replicas, points = problem.num_contributions, problem.src_replicas, problem.src_points
     contributed, combined, shared, arrived = (Counter[int]() for _ in range(4))
     # into and out of each group of each level
     borders = [[[Counter[int](), Counter[int]()] for _ in topology.levels] for _ in ("reduce", "share")]
+    givers = {src: [problem.holders[src, c] for c in range(count)] for src, _ in problem.holders}
+    # of every level, how many of the k-th holders of a source point's contributions are in each group
+    grouped = [
+        {src: [Counter(map(level.group_of, ranks)) for ranks in zip(*giving)] for src, giving in givers.items()}
+        for level in topology.levels
+    ]
     for dst, needers in problem.needers.items():
+        needing = [Counter(map(level.group_of, needers)) for level in topology.levels]
         for src, _ in problem.atoms_to(dst):
-            giving = [problem.holders[src, c] for c in range(count)]
+            giving = givers[src]
             owners = owners_of(problem, src, needers, prefer_contributors)
             sizes = tuple([o.common[i][j] for o, i, j in zip(problem.overlaps, src, dst)])
-            sent, parts = _parts(sizes, len(owners), replicas)
-            shares = dict(zip(owners, map(sum, parts)))
-            total = sum(sent)
-            own = [(o, parts[k], giving[problem.contribution[o]]) for k, o in enumerate(owners) if _at(problem, o, src)]
+            sent, amounts, parts = _parts(sizes, len(owners), replicas)
+            shares, total = dict(zip(owners, amounts)), sum(sent)
+            own = [(o, parts[k], giving[problem.contribution[o]]) for k, o in enumerate(owners) if points.get(o) == src]
             for owner, amount in shares.items():
                 combined[owner] += amount * count
                 shared[owner] += amount * (len(needers) - 1)
@@ -71,11 +78,10 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
                     contributed[rank] -= amount
             for rank in needers:
                 arrived[rank] += total - shares.get(rank, 0)
-            for level, reducing, sharing in zip(topology.levels, *borders):
+            for level, held, needed, reducing, sharing in zip(topology.levels, grouped, needing, *borders):
                 groups = list(map(level.group_of, owners))
                 for k, amount in enumerate(sent):
-                    owned = _summed(groups, [part[k] for part in parts])
-                    _cross(reducing, owned, Counter(level.group_of(holders[k]) for holders in giving), amount)
+                    _cross(reducing, _summed(groups, [part[k] for part in parts]), held[src][k], amount)
                 for owner, part, holders in own:
                     here = level.group_of(owner)
                     for rank, amount in zip(holders, part):
@@ -83,7 +89,7 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
                             reducing[0][here] -= amount
                             reducing[1][there] -= amount
                 # from owners, the other way
-                _cross(sharing[::-1], _summed(groups, shares.values()), Counter(map(level.group_of, needers)), total)
+                _cross(sharing[::-1], _summed(groups, shares.values()), needed, total)
     widest = [
         {
             level.name: max(max(counts.values(), default=0) for counts in both)
@@ -98,19 +104,15 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
     ]
 
 
-def _at(problem: Problem, rank: int, src: Point) -> bool:
-    return problem.src_points.get(rank) == src
-
-
 @lru_cache(maxsize=64)
-def _parts(sizes: tuple[int, ...], num_owners: int, replicas: int) -> tuple[list[int], list[list[int]]]:
-    """What each of the holders of a contribution sends of a box: to all owners, and to one owner after the other."""
+def _parts(sizes: tuple[int, ...], num_owners: int, replicas: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """What each holder of a contribution sends of a box to all owners, what each owner gets, and from each holder."""
     box = tuple(interval(0, size) for size in sizes)
     shares = cut(box, [0, *accumulate(fair_shares(volume(box), num_owners))])
     # a share may be several boxes, and each of these is dealt out
     dealt = [[fair_shares(volume(part), replicas) for part in boxes] for boxes in shares]
     parts = [list(map(sum, zip([0] * replicas, *boxes))) for boxes in dealt]
-    return list(map(sum, zip(*parts))), parts
+    return list(map(sum, zip(*parts))), list(map(sum, parts)), parts
 
 
 def _summed(groups: Iterable[int], amounts: Iterable[int]) -> Counter[int]:
