@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -118,3 +119,18 @@ def test_other_groups_are_refused_in_torchs_words(kind: str) -> None:
     other = torch.optim.AdamW([p, q])
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_user_has_put_into_a_group_stays_that_object(kind: str) -> None:
+    """Where a state lacks it; torch copies what it loads, which not everything allows."""
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    (group,) = optimizer.param_groups
+    lock = group["lock"] = threading.Lock()
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0] is not group
+    assert optimizer.param_groups[0]["lock"] is lock
+    steps(optimizer, p, 1)

@@ -72,17 +72,21 @@ class StatefulOptimizer(Optimizer):
         loaded: dict[str, Any] = {}
 
         # Hooks of the user's may replace the dict, and theirs run first: ours sees the one that torch loads.
-        def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._check_complete(state_dict)
-            loaded.update(state_dict)
+        def complete(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+            saved = content["param_groups"]
+            if len(saved) != len(self.param_groups):  # torch's own error is the better one
+                return content
+            merged = [self._merged_group(i, *pair) for i, pair in enumerate(zip(self.param_groups, saved))]
+            loaded.update(content, param_groups=merged)
+            self._check_complete(loaded)
+            return {**content, "param_groups": [_without_copies(group, own) for group, own in zip(merged, saved)]}
 
         def put_back(_: Optimizer) -> None:
             self._put_back(loaded)
 
         try:
             with (
-                self.register_load_state_dict_pre_hook(_completed),
-                self.register_load_state_dict_pre_hook(remember),
+                self.register_load_state_dict_pre_hook(complete),
                 self.register_load_state_dict_post_hook(put_back, prepend=True),
             ):
                 super().load_state_dict(state_dict)
@@ -114,8 +118,6 @@ class StatefulOptimizer(Optimizer):
     def _check_complete(self, loaded: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a state lacks something: that would begin anew in silence, or fail in a step."""
         names = self._parameter_names()
-        if len(loaded["param_groups"]) != len(self.param_groups):
-            return  # torch's own error is the better one
         for group, own in zip(loaded["param_groups"], self.param_groups):
             needed = self._needed_state(group)
             for saved_id, param in zip(group["params"], own["params"]):
@@ -166,13 +168,19 @@ class StatefulOptimizer(Optimizer):
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
 
-def _completed(optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """What is loaded, with the groups' own options where it has none."""
-    groups, saved_groups = optimizer.param_groups, content["param_groups"]
-    if len(groups) != len(saved_groups):  # torch's own error is the better one
-        return content
-    pairs = enumerate(zip(groups, saved_groups))
-    return {**content, "param_groups": [optimizer._merged_group(i, mine, saved) for i, (mine, saved) in pairs]}
+def _without_copies(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The group for torch, which copies what it loads: not what was there, which a user may hold, or none can copy."""
+    return {key: value if key in saved else _Kept(value) for key, value in group.items()}
+
+
+class _Kept:
+    """A value whose copy is itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._value
 
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
