@@ -258,9 +258,12 @@ def test_plain_forms_that_changed_are_refused_with_what_was_found() -> None:
     for wrong in (torch.zeros(2), 5, [1]):
         with pytest.raises(ValueError, match=f"must be a dict of ints, found a {type(wrong).__name__}"):
             from_plain({**plain, "format": wrong})
-    for wrong in ({"dtype": -1}, {"dtype": 9}, {"dims": -1}, {"size_0": -6}):
+    for wrong in ({"dtype": -1}, {"dtype": 9}, {"dims": -1}, {"size_0": -6}, {"size_0": 2**63}):
         with pytest.raises(ValueError, match="lacks its shape or dtype"):
             from_plain({**plain, "format": plain["format"] | wrong})
+    # more elements than torch can count
+    with pytest.raises(ValueError, match="codes"):
+        from_plain({**plain, "format": plain["format"] | {"size_0": 2**62}})
 
 
 @pytest.mark.parametrize("fmt", [INT8, UINT8_AFFINE], ids=["symmetric", "affine"])

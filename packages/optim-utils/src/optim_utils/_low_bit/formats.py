@@ -170,8 +170,8 @@ class LowBitFormat:
 
 def checked_index(value: Any) -> int:
     """``value``, if it is an int that counts something: from a checkpoint it may be anything."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"expected a non-negative int, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise TypeError(f"expected a non-negative int of 64 bits, got {value!r}")
     return value
 
 

@@ -64,6 +64,8 @@ class LowBitTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> LowBitTensor:
+        check_dtype(dtype)
+        check_blocks(Blocks(codes, scale, offset), fmt, shape)
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=codes.device, requires_grad=False
         )
@@ -77,8 +79,6 @@ class LowBitTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_dtype(dtype)
-        check_blocks(Blocks(codes, scale, offset), fmt, shape)
         self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
