@@ -200,5 +200,5 @@ def test_a_plan_refuses_tensors_of_another_shape(which: str) -> None:
         p, grad, short if which == "momentum_buffers" else buffer, master=short if which == "masters" else master
     )
     (group,) = TritonMuon([nn.Parameter(p)]).param_groups
-    with pytest.raises(ValueError, match=rf"{which}\[0\] must have its parameter's shape \(8, 32\), got \(4, 32\)"):
+    with pytest.raises(ValueError, match=rf"{which}\[0\] must have the shape of params\[0\], \(8, 32\), got \(4, 32\)"):
         MuonPlan([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)
