@@ -1,6 +1,6 @@
 """What something that waits in one stream costs the kernels of another, on a GPU.
 
-    python -m benchmarks.waiting_benchmark
+    python -m benchmarks.waiting
 
 Many kernels follow each other in the current stream, launched by a host that is ahead. Meanwhile others wait for an
 event, each with nothing behind the wait, a copy to the host, or a kernel: as a reduction does that is launched before
