@@ -27,9 +27,9 @@ from optim_redist.dtensor import mesh_from, to_placements
 from optim_redist.execute import program_for
 from optim_redist.layout import Layout
 from optim_redist.parsing import parse_layout
-from optim_redist.plan_text import align
 from optim_redist.planning import plan
 from optim_redist.plans import Plan
+from optim_redist.units import align
 
 # moves on a mesh of one axis and on a mesh of two, as placements
 FLAT_MOVES = [

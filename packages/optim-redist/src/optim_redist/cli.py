@@ -245,7 +245,7 @@ def _save_picture(made: Any, name: str) -> None:
     path = Path(name)
     if not path.suffix:
         raise RedistError(f"--picture is ascii, svg, or a file such as plan.svg or plan.png, got {name!r}")
-    save_picture(made, path)
+    save_picture(made.picture, path)
     print(f"\npicture written to {path}")
 
 

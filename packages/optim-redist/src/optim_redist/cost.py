@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from optim_redist._lazy import lazy
+from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import RedistError
-from optim_redist.layout import Axis, Mesh
 
 _FORMAT = "optim-redist.model/1"
 

@@ -8,18 +8,16 @@ they carry, and the table of what every rank sends to every other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from optim_redist._drawing.grids import Grid, grids_of, label, span
 from optim_redist.errors import LayoutError, RedistError
-from optim_redist.plan_text import align, traffic
-from optim_redist.units import format_bytes
+from optim_redist.units import align, format_bytes
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
-    from optim_redist.plans import Plan
 
 PictureFormat = Literal["ascii", "svg", "matplotlib"]
 
@@ -35,48 +33,49 @@ def layout_picture(
     _check(fmt)
     grids = grids_of(layout, shape, dims)
     if fmt == "ascii":
-        return "\n\n".join(_grid_text(grid) for grid in grids)
+        return _grids_text(grids)
     if fmt == "svg":
-        from optim_redist._drawing.svg import Drawing
+        from optim_redist._drawing.svg import layout_drawing
 
-        drawing = Drawing()
-        for grid in grids:
-            drawing.grid(grid, 0, drawing.height)
-        return drawing.finish()
-    from optim_redist._drawing.figures import draw_grid, figure_of
+        return layout_drawing(grids)
+    from optim_redist._drawing.figures import layout_figure
 
-    figure = figure_of(9, 3.2)
-    axes = figure.subplots(1, len(grids), squeeze=False)[0]
-    for ax, grid in zip(axes, grids):
-        draw_grid(ax, grid)
-    return figure
+    return layout_figure(grids)
 
 
-def plan_picture(plan: Plan, fmt: PictureFormat = "ascii") -> Any:
-    """The source, the layout after each stage, and what goes from rank to rank."""
+def plan_picture(
+    layouts: Sequence[tuple[str, Layout]],
+    shape: Sequence[int],
+    ranks: Sequence[int],
+    sent: Mapping[tuple[int, int], int],
+    fmt: PictureFormat = "ascii",
+) -> Any:
+    """A plan's source, the layout after each stage, and what goes from rank to rank.
+
+    Args:
+        layouts: what each is, as "source", and the layout.
+        sent: bytes by (sender, receiver).
+    """
     _check(fmt)
-    ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
-    layouts = [("source", plan.src)]
-    layouts += [(f"after {stage.op}", stage.dst) for stage in plan.stages[:-1]]
-    layouts.append(("target", plan.dst))
+    drawn = [(f"{title} {layout}", grids_of(layout, shape)) for title, layout in layouts]
     if fmt == "svg":
         from optim_redist._drawing.svg import plan_drawing
 
-        return plan_drawing(plan, layouts, ranks)
+        return plan_drawing(drawn, ranks, sent)
     if fmt == "matplotlib":
         from optim_redist._drawing.figures import plan_figure
 
-        return plan_figure(plan, layouts, ranks)
-    parts = [part for title, layout in layouts for part in (f"{title} {layout}", layout_picture(layout, plan.shape))]
-    return "\n\n".join([*parts, _heat_text(plan, ranks)])
+        return plan_figure(drawn, ranks, sent)
+    parts = [part for title, grids in drawn for part in (title, _grids_text(grids))]
+    return "\n\n".join([*parts, _heat_text(ranks, sent)])
 
 
-def save_picture(plan: Plan, path: Path) -> None:
-    """Write the picture of a plan to a file whose name ends in .svg, or as matplotlib knows it, such as .png."""
+def save_picture(draw: Callable[[PictureFormat], Any], path: Path) -> None:
+    """Write what ``draw`` makes to a file whose name ends in .svg, or as matplotlib knows it, such as .png."""
     if path.suffix == ".svg":
-        path.write_text(plan_picture(plan, "svg"), encoding="utf-8")
+        path.write_text(draw("svg"), encoding="utf-8")
     else:
-        figure = plan_picture(plan, "matplotlib")
+        figure = draw("matplotlib")
         known = figure.canvas.get_supported_filetypes()
         if path.suffix[1:] not in known:
             raise RedistError(f"pictures are written as {sorted(known)}, got {path.name!r}")
@@ -86,6 +85,10 @@ def save_picture(plan: Plan, path: Path) -> None:
 def _check(fmt: str) -> None:
     if fmt not in ("ascii", "svg", "matplotlib"):
         raise LayoutError(f"fmt is ascii, svg or matplotlib, got {fmt!r}")
+
+
+def _grids_text(grids: Sequence[Grid]) -> str:
+    return "\n\n".join(map(_grid_text, grids))
 
 
 def _grid_text(grid: Grid) -> str:
@@ -106,16 +109,14 @@ def _grid_text(grid: Grid) -> str:
     return "\n".join([f"{grid.title}:", *text] if grid.title else text)
 
 
-def _heat_text(plan: Plan, ranks: Sequence[int]) -> str:
+def _heat_text(ranks: Sequence[int], sent: Mapping[tuple[int, int], int]) -> str:
     """Bytes from every rank to every other, a dot for none."""
-    pairs = traffic(plan)
-    if not pairs:
+    if not sent:
         return "nothing goes from rank to rank"
     rows = [["from\\to", *map(str, ranks), "sends"]]
     for sender in ranks:
-        sizes = [pairs.get((sender, receiver), 0) for receiver in ranks]
-        cells = [format_bytes(size * plan.itemsize) if size else "·" for size in sizes]
-        rows.append([str(sender), *cells, format_bytes(sum(sizes) * plan.itemsize)])
-    received = [sum(pairs.get((sender, receiver), 0) for sender in ranks) for receiver in ranks]
-    rows.append(["receives", *(format_bytes(size * plan.itemsize) for size in received), ""])
+        sizes = [sent.get((sender, receiver), 0) for receiver in ranks]
+        rows.append([str(sender), *(format_bytes(size) if size else "·" for size in sizes), format_bytes(sum(sizes))])
+    received = [sum(sent.get((sender, receiver), 0) for sender in ranks) for receiver in ranks]
+    rows.append(["receives", *map(format_bytes, received), ""])
     return align(rows, right=range(1, len(ranks) + 2))

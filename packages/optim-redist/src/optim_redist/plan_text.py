@@ -15,7 +15,7 @@ from optim_redist.lower_bounds import Bounds, Cut, bounds_of, least_inside_group
 from optim_redist.moves import Phase
 from optim_redist.planners import UNSEARCHED, best_relay
 from optim_redist.problem import Problem
-from optim_redist.units import format_bytes, format_seconds
+from optim_redist.units import align, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from optim_redist.plans import Plan
@@ -94,18 +94,6 @@ def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float] | None:
         if worst is None or ratio > worst[1]:
             worst = (cut, ratio)
     return worst
-
-
-def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows as a table: columns as wide as their widest cell, those in ``right`` flush right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.rjust(w) if column in right else cell.ljust(w) for column, (cell, w) in enumerate(zip(row, widths))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def plan_table(plan: Plan, crossed: Sequence[Crossed] | None = None) -> str:

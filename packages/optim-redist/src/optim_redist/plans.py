@@ -131,8 +131,14 @@ class Plan:
     def picture(self, fmt: PictureFormat = "ascii") -> Any:
         """Source, target and how much goes from rank to rank: text, SVG text or a matplotlib figure."""
         from optim_redist.pictures import plan_picture
+        from optim_redist.plan_text import traffic
 
-        return plan_picture(self, fmt)
+        layouts = [("source", self.src)]
+        layouts += [(f"after {stage.op}", stage.dst) for stage in self.stages[:-1]]
+        layouts.append(("target", self.dst))
+        ranks = sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks})
+        sent = {pair: count * self.itemsize for pair, count in traffic(self).items()}
+        return plan_picture(layouts, self.shape, ranks, sent, fmt)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data; ``from_json`` reads it back."""

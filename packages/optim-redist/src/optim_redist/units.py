@@ -1,6 +1,8 @@
-"""Bytes and seconds as people write them."""
+"""Bytes, seconds and tables as people write them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from optim_redist.errors import RedistError
 
@@ -32,3 +34,15 @@ def format_seconds(seconds: float) -> str:
         if seconds * scale < 1000:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows as a table: columns as wide as their widest cell, those in ``right`` flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(w) if column in right else cell.ljust(w) for column, (cell, w) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from optim_redist._drawing.grids import Grid, grids_of, hue, label, span
-from optim_redist.plan_text import traffic
+from optim_redist._drawing.grids import Grid, hue, label, span
 from optim_redist.units import format_bytes
-
-if TYPE_CHECKING:
-    from optim_redist.layout import Layout
-    from optim_redist.plans import Plan
 
 _CELL, _GAP, _FONT = 26, 28, 11  # pixels
 
@@ -80,16 +74,25 @@ class Drawing:
         return "\n".join([head, *self.parts, "</svg>"]) + "\n"
 
 
-def plan_drawing(plan: Plan, layouts: Sequence[tuple[str, Layout]], ranks: Sequence[int]) -> str:
+def layout_drawing(grids: Sequence[Grid]) -> str:
+    """Grids below one another."""
+    drawing = Drawing()
+    for grid in grids:
+        drawing.grid(grid, 0, drawing.height)
+    return drawing.finish()
+
+
+def plan_drawing(
+    layouts: Sequence[tuple[str, Sequence[Grid]]], ranks: Sequence[int], sent: Mapping[tuple[int, int], int]
+) -> str:
     """The layouts from source to target on the left, ranks with arrows in the middle, the heat map on the right."""
-    pairs = traffic(plan)
-    largest = max(pairs.values(), default=1)
+    largest = max(sent.values(), default=1)
     drawing = Drawing()
     right = bottom = 0.0
-    for title, layout in layouts:
-        drawing.text(10, bottom + 16, f"{title} {layout}", "start")
+    for title, grids in layouts:
+        drawing.text(10, bottom + 16, title, "start")
         left, top = 0.0, bottom + 16
-        for grid in grids_of(layout, plan.shape):
+        for grid in grids:
             left, low = drawing.grid(grid, left, top)
             right, bottom = max(right, left), max(bottom, low)
         bottom += 10
@@ -100,28 +103,27 @@ def plan_drawing(plan: Plan, layouts: Sequence[tuple[str, Layout]], ranks: Seque
     for row, rank in enumerate(ranks):
         for x in (left, left + 160):
             drawing.box(x - 16, 28 + row * step, 32, 20, _colour(rank), str(rank), f"rank {rank}")
-    for (sender, receiver), size in sorted(pairs.items()):
+    for (sender, receiver), size in sorted(sent.items()):
         drawing.arrow(
             left + 18,
             38 + ranks.index(sender) * step,
             left + 142,
             38 + ranks.index(receiver) * step,
             0.6 + 5 * size / largest,
-            f"{sender} → {receiver}: {format_bytes(size * plan.itemsize)}",
+            f"{sender} → {receiver}: {format_bytes(size)}",
         )
-    _heat_map(drawing, plan, ranks, left + 220)
+    _heat_map(drawing, ranks, sent, left + 220)
     return drawing.finish()
 
 
-def _heat_map(drawing: Drawing, plan: Plan, ranks: Sequence[int], left: float) -> None:
-    pairs = traffic(plan)
-    largest = max(pairs.values(), default=1)
+def _heat_map(drawing: Drawing, ranks: Sequence[int], sent: Mapping[tuple[int, int], int], left: float) -> None:
+    largest = max(sent.values(), default=1)
     drawing.text(left, 16, "bytes from (rows) to (columns)", "start")
     for row, sender in enumerate(ranks):
         drawing.text(left + 14, 62 + row * 20, str(sender), "end")
         drawing.text(left + 28 + row * 20, 44, str(sender))
         for column, receiver in enumerate(ranks):
-            size = pairs.get((sender, receiver), 0)
+            size = sent.get((sender, receiver), 0)
             fill = f"hsl(210 70% {97 - 57 * size / largest:.0f}%)" if size else "white"
-            title = f"{sender} → {receiver}: {format_bytes(size * plan.itemsize)}"
+            title = f"{sender} → {receiver}: {format_bytes(size)}"
             drawing.box(left + 18 + column * 20, 48 + row * 20, 20, 20, fill, "", title)
