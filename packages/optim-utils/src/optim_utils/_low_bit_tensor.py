@@ -1,4 +1,4 @@
-"""Where files of version 0.3 look for what rebuilds their low-bit tensors."""
+"""Where files that version 0.3 saved look for the function that rebuilds their low-bit tensors."""
 
 from optim_utils.low_bit import rebuild_low_bit_tensor
 

@@ -1,4 +1,4 @@
-"""Random bits that a kernel can draw as well: two streams of Philox, and torch's generator where nobody gives a seed.
+"""Random bits that a kernel can draw as well: two streams of Philox, and torch's generator where no seed is given.
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key of two and a counter
 of four 32-bit words to four random words. Two streams are drawn from it; M = 2**32:
@@ -12,9 +12,10 @@ of four 32-bit words to four random words. Two streams are drawn from it; M = 2*
 A shard that is rounded with its first element's index as ``offset`` therefore equals the slice of the whole, and a
 kernel that follows these lines gives the same bits. The packed stream needs an eighth of the calls.
 
-Without a seed nothing has to be the same elsewhere, and the bits are the cheapest there are: eagerly, four elements
-share a 64-bit draw of torch's generator; compiled, where drawing would be a pass over memory of its own, one such draw
-is the seed of Philox 2x32-7, the paper's fastest generator that passes BigCrush, computed where its word is used.
+Without a seed the bits need not be the same elsewhere, so the cheapest ones are taken. In eager mode four elements
+share a 64-bit draw of torch's generator. In compiled code drawing would be a pass over memory of its own, so one such
+draw is the seed of Philox 2x32-7, the paper's fastest generator that passes BigCrush, and each word is computed where
+it is used.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def philox_uint32(
 
     if torch.compiler.is_compiling() or torch.empty(0, device=device).device.type != "cpu":
         return words(0, count).view(shape)
-    # The ten rounds are some hundred passes over their words: on a CPU they stay in its cache.
+    # The ten rounds make about a hundred passes over the words: in pieces, these stay in a CPU's cache.
     pieces = [words(start, min(start + _CACHED, count)) for start in range(0, max(count, 1), _CACHED)]
     return torch.cat(pieces).view(shape)
 
@@ -161,7 +162,7 @@ def random_bits(
     seed: Word | None = None,
     offset: Word = 0,
 ) -> Tensor:
-    """16 random bits an element (int32): of the plain stream if there is a seed, else of a generator of torch's."""
+    """16 random bits per element (int32): from the plain stream if there is a seed, else from a torch generator."""
     if seed is not None:
         if generator is not None:
             raise ValueError("random bits come from a seed or a generator, got both")
@@ -177,5 +178,5 @@ def random_bits(
 
 
 def _draws(count: int, device: torch.device | str | None, generator: torch.Generator | None) -> Tensor:
-    """64-bit words of a generator of torch's. (One of the 2**64 values is never drawn.)"""
+    """64-bit words from a torch generator. (One of the 2**64 values is never drawn.)"""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64, device=device)

@@ -30,7 +30,7 @@ def _identity(tensor: Tensor) -> Tensor:
 class BlockInfo:
     """A block and its allocators.
 
-    Two are equal if they are of one class, have the same ids, and their parameters are the same or hold equal values.
+    Two blocks are equal if they are of one class, have the same ids, and have the same parameter or equal values in it.
 
     Attributes:
         param: the parameter the block belongs to.
@@ -38,7 +38,7 @@ class BlockInfo:
         allocate_zeros_tensor: called as ``(size=, dtype=, device=)``.
         allocate_ones_tensor: called as ``(size=, dtype=, device=)``.
         allocate_eye_tensor: called as ``(n, dtype=, device=)``.
-        get_tensor: the tensor on this rank of one that was allocated here.
+        get_tensor: maps a tensor that was allocated here to its part on this rank.
     """
 
     param: Tensor
@@ -85,11 +85,11 @@ def _ones(allocate_zeros: Callable[..., Tensor], size: Any, **options: Any) -> T
 
 
 def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: Any) -> Tensor:
-    """The identity, in which this rank writes whether global row and column agree."""
+    """The identity matrix; each rank writes ones where its global row and column indices agree."""
     tensor = allocate_zeros(size=(n, n), **options)
     _refuse_partial(tensor)
     local = _to_local(tensor)
-    # on ranks outside of the mesh it has one dimension
+    # on a rank outside of the mesh the local tensor is empty and has one dimension
     if local.numel():
         rows, columns = (_global_indices(tensor, dim) for dim in (0, 1))
         local.copy_(rows[:, None] == columns)
@@ -97,16 +97,16 @@ def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: Any) -> Tenso
 
 
 def _global_indices(tensor: Tensor, dim: int) -> Tensor:
-    """The indices along ``dim`` of the whole tensor that this rank's part has, in its order."""
+    """The global indices along ``dim`` of this rank's part, in the order of the part."""
     index = torch.arange(tensor.shape[dim], device=tensor.device)
     if not is_dtensor(tensor):
         return index
-    # along its own dimension, as placements split that one
+    # the indices have to lie along `dim`, as this is the dimension that placements split
     index = index.view([1] * dim + [-1])
     placement: Any
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate() and placement.dim % tensor.ndim == dim:
-            # torch's own rule, by which parts need be no neighbours
+            # torch's own rule: the indices of a part need not be adjacent
             parts, _ = placement._split_tensor(index, tensor.device_mesh.size(axis), with_padding=False)
             index = parts[tensor.device_mesh.get_local_rank(axis)]
     index = index.flatten()

@@ -18,7 +18,7 @@ def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
     is how a base class without abstract methods says that nobody should build it. A class that is reached by several
     ways (a diamond) appears once, where it is met first.
     """
-    # every class of the process derives from these two: a mistake, not a question
+    # to ask for the subclasses of these two is a mistake: they are all classes, or all metaclasses, of the process
     if not isinstance(cls, type) or cls is object or cls is type:
         raise TypeError(f"cls has to be a class other than object and type, got {cls!r}")
     found: list[type[T]] = []
@@ -38,10 +38,10 @@ def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
 def _children(cls: type[T]) -> list[type[T]]:
     """The direct subclasses of ``cls`` in the order of their definition.
 
-    ``@dataclass(slots=True)`` makes a class anew. The one that it was given, of which nobody knows, lives until garbage
-    is collected; both have the same dict of fields, and the later one counts.
+    ``@dataclass(slots=True)`` returns a new class. The original class, which nothing uses any more, stays among the
+    subclasses until it is garbage collected. Both classes have the same dict of fields, and only the later one counts.
     """
-    # also for metaclasses, where `cls.__subclasses__` is unbound
+    # works for metaclasses too, whose `cls.__subclasses__` is unbound
     classes = type.__subclasses__(cls)
     fields = [vars(child).get("__dataclass_fields__", child) for child in classes]
     latest = dict(zip(map(id, fields), classes))

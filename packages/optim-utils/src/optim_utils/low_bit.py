@@ -9,8 +9,8 @@ Which format for what (bytes an element with the default block; the errors are i
     UINT8_AFFINE 1.031  one-sided data: even steps from the block's minimum to its maximum
     DYNAMIC8 1.016      first moments: steps that grow with the number, over seven decades
     MOMENT8 1.016       second moments: their roots in DYNAMIC8_UNSIGNED; what is positive stays positive
-    OCTAL8, OCTAL_MOMENT8 1.016  the last two with the same errors at less than half the instructions in a kernel
-    CUBIC8, QUINTIC8_UNSIGNED 1.016  first and second moments with smaller errors yet, and few instructions in a kernel
+    OCTAL8, OCTAL_MOMENT8 1.016  the two above with the same errors at less than half the instructions in a kernel
+    CUBIC8, QUINTIC8_UNSIGNED 1.016  first and second moments with even smaller errors, few instructions in a kernel
     FP8_E4M3, FP8_E5M2 1.016     what tensor cores take: ``codes.view(torch.float8_e4m3fn)`` times ``scale / 448``, or
                                  ``codes.view(torch.float8_e5m2)`` times ``scale / 57344`` (the largest of the type)
     DYNAMIC8_UNSIGNED, OCTAL8_UNSIGNED 1.016  what MOMENT8 and OCTAL_MOMENT8 store roots in
@@ -19,7 +19,7 @@ Which format for what (bytes an element with the default block; the errors are i
 The maps are defined in closed form in `optim_utils._low_bit.codes`, blocks and scales in `optim_utils._low_bit.blocks`,
 so that every device and a kernel can give the same bits. (``torch.compile`` divides with an error of 2 ulp on a GPU:
 about one code in a million then goes to the other neighbour, as ``benchmarks/utils_benchmark.py`` shows.) Precision
-does not depend on sharding: a block-aligned part of a quantized tensor is the quantized part of the tensor.
+does not depend on sharding: a block-aligned part of the quantized tensor equals the quantized part of the tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from optim_utils._low_bit.formats import (
     checked_index,
 )
 from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype, encode
-from optim_utils._low_bit.tensor import rebuild_low_bit_tensor as rebuild_low_bit_tensor  # files name it as of here
+from optim_utils._low_bit.tensor import rebuild_low_bit_tensor as rebuild_low_bit_tensor  # pickles name it here
 from optim_utils.rounding import random_bits
 
 __all__ = [
@@ -92,24 +92,25 @@ def quantize(
     generator: torch.Generator | None = None,
     validate: bool = False,
 ) -> LowBitTensor:
-    """x in a low-bit format; of a DTensor, codes and scales are DTensors with its placements.
+    """x in a low-bit format; for a DTensor, codes and scales are DTensors with its placements.
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape.
         fmt: a preset of this module, such as ``INT8``.
-        dtype: what the result passes for and decodes to, one of float32, bfloat16, float16 and float64; by default that
-            of x (float32 for float64, which is converted to float32 first).
-        stochastic: go to one of the two neighbouring codes at random, so that the mean of what is decoded is x (in
-            one-sided formats for numbers above the lowest code only, as a positive number never becomes zero).
-        seed: of the plain stream of :mod:`optim_utils.rounding`, of which a part of a DTensor takes what the whole
-            tensor takes there; without it ``generator`` or torch's default one, which is this rank's own.
+        dtype: the dtype that the result reports and decodes to, one of float32, bfloat16, float16 and float64; by
+            default that of x (but float32 for float64, which is converted to float32 first).
+        stochastic: choose between the two neighbouring codes at random, so that the mean of the decoded number is x.
+            (In one-sided formats this holds only above the lowest code, as a positive number never becomes zero.)
+        seed: seed of the plain stream of :mod:`optim_utils.rounding`; a rank's part of a DTensor takes the bits that
+            its elements have in the whole tensor. Without a seed the bits come from ``generator`` or from torch's
+            default generator, of which each rank has its own.
         validate: refuse negative numbers in a one-sided format, instead of clamping them to zero. Reads the result
             back, so it waits for the device.
 
     Raises:
-        TypeError: for what is not floating, is quantized already, or would have a dtype that is not among these.
-        ValueError: for a seed or generator without ``stochastic``, for replicas of a DTensor without either, which
-            would not stay alike, and by ``validate``.
+        TypeError: if x is not floating-point or is quantized already, or ``dtype`` is none of the four.
+        ValueError: for a seed or generator without ``stochastic``; if a replicated DTensor is rounded at random without
+            either, as its replicas would not stay alike; for what ``validate`` refuses.
     """
     if not isinstance(fmt, LowBitFormat):
         raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got {fmt!r}")
@@ -161,7 +162,7 @@ def quantize_into(codes: Tensor, scale: Tensor, x: Tensor, fmt: LowBitFormat, *,
 
 
 def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """The numbers of t in ``dtype`` (by default the one it passes for), or written into ``out``, of any dtype.
+    """The numbers of t in ``dtype`` (by default that of t), or written into ``out``, of any dtype.
 
     Raises:
         ValueError: if ``out`` has another shape, or another dtype than a given ``dtype``.
@@ -178,7 +179,7 @@ def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor
 def to_plain(t: LowBitTensor) -> dict[str, Any]:
     """``{"codes", "scale", "offset"?, "format": ints only}``, the tensors sharing memory.
 
-    Ints, because strings inside a state do not survive ``torch.optim.Optimizer.load_state_dict``.
+    The format is ints, because strings inside a state do not survive ``torch.optim.Optimizer.load_state_dict``.
     """
     plain: dict[str, Any] = {"codes": t.codes.detach(), "scale": t.scale.detach()}
     if t.offset is not None:

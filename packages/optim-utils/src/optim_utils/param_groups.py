@@ -2,9 +2,10 @@
 
     model ──route_parameters──▶ RouteTable ──.param_groups(muon=…, adamw=…)──▶ groups of an optimizer
 
-A parameter's role says whose options it takes: ``matrix`` (Muon's; AdamW's own where a matrix is updated elementwise,
-as a first convolution is), ``embedding``, ``head``, ``vector`` (norm weights, biases, scalars), and ``frozen`` for what
-needs no gradient and is in no group. What the defaults cannot decide is refused, with rules to paste.
+A parameter's role says which options it takes: ``matrix`` (Muon's, or AdamW's for a matrix that is updated elementwise,
+such as a first convolution), ``embedding``, ``head``, ``vector`` (norm weights, biases, scalars), and ``frozen`` for
+parameters that need no gradient and are in no group. Parameters that the defaults cannot place are refused, with rules
+to paste.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class UnroutedParameterError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One parameter's row: its names (several if tied), where it goes (``kind``), whose options it takes, and why."""
+    """A parameter's row: its names (several if tied), destination (``kind``), whose options it takes (``role``), and why."""
 
     names: tuple[str, ...]
     param: Tensor
@@ -113,11 +114,12 @@ class RouteTable(Sequence[Route]):
         head: Mapping[str, Any] | None = None,
         vector: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Groups for an optimizer that reads ``kind``: one a role, and one a rule with options; none is empty.
+        """Groups for an optimizer that reads ``kind``: one per role, and one per rule with options.
 
-        Each has ``params``, ``param_names``, ``kind`` ("muon" or "adamw"), ``role`` and its hyperparameters; a Muon
-        group also has ``views``, one `MatrixView` a parameter. ``embedding``, ``head`` and ``vector`` start from
-        ``adamw``'s options, a rule's options from those of the role. The options' names are not checked here.
+        No group is empty. Each has ``params``, ``param_names``, ``kind`` ("muon" or "adamw"), ``role`` and its
+        hyperparameters; a Muon group also has ``views``, one `MatrixView` per parameter. The options of ``embedding``,
+        ``head`` and ``vector`` override those of ``adamw``, and a rule's options override those of the role. Option
+        names are not checked here.
         """
         own = {"embedding": embedding, "head": head, "vector": vector}
         for name, given in {"muon": muon, "adamw": adamw, **own}.items():
@@ -142,7 +144,7 @@ class RouteTable(Sequence[Route]):
         return list(groups.values())
 
     def table(self) -> str:
-        """One row a parameter, then totals; plain text of a fixed layout."""
+        """One row per parameter, then totals; plain text of a fixed layout."""
         header = ("name", "shape", "dtype", "numel", "destination", "role", "matrices", "reason", "rule")
         rows = [header, *map(_row, self.routes)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -168,7 +170,7 @@ class RouteTable(Sequence[Route]):
         return {name: route for route in self.routes for name in route.names}
 
     def _in_group_order(self) -> list[Route]:
-        """Trained parameters, Muon's first, then by role; otherwise as they stand in the table."""
+        """Trained parameters, Muon's first, then by role; otherwise in the order of the table."""
         trained = [route for route in self.routes if route.kind != "frozen"]
         return sorted(trained, key=lambda route: (route.kind != "muon", _ROLES.index(route.role)))
 
@@ -190,18 +192,18 @@ def route_parameters(
 ) -> RouteTable:
     """The table that says of every parameter whether Muon or AdamW updates it, and which matrices Muon sees in it.
 
-    In this order decide: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces, by name;
-    norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; what is one row or
-    column; other convolutions, flattened; hidden matrices, fused ones split by their names, gates of torch's LSTM and
-    GRU by their modules; stacked experts. Parameters are told apart by identity: tied ones have one row and all names.
-    What a weight is computed from by torch's parametrizations counts as the weight; the magnitudes of a weight norm are
-    vectors.
+    These decide, in this order: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces, by
+    name; norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; a single row
+    or column. The rest goes to Muon: other convolutions, flattened; hidden matrices, with fused ones split by their
+    names and the gates of torch's LSTM and GRU by their modules; stacked experts. Parameters are told apart by
+    identity: a tied parameter has one row with all its names. A tensor from which torch's parametrizations compute a
+    weight counts as the weight; the magnitudes of a weight norm are vectors.
 
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.
         rules: the first that matches one of a parameter's names wins.
-        on_unknown: "adamw" sends what nothing can decide to AdamW, marked in the table, instead of raising. (What is
-            not initialised yet is refused in any case.)
+        on_unknown: "adamw" sends undecided parameters to AdamW, marked in the table, instead of raising. (Parameters
+            that are not initialised yet are refused in any case.)
 
     Raises:
         UnroutedParameterError: listing every parameter that could not be placed, with rules to paste.
@@ -225,7 +227,7 @@ def route_parameters(
             decision = Decision("adamw", "matrix", f"UNKNOWN, by on_unknown: {refusal.reason}")
         routes.append(Route(leaf.names, leaf.param, decision.kind, decision.role, decision.reason, decision.view, rule))
     if on_unknown == "adamw":
-        # without a shape there is no row, wherever it goes
+        # an uninitialised parameter has no shape, so it can have no row in the table
         refusals = [(leaf, refusal) for leaf, refusal in refusals if is_lazy(leaf.param)]
     if refusals:
         raise _unrouted(refusals)
@@ -233,7 +235,7 @@ def route_parameters(
 
 
 def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[Leaf]:
-    """Every parameter once, with all its names, in the order of its first."""
+    """Every parameter once, with all its names, in the order of the first names."""
     owners: dict[str, nn.Module] = {}
     if isinstance(source, nn.Module):
         owners = dict(source.named_modules(remove_duplicate=False))
@@ -271,20 +273,20 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
 
 
 def _module_name(name: str) -> str:
-    """Of the module that uses the parameter, whatever it is computed from there."""
+    """The name of the module that uses the parameter; a parametrization between the two is looked through."""
     return ".".join(unparametrized(name.split("."))[:-1])
 
 
 def _first_match(leaf: Leaf, rules: Sequence[Rule]) -> Rule | None:
     if not rules:
         return None
-    # what is said of a weight is not said of the magnitudes it has beside its direction
+    # a rule about a weight applies to the direction of its weight norm, not to the magnitudes
     names = {*leaf.names, *(() if leaf.is_magnitude else map(".".join, leaf.paths))}
     return next((rule for rule in rules if any(rule.matches(name) for name in names)), None)
 
 
 def _check_rules_match(rules: Sequence[Rule], matched: Sequence[Rule | None], leaves: Sequence[Leaf]) -> None:
-    """A pattern that matches nothing is a spelling mistake; one that only comes too late is worth a line in the log."""
+    """Raise ValueError for a rule that matches no parameter; log a warning for one that only comes too late."""
     used = {id(rule) for rule in matched}
     for rule in rules:
         if id(rule) in used:

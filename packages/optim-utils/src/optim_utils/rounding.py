@@ -11,8 +11,9 @@ ulp. Let r be 16 uniform bits:
 
 Values beyond the largest finite one, infinities and NaN are converted as by ``.to(dtype)``.
 
-**Random bits** are those of `optim_utils._philox`, and importable from here: with a seed a stream in which an element's
-bits depend on its place alone (plain, or packed as kernels draw it), without one torch's generator.
+**Random bits** come from `optim_utils._philox`, whose functions can be imported from here. With a seed they are a
+stream in which an element's bits depend on its position alone (plain, or packed as kernels draw it); without a seed
+they come from torch's generator.
 
 **split16.** With b the pattern of an fp32 master: parameter = ``(b + 0x8000) >> 16`` as bf16 (the nearest; halves go
 away from zero), low = the low half of b as signed int16, and b = ``(parameter << 16) + low``: four bytes hold both.
@@ -47,7 +48,7 @@ _FP16_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """x rounded to ``dtype`` (bf16 or fp16) by the given random bits: int32 values in [0, 2**16), shaped like x.
 
-    The rule of the module docstring without a generator of its own, for kernels and their tests to compare with.
+    This is the rule of the module docstring without a generator of its own: a reference for kernels and their tests.
     """
     x = x.detach().to(torch.float32)
     if dtype == torch.bfloat16:
@@ -124,8 +125,8 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def join_master(parameter: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 parameter and its low half; exact inverse of :func:`split_master`.
 
-    A parameter that was overwritten from outside keeps a remainder of at most half its ulp. A zero has no room below,
-    so a negative remainder is dropped there: ``(0 << 16) + low`` would be a NaN. No split gives such a pair.
+    To a parameter that was overwritten from outside, ``low`` still adds at most half an ulp. A negative ``low`` of a
+    zero is dropped: ``(0 << 16) + low`` would be a NaN. `split_master` never gives such a pair.
     """
     if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
         raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")

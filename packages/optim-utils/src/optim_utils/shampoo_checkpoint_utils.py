@@ -1,7 +1,7 @@
-"""Nested states as flat ones, and back; objects in them as plain dicts, and back into live ones.
+"""Convert nested states to flat ones and back, and objects in them to plain dicts and back into live objects.
 
     flatten:     {"bar": {"_thl": {0: t}}}  ->  {'["bar", "_thl", 0]': t}
-    to_dotted:   {"bar": {"_thl": {0: t}}}  ->  {"bar._thl.0": t}, and how to undo it
+    to_dotted:   {"bar": {"_thl": {0: t}}}  ->  {"bar._thl.0": t}, and the mapping that undoes it
 
 The first form is exact for every kind of key; the second is how ``torch.distributed.checkpoint`` names things.
 """
@@ -50,7 +50,7 @@ def extract_state_dict_content(input_dict: Any) -> dict[Any, Any]:
             entered.remove(id(source))
             continue
         entered.add(id(source))
-        waiting.append((source, None))  # comes back once all inside is done
+        waiting.append((source, None))  # popped when everything inside `source` is done
         for key, value in source.items():
             if isinstance(value, OptimizerModule):
                 target[key] = value.state_dict()
@@ -76,11 +76,12 @@ def update_param_state_dict_object(
     param_state_dict_to_load: Mapping[Any, Any],
     enable_missing_key_check: bool = True,
 ) -> LoadReport:
-    """Bring ``current_param_state_dict`` to the loaded values, in place; say what was done.
+    """Update ``current_param_state_dict`` to the loaded values, in place; return a report of what was done.
 
-    By the keys of the current dict: dicts are entered, tensors filled in place (a number only fills a 0-dim one that
-    can hold it), objects with a ``load_state_dict`` load, everything else is replaced by a deep copy. Everything is
-    checked before anything is written.
+    The keys of the current dict decide what is updated: dicts are entered, tensors are filled in place (a number fills
+    only a 0-dim tensor that can hold it), objects with a ``load_state_dict`` load, and everything else is replaced by a
+    deep copy. Everything is checked before anything is written, except in objects that are no `OptimizerModule`: what
+    their ``load_state_dict`` does is unknown, so they load last.
 
     Raises:
         KeyError: for a key that is not in the loaded state, unless ``enable_missing_key_check`` is off: then it is

@@ -3,9 +3,9 @@
     combined_weight = [ weight | bias ]     (out, in + 1), or (out, in) without a bias
     forward(x)      = x @ weight.T + bias
 
-Shampoo's factors of the pair see how weight and bias correlate; kept apart, the bias would be a vector of its own. The
-layer replaces ``torch.nn.Linear`` in a model (`combine_linears`), or a pair is joined only where an optimizer looks at
-it (`join_weight_bias`).
+Shampoo's factors of the joined matrix see how weight and bias correlate; a separate bias would be preconditioned as a
+vector of its own. Either the layer replaces ``torch.nn.Linear`` in a model (`combine_linears`), or an optimizer joins
+each pair only while it works on it (`join_weight_bias`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of numbers to blocks of codes and back: scales, layouts, packing.
+"""Convert tensors of numbers to blocks of codes and back: scales, layouts, packing.
 
 For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its code (:mod:`optim_utils._low_bit.codes`):
 
@@ -9,10 +9,10 @@ For one block x of B numbers, with ``peak``, ``encode`` and ``decode`` of its co
     affine, 8 bits:           h = max x / 2 - min x / 2,  scale = h (1 / 127.5),  offset = min x
                               code = rint(((x / 2 - offset / 2) / h) 255),  x ~ 2 (code (scale / 2) + offset / 2)
 
-u keeps ``1 / a`` finite (a root is never so small). In one-sided formats a positive number gets at least code 1, and
-what underflows on decoding becomes the smallest fp32, so a second moment never turns into zero. A block with a NaN or
-an infinity has the scale NaN, and codes without meaning. A last block that is not full ends with copies of its last
-number.
+u keeps ``1 / a`` finite (a root is never so small). In one-sided formats a positive number gets at least code 1, and a
+number that underflows on decoding becomes the smallest fp32 number, so a second moment never turns into zero. A block
+with a NaN or an infinity has the scale NaN, and meaningless codes. A last block that is not full is filled up with
+copies of its last number.
 
 Shapes, B = block size: flat: x [...] -> codes [...] (4 bits: [ceil(n / 2)]), scale [ceil(n / B)];
 rows: x [..., k] -> codes [..., k] (4 bits: [..., ceil(k / 2)]), scale [..., ceil(k / B)].
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
     offset: Tensor | None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """``change`` of each of them."""
+        """The blocks after ``change`` is applied to each tensor."""
         return Blocks(change(self.codes), change(self.scale), None if self.offset is None else change(self.offset))
 
 
@@ -96,7 +96,7 @@ def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Non
 
 
 def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:
-    """(runs, length): the runs of neighbouring elements that are cut into blocks, one in all or one a row."""
+    """(runs, length) of the runs of adjacent elements that are cut into blocks: one run in all, or one per row."""
     if fmt.layout == "flat" or not shape:
         return (1, math.prod(shape))
     return (math.prod(shape[:-1]), shape[-1])
@@ -127,8 +127,8 @@ def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None
     """The codes, scales and offsets of x.
 
     Args:
-        uniform: fp32 numbers in [0, 1) shaped like x; with them each number goes to one of its two neighbours at
-            random, so that the mean of what is decoded is x, instead of to the nearest.
+        uniform: fp32 numbers in [0, 1) shaped like x, which choose at random between the two neighbours of each number,
+            so that the mean of the decoded number is x. Without them a number goes to the nearest code.
     """
     shape = x.shape
     runs = x.to(torch.float32).reshape(_runs_shape(shape, fmt))
@@ -154,12 +154,12 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
     largest = functools.reduce(torch.maximum, [part.abs() for part in numbers]).amax(dim=-1, keepdim=True)
     finite = largest <= _FP32_MAX
     code = code_of(fmt)
-    up = torch.where(largest < _SMALL, _RAISE, torch.ones_like(largest))  # of two numbers: torch's default dtype
+    up = torch.where(largest < _SMALL, _RAISE, torch.ones_like(largest))  # two numbers would give the default dtype
     factor = torch.where(finite & (largest > 0), code.peak * (largest * up).reciprocal(), 0.0)
 
     def encode(x: Tensor, uniform: Tensor | None) -> Tensor:
         y = torch.where(finite, x, 0.0) * up * factor
-        # of roots it is the squares that are decoded
+        # decoding squares the roots, so the mean has to be right for the squares
         squared = fmt.companding == "sqrt"
         codes = code.encode(y) if uniform is None else code.encode_at_random(y, uniform, squared=squared)
         return torch.where(x > 0, codes.clamp(min=1), 0) if fmt.unsigned else codes
@@ -172,18 +172,18 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
 
 
 def _by_place_in_byte(x: Tensor, fmt: LowBitFormat) -> list[Tensor]:
-    """x itself, or of two 4-bit neighbours that share a byte the first ones and the second ones."""
-    # Not packed afterwards, so that a compiler makes one kernel of it: it reads pairs and writes bytes.
+    """[x] for 8 bits; for 4 bits, of the pairs that share a byte, [all first elements, all second elements]."""
+    # Split before encoding, so that a compiler makes one kernel that reads pairs and writes bytes.
     return [x] if fmt.bits == 8 else [x[..., 0::2], x[..., 1::2]]
 
 
 def _companded(x: Tensor, fmt: LowBitFormat) -> Tensor:
     if fmt.unsigned:
-        # an infinity makes its block NaN on this side of zero too
+        # a negative infinity makes its block NaN too; clamping alone would turn it into zero
         x = torch.where(x == -math.inf, math.nan, x.clamp(min=0))
     if fmt.companding == "none":
         return x
-    # the fp32 root of the libraries that torch uses on a CPU is not always the nearest; rounded from fp64 it is
+    # torch's fp32 square root on a CPU is not always correctly rounded; rounded from fp64 it is
     return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
 
 

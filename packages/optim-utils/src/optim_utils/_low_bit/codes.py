@@ -3,8 +3,8 @@
 A code has three parts: ``peak``, the number that a block's largest magnitude is scaled to; ``encode(y)``, the code
 (int32 in [0, 2**bits)) of the nearest number of its map; ``decode(code)``, that number (fp32). Signed codes are two's
 complement, so that code 0 is zero in every map. All arithmetic is elementwise IEEE fp32 in the order written here, and
-no result depends on whether a sum rounded a product, so a kernel gets the same bits whether or not its compiler fuses
-multiply-adds.
+no result depends on whether a product is rounded before it is added, so a kernel gets the same bits whether or not its
+compiler fuses multiply-adds.
 
 The maps: integers and fp8 below; dynamic in `dynamic_map`, octal in `octal_map`, cubic and quintic in `power_map`, NF4
 and log in `four_bit_maps`.
@@ -59,7 +59,7 @@ class Code:
     numbers: list[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # now, because a table can't be read off where tensors are fake, as while a compiler traces
+        # at construction, because a table can't be read off fake tensors, such as a compiler traces with
         codes = torch.arange(self.count, dtype=torch.int32, device="cpu")
         object.__setattr__(self, "numbers", self.decode(codes).tolist())
 
@@ -70,7 +70,7 @@ class Code:
         return [self.numbers[code] for code in codes], codes
 
     def look_up(self, codes: Tensor) -> Tensor:
-        """``decode`` of codes: by a table where a pass over memory costs more than an instruction, on a CPU."""
+        """``decode`` of codes; on a CPU by a table, as a pass over memory costs more than an instruction there."""
         codes = codes.to(torch.int32)
         if torch.compiler.is_compiling() or codes.device.type != "cpu":
             return self.decode(codes)
@@ -90,10 +90,10 @@ class Code:
         return rank & (self.count - 1)
 
     def encode_at_random(self, y: Tensor, uniform: Tensor, *, squared: bool = False) -> Tensor:
-        """The code of one of y's two neighbours, such that the mean of its number is y.
+        """The code of one of y's two neighbouring numbers, chosen so that the mean of the number is y.
 
         It is the upper one if ``uniform < (y - lower) / (upper - lower)``. With ``squared`` the mean of the number's
-        square is that of y, and all three are squared there.
+        square is y**2: y, lower and upper are squared in this formula.
         """
         nearest = self.encode(y)
         lower = self.rank_of_code(nearest) - (y < self.look_up(nearest)).to(torch.int32)
@@ -118,7 +118,7 @@ def _with(
 
 
 def _with_sign(encode: Elementwise) -> Elementwise:
-    """Two's complement of the magnitude that ``encode`` gives; negative ones reach only to 127."""
+    """Two's complement of the magnitude that ``encode`` gives; negative magnitudes end at 127."""
 
     def signed(y: Tensor) -> Tensor:
         magnitude = encode(y.abs())
@@ -165,7 +165,7 @@ def _unsigned(encode: Elementwise, decode: Elementwise) -> Code:
 
 def _integer(bits: int) -> Code:
     largest, mask = 2 ** (bits - 1) - 1, 2**bits - 1
-    step = fp32(1 / largest)  # not a division: torch's is none on a GPU, if the divisor is a number
+    step = fp32(1 / largest)  # a factor, as torch on a GPU divides by a number in this way
 
     def encode(y: Tensor) -> Tensor:
         return (y * largest).round().to(torch.int32) & mask

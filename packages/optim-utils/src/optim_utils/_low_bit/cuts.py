@@ -1,4 +1,4 @@
-"""Cutting a tensor in codes: which of these, and which scales, are of a range of its indices. Nothing is copied."""
+"""Cutting a quantized tensor: which codes and scales belong to a range of its indices. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def cut_blocks(blocks: Blocks, fmt: LowBitFormat, shape: tuple[int, ...], dim: i
     """The blocks of elements start to stop along ``dim`` of a tensor of the given shape, sharing memory.
 
     Raises:
-        ValueError: if a block would be cut in two, or its elements aren't neighbours along ``dim``.
+        ValueError: if a block would be cut in two, or flat blocks run across ``dim``.
     """
     if (start, stop) == (0, shape[dim]):
-        # not by `narrow`, in which torch asks each part of a DTensor for the whole length (2.13)
+        # not by `narrow`: torch 2.13 would ask each rank's part of a DTensor for the whole length
         return blocks.mapped(Tensor.detach)
     if fmt.layout == "rows" and dim < len(shape) - 1:
         return blocks.mapped(lambda part: part.narrow(dim, start, stop - start))
-    # Blocks lie along this dimension: `unit` neighbouring elements for each index of it; 0 where flat ones are empty.
+    # Blocks lie along this dimension, of which each index has `unit` adjacent elements; 0 for an empty flat tensor.
     unit = math.prod(shape[dim + 1 :]) if fmt.layout == "rows" or 0 not in shape else 0
     if unit and fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
         raise ValueError(

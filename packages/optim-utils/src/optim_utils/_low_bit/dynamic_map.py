@@ -1,22 +1,22 @@
 """The dynamic map (Dettmers et al., arXiv 2110.02861): steps that grow tenfold from decade to decade.
 
 For i = 0 ... 6 the decade 10**(i-6) [0.1, 1] is cut into n = 2**i (signed, for each sign) or 2**(i+1) (unsigned) equal
-intervals; their midpoints, 0 and 1 are the map. Let interval k of decade i have the number m = n + k; then m is the
-signed code's magnitude and the unsigned code plus one, and m = 2 n at the end of decade 6 is the number 1.
+intervals; their midpoints, 0 and 1 are the map. Interval k of decade i is numbered m = n + k. The signed code's
+magnitude is m, the unsigned code is m - 1, and m = 2 n after the last interval of decade 6 stands for the number 1.
 
 **From m.** With P = the power of two at or below m (its exponent bits, which hold i too):
 
     number = (18 m - 16 P + 9) 5**i / (2 first 10**7)         numerators up to 2551, first = 1 signed, 2 unsigned
 
-where 5**i is the product of 5, 25 and 625 over the three binary digits of i.
+where 5**i is the product of those of 5, 25 and 625 whose binary digit in i is 1.
 
-**To m.** y is brought to the top decade by factors 10**4, 10**2, 10, which n follows by 2**-4, 2**-2, 2**-1:
+**To m.** Factors 10**4, 10**2, 10 bring y to the top decade, while n is multiplied by 2**-4, 2**-2, 2**-1:
 
-    z = (s - 0.1) n / 0.9,  s = y 10**(6-i)                   floor(z) is the interval if y is among its midpoints
+    z = (s - 0.1) n / 0.9,  s = y 10**(6-i)                   floor(z) is the interval if y lies between two midpoints
 
-Between the last midpoint of a decade and the first of the next, the middle lies at z = 0.2 of the next: half of
-(4.5 + 0.5 * 9 / 10) intervals of the next decade below its first midpoint, 0.5. Only the lowest decade has another
-middle below it, to 0.
+The middle between the last midpoint of a decade and the first of the next lies at z = 0.2 of the next decade. An
+interval of the lower decade is 0.2 of one of the next, so the two midpoints lie at z = -0.1 and z = 0.5. Only the
+middle below the lowest decade is another one: the one between its first midpoint and 0.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ _CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
     4: ("int", "nf4", "log_unsigned"),
     8: tuple(code for code in _CODES if code not in ("nf4", "log_unsigned")),
 }
-# by the fields of a format two formats equal to it, see `LowBitFormat.specialized`
+# keyed by a format's fields: two formats equal to it, see `LowBitFormat.specialized`
 _TWINS: dict[tuple[str, int, int, str, str], tuple[LowBitFormat, LowBitFormat]] = {}
 
 
@@ -68,7 +68,7 @@ class LowBitFormat:
 
     Attributes:
         code: the map from codes to numbers in [-1, 1] (or [0, 1] for the unsigned ones).
-        bits: bits a code, 4 or 8; two 4-bit codes share a byte, the first one in its low half.
+        bits: bits per code, 4 or 8; two 4-bit codes share a byte, the first one in its low half.
         block_size: elements that share a scale.
         layout: ``"flat"``, blocks along the row-major order of all elements; ``"rows"``, blocks begin anew at every row
             of the last dimension, so the tensor can be cut along its other dimensions anywhere.
@@ -100,20 +100,20 @@ class LowBitFormat:
         if self.companding == "sqrt" and not self.unsigned:
             raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
         key = (self.code, self.bits, self.block_size, self.layout, self.companding)
-        # while a compiler traces, which would guard on what is written here, the ints are constants of the program
+        # not while a compiler traces: it would guard on this write, and the ints are constants of its program anyway
         if not torch.compiler.is_compiling() and key not in _TWINS:
             _TWINS[key] = (self, self)
             _TWINS[key] = (dataclasses.replace(self), dataclasses.replace(self))
 
     def __reduce__(self) -> tuple[type[LowBitFormat], tuple[object, ...]]:
-        # through the checks, and into `_TWINS`
+        # unpickling calls `__init__`, so that the format is checked and entered into `_TWINS`
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def specialized(self) -> LowBitFormat:
         """This format; while torch.compile traces, an equal one whose ints are constants.
 
-        An int that differs between two calls, as a block size does, becomes a symbol there. Those of an entry of a dict
-        never differ.
+        If an int, such as the block size, differs between two calls, the compiler makes it a symbol. The ints of a
+        format that is read from a dict entry never differ.
         """
         key = (self.code, self.bits, self.block_size, self.layout, self.companding)
         if not torch.compiler.is_compiling() or key not in _TWINS:
@@ -133,7 +133,7 @@ class LowBitFormat:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes an element, its share of the scale (and offset) included."""
+        """Bytes per element, including its share of the scale (and offset)."""
         per_block = self.scale_dtype.itemsize * (2 if self.has_offset else 1)
         return self.bits / 8 + per_block / self.block_size
 
@@ -142,7 +142,7 @@ class LowBitFormat:
         return dataclasses.replace(self, **changes)
 
     def to_ints(self) -> dict[str, int]:
-        """The format as ints alone: the one kind of metadata that every optimizer's state survives."""
+        """The format as ints alone: the only kind of metadata that survives in the state of every optimizer."""
         return {
             "code": _CODES.index(self.code),
             "bits": self.bits,
@@ -169,7 +169,7 @@ class LowBitFormat:
 
 
 def checked_index(value: Any) -> int:
-    """``value``, if it is an int that counts something: from a checkpoint it may be anything."""
+    """``value``, or TypeError unless it is a non-negative int of 64 bits: a checkpoint may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise TypeError(f"expected a non-negative int of 64 bits, got {value!r}")
     return value

@@ -1,17 +1,19 @@
-"""The two maps of 4 bits that are no integers: NF4 and sixteen steps over six decades.
+"""The two 4-bit maps besides the integers: NF4, and sixteen steps over six decades.
 
 **NF4** (Dettmers et al., QLoRA, arXiv 2305.14314, appendix E): quantiles of the normal distribution, scaled to [-1, 1].
-The nearest to y is found by counting the middles of neighbours that y has reached: the eighth of 15 first, then the
-seven below or above it; a number is found by choosing along the code's bits. A sum on one unit of a GPU replaces a
-choice on another, half as fast one:
+Encoding counts the middles between neighbouring numbers that y has reached: first the eighth of the 15 middles, then
+the seven below or above it. Decoding chooses along the code's bits. In both, a sum replaces a choice between two
+constants, because a GPU's unit for choices is half as fast as the one for sums:
 
     middle = lower one + [y has reached the eighth] (upper one - lower one)
     number = even number + [code is odd] (odd number - even number)
 
-These sums are exact in fp32: middles are rounded to multiples of 2**-24, and the table's own differences happen to fit.
+These sums are exact in fp32: middles are rounded to multiples of 2**-24, and the differences of the table's numbers
+happen to be exact.
 
 **Log**: 0 and q**-j for j = 14 ... 0, q = 10**(6/14); the code of q**-j is 15 - j. The middle between q**-j and its
-lower neighbour is c q**-j with c = (1 + 1/q) / 2, so j is found as a number of factors q, digit by digit:
+lower neighbour is c q**-j with c = (1 + 1/q) / 2, so encoding finds j as a number of factors q, one binary digit at a
+time:
 
     for steps in 8, 4, 2, 1:   if s < c q**-(steps-1):  s <- s q**steps,  j <- j + steps
 
@@ -47,7 +49,7 @@ _NF4 = [
     0.7229568362236023,
     1.0,
 ]
-_ZERO = 7  # codes count from here, modulo 16
+_ZERO = 7  # the index of 0.0; codes count from here, modulo 16
 
 
 def _with_differences(firsts: list[float], seconds: list[float]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""fp32 as the maps of low-bit codes need it: a constant rounded once, and the power of two in a pattern."""
+"""fp32 as the maps of low-bit codes need it: a constant rounded once, and the power of two in a bit pattern."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The octal maps: the cube root, linear between powers of 8; for 8-bit states that an older version saved.
+"""The octal maps: a cube root that is linear between powers of 8; for 8-bit states that an older version saved.
 
-The idea of the dynamic map in powers of 8 and with the ends of the intervals instead of their midpoints, which takes
-fewer instructions at the same error: all constants but 1/7 are powers of two, segments are found by an integer
-operation on the exponent, and neither end needs a special case. With P the power of two at or below m:
+They are the dynamic map in powers of 8, with the ends of the intervals instead of their midpoints. This takes fewer
+instructions at the same error: all constants but 1/7 are powers of two, segments are found by an integer operation on
+the exponent, and neither end needs a special case. With P the power of two at or below m:
 
     decode:  (7 m - 6 P) P**2 / 8**D                                exact in fp32; 0 gives 0; D = 7 signed, 8 unsigned
     encode:  y in [8**(i-D), 8**(i-D+1)), i >= 0:  m = (2**(i+1) + floor((y - 8**(i-D)) (2 8**D / (7 4**i))) + 1) >> 1,

@@ -1,7 +1,7 @@
 """Low-bit tensors of DTensors: each rank codes its own part, and nothing is communicated.
 
 The parts become DTensors with the placements of the input. That is right only if no block lies on two ranks, and if the
-scales split over the ranks as DTensor splits a tensor of their shape; both are checked, alike on every rank.
+scales split over the ranks as DTensor splits a tensor of their shape; both are checked, identically on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["decode_sharded", "encode_sharded", "local_shape", "random_bits_of_pa
 
 
 def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
-    """The blocks of the DTensor x, DTensors too; ``uniform`` is this rank's part, see ``encode_blocks``."""
+    """The blocks of the DTensor x, as DTensors; ``uniform`` is for this rank's part, see ``encode_blocks``."""
     _check_shards(x, fmt)
     blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
     shapes = (codes_shape(x.shape, fmt), scale_shape(x.shape, fmt), scale_shape(x.shape, fmt))
@@ -30,7 +30,7 @@ def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None = No
 
 
 def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Generator | None) -> Tensor:
-    """16 random bits (int32) for each element of this rank's part; with a seed those that it has in the whole."""
+    """16 random bits (int32) for each element of this rank's part; with a seed, the element's bits in the whole."""
     assert isinstance(x, DTensor)
     local = x.to_local()
     if seed is None or generator is not None:
@@ -75,7 +75,7 @@ def _check_shards(x: DTensor, fmt: LowBitFormat) -> None:
     """Raise ValueError if x is cut where its codes or scales can't be."""
     shape = tuple(x.shape)
     for placement in x.placements:
-        # also those that are kinds of Shard: their parts need be no neighbours
+        # subclasses of Shard are refused too: the elements of their parts need not be adjacent
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
                 f"a DTensor of shape {shape} must have placements Shard or Replicate, got {placement}; redistribute it"
@@ -90,7 +90,7 @@ def _check_shards(x: DTensor, fmt: LowBitFormat) -> None:
 
 
 def _check_dim(shape: tuple[int, ...], dim: int, num_shards: int, fmt: LowBitFormat) -> None:
-    """The shards of one dimension, of ceil(size / num_shards) indices each, and those of the scales' dimension."""
+    """Raise ValueError if a shard, of ceil(size / num_shards) indices, cuts a block or does not match its scales."""
     if fmt.layout == "rows" and dim < len(shape) - 1:
         return
     if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:

@@ -1,8 +1,9 @@
 """`LowBitTensor`: codes and scales that pass for one tensor.
 
-It has the shape, dtype and device of the numbers it stands for, and does what a state has to go through: detach, clone,
-``copy_``, ``.to``, ``empty_like``, ``zeros_like``, cuts between blocks, deepcopy, pickle, ``torch.save``. None of these
-decodes anything: codes and scales are moved as they are. Arithmetic is refused; ``dequantize()`` says where it happens.
+It has the shape, dtype and device of the numbers it stands for, and supports what happens to optimizer state: detach,
+clone, ``copy_``, ``.to``, ``empty_like``, ``zeros_like``, cuts between blocks, deepcopy, pickle, ``torch.save``. None
+of these decodes anything: codes and scales are moved as they are. Arithmetic is refused: call ``dequantize()`` first,
+so that code shows where it decodes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = ["LowBitTensor"]
 
 aten = torch.ops.aten
 
-# what a tensor can pass for; `to_plain` stores the position, so the order stays
+# the dtypes that a tensor can report; `to_plain` stores the position, so the order must stay
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _refusal(name: str) -> Any:
-    """A method that refuses what would read the memory of a tensor, without torch asking `__torch_dispatch__`."""
+    """A method that only raises: torch's own would read the tensor's memory without asking `__torch_dispatch__`."""
 
     def method(self: LowBitTensor, *args: object, **options: object) -> None:
         raise NotImplementedError(
@@ -106,7 +107,7 @@ class LowBitTensor(Tensor):
     def with_parts(
         self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> LowBitTensor:
-        """A tensor of the same format whose parts are ``change`` of this one's."""
+        """A tensor of the same format, with ``change`` applied to each of this one's parts."""
         shape = self.shape if shape is None else shape
         return LowBitTensor(*self.parts.mapped(change), self.fmt, shape, dtype or self.dtype)
 
@@ -141,7 +142,7 @@ class LowBitTensor(Tensor):
     __dlpack_device__ = _refusal("__dlpack_device__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
-        # `copy.deepcopy` looks into the memo, and writes there
+        # `copy.deepcopy` itself reads and writes the memo
         return _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
@@ -184,17 +185,17 @@ def rebuild_low_bit_tensor(
     requires_grad: bool = False,
     is_parameter: bool = False,
 ) -> LowBitTensor:
-    """What unpickling calls; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
+    """Unpickling calls this; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
     tensor = LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
     return _as_leaf(tensor, requires_grad, is_parameter)
 
 
 def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
-    """A tensor that nobody else holds yet, as a leaf or a parameter; it keeps its class."""
+    """``tensor``, which nothing else may hold yet, as a leaf or a parameter; it keeps its class."""
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-# files name what rebuilds their tensors: a public module from now on, this one in version 0.3
+# files name the function that rebuilds their tensors: now in a public module, in version 0.3 by the old name
 rebuild_low_bit_tensor.__module__ = "optim_utils.low_bit"
 _OLD_NAME = "optim_utils._low_bit_tensor.rebuild_low_bit_tensor"
 torch.serialization.add_safe_globals([rebuild_low_bit_tensor, (rebuild_low_bit_tensor, _OLD_NAME)])
@@ -287,7 +288,7 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def encode(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
-    """The blocks of x, DTensors if x is one; ``uniform`` is this rank's part, see `encode_blocks`."""
+    """The blocks of x, DTensors if x is one; ``uniform`` is for this rank's part, see `encode_blocks`."""
     if not is_dtensor(x):
         return encode_blocks(x, fmt, uniform=uniform)
     from optim_utils._low_bit.sharded import encode_sharded
@@ -321,14 +322,14 @@ def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> li
 
 
 def _cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
-    """Elements start to stop along ``dim``, sharing memory; between blocks only."""
+    """Elements start to stop along ``dim``, sharing memory; start and stop have to lie between blocks."""
     shape = tuple(x.shape)
     blocks = cut_blocks(x.parts, x.fmt, shape, dim, start, stop)
     return LowBitTensor(*blocks, x.fmt, (*shape[:dim], stop - start, *shape[dim + 1 :]), x.dtype)
 
 
 def _is_pinned(x: LowBitTensor, device: object = None) -> bool:
-    # The first thing torch.distributed.checkpoint asks of a tensor; it would store this one as opaque bytes.
+    # torch.distributed.checkpoint asks this of a tensor first. Raising keeps it from storing this one as opaque bytes.
     raise NotImplementedError(
         f"checkpoints hold the plain form of a LowBitTensor, here of shape {tuple(x.shape)}: "
         "store optim_utils.to_plain(t)"

@@ -1,6 +1,7 @@
-"""Where a parameter goes when no rule speaks: one ordered list of questions, of which the first answer decides.
+"""Where a parameter goes if no rule decides: a list of questions is asked in order, and the first answer decides.
 
-What none of them answers is a `Refusal` with rules to paste, because a guess that trains badly is found weeks later.
+A parameter that no question claims is a hidden matrix, for Muon. If nothing tells which matrices it holds, it is
+refused with rules to paste, because a guess that trains badly would be found only weeks later.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
 _is_bias_name = matcher("bias", "*_bias")
-# Two dimensions, but no matrix: the decays of a state space model (Mamba), and biases by relative position (Swin).
+# Two-dimensional, but no matrices: the decays of a state space model (Mamba), and relative position biases (Swin).
 _is_elementwise_name = matcher("A_log", "*_bias_table")
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
 _is_head_name = matcher("output", "head", "classifier", "score", "fc")
-# A convolution of a few colours or channels: its (out, in k k) matrix is no map between hidden features.
+# A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
 
 
@@ -44,7 +45,7 @@ class Decision:
 
 
 def decide(leaf: Leaf, rule: Rule | None) -> Decision:
-    """The rule's decision where it makes one, the first answered question's otherwise.
+    """The decision of the rule if it makes one, else of the first question that has an answer.
 
     Raises:
         Refusal: if nothing decides, or the tensor does not hold the matrices that were asked for.
@@ -102,7 +103,7 @@ def _unsupported(leaf: Leaf) -> None:
 
 
 def _flattened(leaf: Leaf) -> None:
-    """FSDP1 shows shards without dimensions, matrices too; an optimizer of vectors would be a guess."""
+    """Refuse FSDP1's flat shards: even matrices are one-dimensional there, and to treat them as vectors is a guess."""
     is_part = getattr(leaf.param, "_fsdp_flattened", False) and len(leaf.shape) <= 1
     if is_part or getattr(leaf.param, "_is_flat_param", False):
         raise Refusal(
@@ -120,7 +121,7 @@ def _magnitude(leaf: Leaf) -> Decision | None:
 
 
 def _bias(leaf: Leaf) -> Decision | None:
-    """Biases of more dimensions: one vector an expert."""
+    """A bias by its name, as one of two or more dimensions holds one vector per expert."""
     is_bias = any(_is_bias_name(path[-1]) for path in leaf.paths)
     return Decision("adamw", "vector", "bias by name") if is_bias else None
 
@@ -138,7 +139,7 @@ def _norm(leaf: Leaf) -> Decision | None:
 
 
 def _embedding(leaf: Leaf) -> Decision | None:
-    # those of others need not derive from torch's
+    # by the class's name: the embeddings of other libraries need not derive from torch's
     if any(_is_embedding_class(base.__name__) for module in leaf.modules for base in type(module).__mro__):
         return Decision("adamw", "embedding", "embedding module")
     return Decision("adamw", "embedding", "embedding by name") if leaf.is_called(_is_embedding_name) else None
@@ -166,7 +167,7 @@ def _first_convolution(leaf: Leaf) -> Decision | None:
 
 
 def _line(leaf: Leaf) -> Decision | None:
-    """A gate with one output, a filter of one channel, a token that is learned: nothing to orthogonalize."""
+    """A gate with one output, a one-channel filter, a learned token: one row or column has nothing to orthogonalize."""
     return Decision("adamw", "vector", "one row or column") if is_of_lines(leaf) else None
 
 

@@ -1,7 +1,7 @@
-"""Which matrices lie in a weight: Q, K, V; gate and up; recurrent gates; heads; experts; convolutions; (in, out) ones.
+"""Which matrices lie in a weight: Q, K, V; gate and up; recurrent gates; heads; experts; convolutions; (in, out).
 
-`matrix_view` starts from what the module and the name say and lets a rule's arguments take precedence. Where neither
-says enough it raises a `Refusal` that proposes a rule.
+`matrix_view` starts from what the module and the name say; a rule's arguments take precedence. If all of these leave
+the matrices open, it raises a `Refusal` that proposes a rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHOLE = "split=1"
 # What the gate and up projections feed into; its shape tells along which dimension those two are fused.
 _DOWN_OF = {"gate_up_proj": "down_proj", "w13": "w2"}
 _GATE_UP_OF = {down: gate_up for gate_up, down in _DOWN_OF.items()}
-# Recurrent layers of torch, and of how many matrices, one below the other, their weights of inputs and states consist.
+# torch's recurrent layers, and how many matrices lie one below the other in each of their input and state weights.
 _GATES: dict[type[nn.Module], int] = {
     nn.LSTM: 4,
     nn.LSTMCell: 4,
@@ -65,7 +65,7 @@ def matrix_view(
     """The matrices of ``leaf``; the arguments are those of `Rule`.
 
     Raises:
-        Refusal: if the shape does not divide as asked, or nothing says how it does.
+        Refusal: if the shape does not divide as asked, or nothing says how to divide it.
     """
     try:
         view = _stored_matrices(leaf, batched)
@@ -74,7 +74,7 @@ def matrix_view(
             fusion = _asked_fusion(leaf, view, split, split_dim, flipped)
         else:
             fusion = _named_fusion(leaf, view, flipped)
-        # Parts side by side along the columns of a fused weight: it can only be stored (in, out).
+        # If the parts of a fused weight lie side by side along its columns, it can only be stored (in, out).
         if transposed is None and fusion.dim == -1 and _is_fused_by_name(leaf):
             flipped = True
         if fusion.sizes or flipped != view.transposed:
@@ -111,7 +111,7 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
 
 
 def _stacks(leaf: Leaf) -> list[str]:
-    """The rules that may be meant for a weight of three or more dimensions that is no convolution."""
+    """Arguments of rules that may fit a weight of three or more dimensions that is no convolution."""
     if leaf.is_called(_is_gate_up):
         rows, columns = leaf.shape[-2:]
         by_rows = ["batched=True, split=2, split_dim=-2"] if rows % 2 == 0 else []
@@ -123,7 +123,7 @@ def _stacks(leaf: Leaf) -> list[str]:
 
 
 def _convolution(leaf: Leaf, module: Convolution) -> MatrixView:
-    """(out, in k) of an ordinary convolution; (out k, in), stored transposed, of a transposed one; batched by group."""
+    """The matrix (out, in k) of a convolution, or (in, out k), read transposed, of a transposed one; one per group."""
     groups = (module.groups,) if module.groups > 1 else ()
     first = leaf.shape[0] // module.groups
     view = _flattened(leaf, (*groups, first, prod(leaf.shape[1:])))
@@ -131,7 +131,7 @@ def _convolution(leaf: Leaf, module: Convolution) -> MatrixView:
 
 
 def _flattened(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
-    """``matrix_shape`` with the flattened dimensions in memory order, so that channels_last weights need no copy.
+    """The view as ``matrix_shape`` that flattens dimensions in memory order: channels_last weights need no copy.
 
     The order of columns does not matter to Muon: the polar factor of G P is that of G times P for a permutation P.
     """
@@ -142,7 +142,7 @@ def _flattened(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
 
 
 def _is_stored_transposed(leaf: Leaf) -> bool:
-    """Whether the weight is stored (in, out): transformers' Conv1D, or experts whose two projections fit only so."""
+    """Whether the weight is stored (in, out): transformers' Conv1D, or experts whose projections fit only so."""
     if any(type(module).__name__ == "Conv1D" for module in leaf.modules):
         return True
     return _experts_transposed(leaf) is True
@@ -175,7 +175,7 @@ def _is_fused_by_name(leaf: Leaf) -> bool:
 
 
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
-    """The parts that the name promises: three equal ones of a QKV weight, two of a gate-and-up weight; and gates."""
+    """The parts that the name implies: three of a QKV weight, two of a gate-and-up weight, one per recurrent gate."""
     if len(leaf.shape) == 2 and _is_of_all_experts(leaf):
         reason = "2-D, and nothing says where experts lie in it: split=<how many>, with split_dim, if side by side"
         raise Refusal(reason, _WHOLE, "to='adamw'")
@@ -191,14 +191,14 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
 
 
 def _is_of_all_experts(leaf: Leaf) -> bool:
-    """Whether the name says experts, and no number in it which; a linear layer among them is a map of its own."""
+    """Whether the name says experts without an expert's number; a linear layer among experts is a matrix of its own."""
     if leaf.is_in(nn.Linear, CombinedLinear):
         return False
     for path in leaf.paths:
         place = next((i for i, component in enumerate(path) if _is_experts(component)), None)
         if place is None or any(map(_is_shared, path)):
             continue
-        # in the parameter's own name only a bare number counts: w1 is every expert's first
+        # in the parameter's own name only a bare number is an expert's: `w1` is the first weight of every expert
         *modules, own = path[place + 1 :] or [""]
         if not (own.isdigit() or any(map(str.isdigit, "".join(modules)))):
             return True
@@ -220,7 +220,7 @@ def _num_gates(leaf: Leaf) -> int | None:
 
 
 def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
-    """What a fused name promises it promises of the weight: a low-rank factor beside that may be fused or not."""
+    """Refuse what is not the weight: a fused module's name does not say whether a low-rank factor in it is fused."""
     for path in leaf.paths:
         if not is_fused(path[-1]) and not _is_weight(path[-1]):
             in_parts = [] if outputs % parts else [f"split={parts}"]
@@ -238,7 +238,7 @@ def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
         return _Fusion((rows,) * 3, -1)
     width, fused = sorted((rows, columns))
     rest = fused - width
-    # grouped queries: as many query rows as the width, and two equal rests
+    # grouped-query attention: as many query rows as the width, and the rest in equal parts for K and V
     guess = [f"split=({width}, {rest // 2}, {rest // 2})"] if rest > 0 and rest % 2 == 0 else []
     raise Refusal(
         f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other", *guess, _WHOLE
@@ -260,7 +260,7 @@ def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
 def _asked_fusion(
     leaf: Leaf, view: MatrixView, split: int | Sequence[int] | None, split_dim: int | None, transposed: bool
 ) -> _Fusion:
-    """The parts that a rule asks for; without ``split_dim`` along the dimension where they fit, outputs first."""
+    """The parts that a rule asks for; without ``split_dim`` along the dimension where they fit, outputs tried first."""
     rows, columns = view.stored_matrix[-2:]
     extent = {-2: rows, -1: columns}
     dims = [-1, -2] if transposed else [-2, -1]
@@ -269,7 +269,7 @@ def _asked_fusion(
     if split is None:
         split = 3 if leaf.is_called(_is_qkv) else _num_gates(leaf) or 2
     if isinstance(split, int):
-        # Equal parts are meant along the dimension that is that many times the other, if there is one.
+        # Equal parts lie along the dimension that is `split` times the other one, if there is such a dimension.
         dim = next((dim for dim in dims if extent[dim] == split * extent[-3 - dim]), dims[0])
         if split < 1 or extent[dim] % split:
             raise Refusal(f"{extent[dim]} does not divide into {split} equal parts", _WHOLE)
@@ -295,7 +295,7 @@ def _matrix_dim(view: MatrixView, dim: int) -> int:
 
 
 def _heads(view: MatrixView, num_heads: int | Sequence[int]) -> tuple[int, ...]:
-    """Heads of each part: as given, or ``num_heads`` in the first part and as many of that size as the others hold."""
+    """Heads of each part: as given, or ``num_heads`` in the first part and heads of the same size in the others."""
     if not isinstance(num_heads, int):
         return tuple(num_heads)
     rows = [shape[-2] for shape in view.shapes]

@@ -18,11 +18,11 @@ CONVOLUTIONS = get_args(Convolution)
 
 # Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-# Wrappers that count in front only: DDP and DataParallel, and peft.
+# Components that are a wrapper's only at the front of a name: those of DDP and DataParallel, and of peft.
 _PREFIXES = (["module"], ["base_model", "model"])
 # What torch.nn.utils.parametrize calls the tensors that a parameter is computed from.
 _is_original = re.compile(r"original\d*").fullmatch
-# The magnitudes of a weight norm, the new one and the old, and what their directions are called.
+# The name of the magnitudes in torch's new and old weight norm, and of the direction that belongs to each.
 _DIRECTION_OF = {"original0": "original1", "weight_g": "weight_v"}
 
 
@@ -41,7 +41,7 @@ def matcher(*globs: str) -> Callable[[str], object]:
 
 
 def unparametrized(components: Sequence[str]) -> list[str]:
-    """The components of the parameter that an original of torch's parametrizations stands for; others as they are."""
+    """``components``; those of an original of torch's parametrizations become those of the parameter it stands for."""
     if len(components) > 2 and components[-3] == "parametrizations" and _is_original(components[-1]):
         return [*components[:-3], components[-2]]
     return list(components)
@@ -53,7 +53,7 @@ def _path(name: str) -> tuple[str, ...]:
     while prefix := next((p for p in _PREFIXES if components[: len(p)] == p and len(components) > len(p)), None):
         del components[: len(prefix)]
     if "modules_to_save" in components[:-1]:
-        # peft's trained copy of a module, by the name of an adapter
+        # peft keeps its trained copy of a module under modules_to_save.<adapter>
         place = components.index("modules_to_save")
         del components[place : place + 2]
     return tuple(components)
@@ -63,7 +63,7 @@ def _path(name: str) -> tuple[str, ...]:
 class Leaf:
     """A parameter with all its names (several if tied) and, where the model is known, the modules that own it.
 
-    ``shapes`` maps every parameter's name to its shape: what is fused can sometimes be told from a neighbour.
+    ``shapes`` maps every parameter's name to its shape: a neighbour's shape sometimes tells how a weight is fused.
     """
 
     names: tuple[str, ...]
@@ -83,7 +83,7 @@ class Leaf:
 
     @cached_property
     def is_magnitude(self) -> bool:
-        """Whether these are the magnitudes of a weight norm: numbers for the slices of a direction."""
+        """Whether this parameter holds the magnitudes of a weight norm: one number for each slice of the direction."""
         for name in self.names:
             above, dot, last = name.rpartition(".")
             direction = self.shapes.get(f"{above}{dot}{_DIRECTION_OF.get(last)}")

@@ -7,9 +7,9 @@ names the steps from the stored tensor t to its matrices, in this order, none of
     2. view      .view(matrix_shape)                   (out, in, k, k) -> (out, in k k), or (g, out/g, in/g k k)
     3. split     .split(split, split_dim)              fused Q, K, V; gate and up
     4. transpose .mT of every part                     weights stored (in, out)
-    5. heads     rows cut into (num_heads, head_dim)   one matrix a head
+    5. heads     rows cut into (num_heads, head_dim)   one matrix per head
 
-The result is a tuple with one (..., m, n) view a part; what stands before m and n counts independent matrices.
+The result is a tuple with one (..., m, n) view per part; the dimensions before m and n count independent matrices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["MatrixView"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MatrixView:
-    """The matrices inside a tensor of one shape; without options the tensor's last two dimensions.
+    """The matrices inside tensors of one shape; without options, those of the tensor's last two dimensions.
 
     Args:
         shape: the stored tensor's shape.
@@ -38,7 +38,7 @@ class MatrixView:
         split: sizes of the parts along ``split_dim``; ``()`` for one part.
         split_dim: -2 (rows) or -1 (columns) of the stored matrix, before any transposition.
         transposed: whether the matrices are stored as (in, out) and meant as (out, in).
-        num_heads: for each part into how many heads its rows are cut; ``()`` leaves parts whole.
+        num_heads: the number of heads into which each part's rows are cut; ``()`` leaves parts whole.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class MatrixView:
                 f"dimension {self.split_dim} of {stored}"
             )
         if not self.split:
-            # without parts the dimension means nothing, and equal views compare equal
+            # without parts split_dim means nothing; with one fixed value, views that do the same compare equal
             object.__setattr__(self, "split_dim", -2)
         if self.num_heads:
             self._check_heads()
@@ -134,7 +134,7 @@ class MatrixView:
         return " + ".join(f"{count} × {m}×{n}" for (m, n), count in counts.items())
 
     def to_plain(self) -> dict[str, Any]:
-        """The arguments that differ from their defaults, all builtins, so that it loads with ``weights_only=True``."""
+        """The arguments that differ from their defaults, as builtins: the dict loads with ``weights_only=True``."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -168,7 +168,7 @@ class MatrixView:
                 raise ValueError(f"the {part[-2]} rows of a part of shape {part} do not divide into {heads} heads")
 
 
-# the groups of an optimizer hold views, and so does its state_dict
+# param groups hold views, and so does an optimizer's state_dict, which has to load with `weights_only=True`
 torch.serialization.add_safe_globals([MatrixView])
 
 

@@ -25,16 +25,18 @@ class Rule:
     Args:
         pattern: a glob on the whole name (``"*.attn.qkv.weight"``; ``*`` crosses dots), or ``"re:"`` and a regular
             expression for the whole name. Prefixes of wrappers (DDP, FSDP1, compile) may be left out.
-        to: "muon", "adamw", or "frozen" (in no group). Left out, it follows from ``role``; is "muon" if an argument
-            about matrices is given; otherwise the defaults choose and only ``options`` are added.
-        role: "matrix", "embedding", "head" or "vector": whose options the parameter takes.
+        to: "muon", "adamw", or "frozen" (in no group). If left out, it follows from ``role``; without a role it is
+            "muon" if an argument about matrices is given; otherwise the defaults choose, and the rule only adds
+            ``options``.
+        role: "matrix", "embedding", "head" or "vector"; the parameter takes the options of this role.
         split: sizes of fused parts (``(q, k, v)``), or the number of equal parts.
         split_dim: the dimension of the stored tensor along which the parts lie; by default the one that fits.
-        num_heads: one matrix a head: the heads of the first part, whose size the other parts' heads share; or one
-            number a part.
-        batched: for three and more dimensions, True for one matrix a leading index, False to flatten all but the first.
+        num_heads: cuts rows into one matrix per head: either the number of heads of the first part (heads of the other
+            parts have the same size), or one number per part.
+        batched: for three and more dimensions: True for one matrix per leading index, False to flatten all dimensions
+            but the first.
         transposed: whether matrices are stored (in, out), as transformers' ``Conv1D`` does.
-        options: hyperparameters of these parameters alone; they get a group of their own.
+        options: hyperparameters for these parameters alone, which then get a group of their own.
     """
 
     pattern: str
@@ -82,7 +84,7 @@ class Rule:
 
     @property
     def kind(self) -> Kind | None:
-        """The destination that the rule decides, None where it leaves it to the defaults."""
+        """The destination that the rule decides; None if it leaves the destination to the defaults."""
         if self.to is not None:
             return self.to
         if self.role is not None:
@@ -90,7 +92,7 @@ class Rule:
         return "muon" if self.describes_matrices else None
 
     def matches(self, name: str) -> bool:
-        """Whether ``pattern`` is ``name``, whatever characters that has, or matches all of it."""
+        """Whether ``pattern`` equals ``name`` literally, even with glob characters in it, or matches all of it."""
         return name == self.pattern or _pattern(self.pattern).match(name) is not None
 
     def __repr__(self) -> str:
@@ -99,11 +101,11 @@ class Rule:
 
 
 def _check_sizes(name: str, sizes: int | Sequence[int] | None) -> None:
-    """A number, or a sequence of at least one; all at least 1."""
+    """Raise ValueError unless ``sizes`` is None, an integer or a non-empty sequence of them, each at least 1."""
     if sizes is None:
         return
     listed = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, Sequence) else []
-    # True would be one part, where somebody may mean that there are some
+    # True is an int and would mean one part, but whoever writes it may mean that there are several
     if not listed or not all(isinstance(size, int) and size >= 1 and size is not True for size in listed):
         raise ValueError(f"{name} has to be an integer or a sequence of integers, each at least 1, got {sizes!r}")
 
