@@ -1,12 +1,14 @@
-"""Many small tensors handled at once: a thousand then cost about what one of their total size costs.
+"""Many small tensors handled at once, so that a thousand cost about as much as one tensor of their total size.
 
-Eagerly, allocating a tensor takes longer than filling a small one, and coding one is some dozens of kernels, whatever
-its size. So tensors of one shape are joined, converted and cut, and those to be coded or rounded are strung together:
+In eager mode, allocating a small tensor takes longer than filling it, and encoding a tensor launches some dozens of
+kernels, whatever its size. So tensors of one shape are concatenated, converted and split again, and tensors to be
+encoded, decoded or rounded are concatenated to one row:
 
     a, b, c, ...  ->  one row of numbers or codes  ->  one row of codes or numbers  ->  its parts a, b, c, ...
 
-up to a length that keeps a device busy. Under ``torch.compile`` each tensor goes its own way: a compiler makes few
-kernels of it, and its program would only become longer. What comes from one row shares memory.
+A row grows only to a length that keeps a device busy. Under ``torch.compile`` each tensor is handled alone: the
+compiler makes few kernels of that, and rows would only make its program longer. Tensors that are split from one row
+share memory.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class Stacks(NamedTuple):
-    """Which of the given tensors are of one shape, and so can be converted as one."""
+    """Which of the given tensors are of one shape, dtype and device, and so can be converted as one."""
 
     tensors: tuple[Tensor, ...]
     stacks: list[list[int]]  # positions
-    others: list[int]  # positions of numbers, of large tensors and of what is no plain contiguous tensor
+    others: list[int]  # the other positions: 0-dim, large, not plain and contiguous, or alone of their kind
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Stacks:
@@ -132,14 +134,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _low_bit_kind(tensor: LowBitTensor) -> Hashable:
-    """What tensors must have in common to be coded in a row; None if this one can't be: not made of whole blocks."""
+    """What tensors must have in common to be coded in one row; None for a DTensor or one not made of whole blocks."""
     fmt = tensor.fmt
     run = tensor.numel() if fmt.layout == "flat" or tensor.dim() == 0 else tensor.shape[-1]
     return None if run % fmt.block_size or is_dtensor(tensor.codes) else (fmt, tensor.device)
 
 
 def _rows(kinds_and_sizes: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Positions to string together, two or more of one kind; those of the kind None and large ones are in no row."""
+    """The positions of each row: two or more tensors of one kind. Kind None and large tensors are in no row."""
     if torch.compiler.is_compiling():
         return
     rows: dict[Hashable, list[int]] = {}
@@ -156,7 +158,7 @@ def _rows(kinds_and_sizes: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """All parts in one row; None if they are None."""
+    """All parts concatenated to one row; None if they are None."""
     given = [part.flatten() for part in parts if part is not None]
     return torch.cat(given) if given else None
 

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: one tensor in a smaller dtype than it is computed in, and which dtypes those are."""
+"""`QuantizedTensor`: one tensor stored in a smaller dtype than it is computed in, and the supported dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "not_supported", "stored_as"]
 
-#: the dtypes that are stored and computed in by plain casts
+# : the dtypes that plain casts convert between for storage and computation
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,7 +26,7 @@ def not_supported(dtype: object) -> NotImplementedError:
 
 
 def stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
-    """The quantized dtype that ``values`` is an example of."""
+    """The quantized dtype of ``values``: the format of a `LowBitTensor`, else the dtype."""
     return values.fmt if isinstance(values, LowBitTensor) else values.dtype
 
 
@@ -46,7 +46,7 @@ class QuantizedTensor(OptimizerModule):
 
     non_state_attributes: ClassVar[tuple[str, ...]] = ("block_info",)
 
-    # None is no state: float storage has the one entry `quantized_values`
+    # of the class, so that None is no state: float storage has the one entry `quantized_values`
     min_value: Tensor | None = None
     max_value: Tensor | None = None
 
@@ -87,7 +87,7 @@ class QuantizedTensor(OptimizerModule):
         if quantized_dtype not in FLOAT_DTYPES:
             raise not_supported(quantized_dtype)
         if block_info is None:
-            # of a DTensor with its placements
+            # for a DTensor this keeps the placements
             stored = torch.zeros_like(values, dtype=quantized_dtype, memory_format=torch.contiguous_format)
         else:
             stored = block_info.allocate_zeros_tensor(size=values.shape, dtype=quantized_dtype, device=values.device)

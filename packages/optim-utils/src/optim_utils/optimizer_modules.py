@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class OptimizerModule(Stateful):
     """An object whose attributes, recursively, are its state.
 
-    Stored are tensors, other `OptimizerModule` objects, dicts and sequences of them, and plain values. Left out are
-    things that belong to the process: callables, modules, optimizers, generators, process groups, meshes and
-    `BlockInfo`, and attributes named in the class attribute ``non_state_attributes``.
+    The state holds tensors, other `OptimizerModule` objects, dicts and sequences of them, and plain values. It leaves
+    out things that belong to the process (callables, modules, optimizers, generators, process groups, meshes and
+    `BlockInfo`) and the attributes named in the class attribute ``non_state_attributes``.
     """
 
     def state_dict(
@@ -43,7 +43,7 @@ class OptimizerModule(Stateful):
         """The state as a nested dict; sequences become dicts keyed by position.
 
         Args:
-            destination: a dict to fill and return; what it holds stays.
+            destination: a dict to fill and return; its present entries stay.
             keep_vars: store the tensors themselves, instead of detached ones that share their memory.
             store_non_tensors: store plain values too, by reference.
 
@@ -70,22 +70,24 @@ class OptimizerModule(Stateful):
         cast: bool = True,
         assign: bool = False,
     ) -> LoadReport:
-        """Fill this object from ``state_dict``; say what was done.
+        """Fill this object from ``state_dict``; return a report of what was done.
 
-        Tensors are filled in place: they keep identity, memory, dtype, device and sharding. Sequences are replaced by
-        new ones of their type, plain values by deep copies of exactly their type; an int or a float also takes a 0-dim
-        tensor that holds it exactly. Containers that hold only plain values take over contents and length.
+        Tensors are filled in place: they keep identity, memory, dtype, device and sharding. A sequence is replaced by a
+        new one of its type, a plain value by a deep copy of the loaded one, which has to be of exactly its type; an int
+        or a float also takes a 0-dim tensor that holds it exactly. Containers that hold only plain values take over the
+        loaded contents and length.
 
         Args:
-            state_dict: as `state_dict` made it; positions may have become strings, or sequences again.
+            state_dict: a dict made by `state_dict`; positions may have become strings, and dicts of positions sequences
+                again.
             store_non_tensors: load plain values too, instead of keeping the present ones.
             strict: refuse missing, unexpected and mismatched entries, instead of skipping each with a warning.
             cast: convert floating-point tensors to the present dtype, instead of refusing another one.
-            assign: where there is no memory to fill (None, a meta tensor, no such attribute, behind the last item of a
-                list, tuple or deque), let the loaded tensor itself take the place.
+            assign: where there is no memory to fill (None, a meta tensor, a missing attribute or key, the place behind
+                the last item of a list, tuple or deque), put the loaded tensor itself.
 
-        A nested object of a subclass with a ``load_state_dict`` of its own is loaded by that, after all others, with
-        those of the options that it has parameters for. It is tried on a copy first, as a part of the check.
+        A nested object whose class overrides ``load_state_dict`` is loaded by that method, after all others, with those
+        options that the method has parameters for. As a part of the check, the method is tried on a copy first.
 
         Raises:
             StateLoadError: with all problems in its ``report``, and nothing written; for tensors of another shape or
@@ -100,7 +102,7 @@ class OptimizerModule(Stateful):
         return report
 
     def own_load_state_dict(self) -> Callable[..., object] | None:
-        """The method of a subclass that loads in its own way: it is called, where others are planned."""
+        """The ``load_state_dict`` that a subclass overrides, else None; it is called instead of planning the load."""
         return None if type(self).load_state_dict is OptimizerModule.load_state_dict else self.load_state_dict
 
 
@@ -108,14 +110,14 @@ _LEFT_OUT = object()
 
 
 def store(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
-    """What stands for ``value`` in a state; a private object if that is nothing."""
+    """What stands for ``value`` in a state; the private ``_LEFT_OUT`` if nothing does."""
     if isinstance(value, LowBitTensor):
         return to_plain(value)
     if isinstance(value, Tensor):
         return value if keep_vars else value.detach()
     if isinstance(value, OptimizerModule):
         if store_non_tensors and not keep_vars:
-            # a method of the class's own need not know options that are not used
+            # an override of `state_dict` need not know these options as long as they are not used
             return value.state_dict()
         return value.state_dict(keep_vars=keep_vars, store_non_tensors=store_non_tensors)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Working out a load before anything is written, so that a refused one changes nothing.
+"""Planning a load before anything is written, so that a refused load changes nothing.
 
-The plan walks the live object, never the loaded state: what is there decides what can come. It collects what has to be
-written and what does not fit; only then is the report judged and, if it passes, the writing done.
+The plan walks the live object, never the loaded state: the live object decides what can be loaded. It collects what has
+to be written and what does not fit; only then is the report judged and, if it passes, the writing done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from optim_utils._state.walk import (
 )
 from optim_utils.low_bit import LowBitTensor, from_plain
 
-# values are never broadcast, and never read from or written to a tensor without memory, or one that cannot be written
+# even if not strict: no value is broadcast, or copied from or to a meta tensor, or into memory that cannot be written
 ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device", "memory")
 
 
@@ -42,17 +42,17 @@ class LoadPlan:
     """What a load into live objects will write, and the report on it.
 
     Args:
-        store_non_tensors: whether plain values are loaded too, or stay.
-        cast: whether floating-point tensors are converted to the live dtype, or refused.
-        assign: whether a loaded tensor takes the place of what has no memory to fill: None, a meta tensor, nothing, the
-            end of a list.
+        store_non_tensors: whether plain values are loaded too; otherwise they stay.
+        cast: whether a floating-point tensor is converted to the live dtype; otherwise one of another dtype is refused.
+        assign: whether a loaded tensor is put where there is no memory to fill: for None, a meta tensor, a missing
+            attribute or key, or behind the end of a list.
     """
 
     def __init__(self, *, store_non_tensors: bool = True, cast: bool = True, assign: bool = False) -> None:
         self.store_non_tensors = store_non_tensors
         self.cast = cast
         self.assign = assign
-        # where tensors go that are taken over, except those without dimensions; None: they stay where they are
+        # the device that assigned tensors are moved to, except 0-dim ones; None leaves them where they are
         self.device: torch.device | None = None
         self.issues: list[LoadIssue] = []
         self.fills: list[tuple[Tensor, Tensor]] = []
@@ -76,7 +76,7 @@ class LoadPlan:
         return report
 
     def rehearse(self, *, strict: bool) -> bool:
-        """Add to the report what objects that load themselves would report; whether one of them would refuse."""
+        """Add to the report what objects that load themselves would report; return whether one of them would refuse."""
         options = {
             "store_non_tensors": self.store_non_tensors,
             "strict": strict,
@@ -102,19 +102,19 @@ class LoadPlan:
             write()
 
     def load_foreign(self) -> None:
-        """Let objects load that do it in their own way: last, as what they do is unknown and may fail."""
+        """Load the objects that load themselves: last, because what they do is unknown and may fail."""
         for path, load in self.foreign_loads:
             try:
                 load()
             except StateLoadError as error:
-                # its own text may say that nothing was changed
+                # the error's own text may say that nothing was changed
                 raise StateLoadError.too_late(error.report, path) from error
             except Exception as error:
                 error.add_note(f"raised by the load_state_dict at {encode_path(path)}, after others had been written")
                 raise
 
-    # Each of the following plans one kind of live value. They return what is to stand in its place: itself if it is
-    # filled in place, or a new object.
+    # Each of the following methods plans one kind of live value and returns what is to stand in its place: the value
+    # itself if it is filled in place, or a new object.
 
     def add_object(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if not isinstance(loaded, Mapping):
@@ -196,7 +196,7 @@ class LoadPlan:
         return live
 
     def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
-        # codes are no numbers: they are never decoded on the way
+        # a low-bit tensor is never decoded on the way
         if not isinstance(loaded, Tensor) or isinstance(loaded, LowBitTensor):
             self._mismatch(path, "type", live, loaded)
             return live
@@ -273,8 +273,8 @@ class LoadPlan:
         return rebuild(live, items)
 
     def _append_taken_over(self, live: Any, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
-        """Move the tensors behind the last of ``items`` there from ``entries``: of a history that was longer."""
-        # a named tuple has as many items as names, a set no order, and a full deque would drop its first ones
+        """Move the tensors that continue ``items`` from ``entries`` to its end, as a history may have been saved longer."""
+        # a namedtuple has as many items as names, a set has no order, and a full deque would drop its first items
         room = len(items) + len(entries) if isinstance(live, list) or type(live) is tuple else len(items)
         if isinstance(live, deque):
             room = len(items) + len(entries) if live.maxlen is None else live.maxlen
@@ -312,18 +312,18 @@ class LoadPlan:
         return live
 
     def _taken_over(self, loaded: object) -> Tensor | None:
-        """The tensor that is to stand where there was nothing; None if there is none, or no ``assign``."""
+        """``loaded`` as the tensor to put where there was none; None if it is no tensor, or without ``assign``."""
         if not self.assign:
             return None
         tensor = loaded if isinstance(loaded, Tensor) else None
         if is_low_bit_form(loaded):
-            # cast or reshaped since it was saved it is no low-bit tensor any more
+            # after a cast or reshape since it was saved, it is no low-bit tensor any more
             with suppress(ValueError):
                 tensor = from_plain(dict(loaded))
         return tensor if tensor is None or self.device is None or not tensor.ndim else tensor.to(self.device)
 
     def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
-        # not `setattr`: a property or an own `__setattr__` of the class is not part of restoring it
+        # not `setattr`: to restore the object must not call properties or the `__setattr__` of its class
         self.writes.append(lambda: object.__setattr__(live, name, value))
 
     def _write_item(self, live: dict[Any, Any], key: Any, value: Any) -> None:
@@ -348,7 +348,7 @@ class LoadPlan:
 
 
 def _is_free(live: Stateful, name: object) -> bool:
-    """Whether a tensor can become the attribute ``name`` that ``live`` lacks: no method, no property of its class."""
+    """Whether a tensor can become the attribute ``name`` that ``live`` lacks: no method or property has that name."""
     if not isinstance(name, str) or name in live.non_state_attributes:
         return False
     of_class = next((vars(base)[name] for base in type(live).__mro__ if name in vars(base)), None)

@@ -1,4 +1,4 @@
-"""What a load did, entry by entry, in words that name no contents; the error that carries it if it was refused."""
+"""The report of a load, entry by entry, without any contents; the error that carries the report of a refused load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["loaded", "missing", "unexpected", "type", "shape", "dtype", "dev
 
 @dataclass(frozen=True, slots=True)
 class LoadIssue:
-    """One entry of a state: where it is (as a key of `flatten`), what became of it, what was there and what came."""
+    """One entry of a state: its place (a key of `flatten`), what became of it, what was expected and what was found."""
 
     path: str
     kind: Kind
@@ -33,8 +33,8 @@ class LoadReport:
         loaded: entries that were taken over (or would have been, in a refused load).
         missing: entries of the object that the state does not have.
         unexpected: entries of the state that the object does not have.
-        mismatched: entries of another type, shape or dtype, on no device, or whose memory cannot be written, which kept
-            their old value.
+        mismatched: entries of another type, shape or dtype, without memory on one side (meta), or whose memory cannot
+            be written; they kept their old values.
         cast: the loaded entries that were converted from another floating-point dtype.
     """
 
@@ -55,7 +55,7 @@ class LoadReport:
         return cls(**{name: tuple(listed) for name, listed in lists.items()})
 
     def inside(self, path: Path) -> list[LoadIssue]:
-        """The issues, of which this is the report, on the entries of what is at ``path``."""
+        """The issues of this report, with the paths that they have if its object is at ``path`` of a larger one."""
         return [replace(issue, path=join_paths(path, issue.path)) for issue in self.loaded + self.problems]
 
     @property
@@ -102,7 +102,7 @@ class StateLoadError(RuntimeError):
 
     @classmethod
     def too_late(cls, report: LoadReport, path: Path) -> StateLoadError:
-        """The error for an object that refuses what it took when it was asked, and others have been written."""
+        """The error for an object that took a state in the rehearsal and refuses it after others have been written."""
         return cls(
             f"the object at {encode_path(path)} refused its state after others had been written\n{report}", report
         )
@@ -125,7 +125,7 @@ def describe(value: object) -> str:
 
 
 def describe_both(live: object, loaded: object) -> tuple[str, str]:
-    """`describe` of each; of two alike, as most are, only once."""
+    """`describe` of each, computed only once if they are alike, as most are."""
     expected = describe(live)
     if type(live) is not type(loaded):
         return expected, describe(loaded)

@@ -14,7 +14,7 @@ _MARKS: dict[type, str] = {list: "l", tuple: "t"}
 
 
 def flatten(input_dict: Mapping[Any, Any], *, sequences: bool = False) -> dict[str, Any]:
-    """The leaves of nested dicts by the JSON of their path, in order, the same objects.
+    """The leaves of nested dicts, the same objects in the same order, keyed by the JSON of their paths.
 
     Keys may be str, int, float, bool and None, and keep their type. An empty dict is a leaf, so that it is not lost.
 
@@ -136,7 +136,7 @@ class _Nested:
         self._sequences: list[tuple[dict[Any, Any], Any, str]] = []
 
     def insert(self, path: list[Any], leaf: Any, key: str) -> None:
-        """Put ``leaf`` at the end of ``path``; ``key`` is how errors call it."""
+        """Put ``leaf`` at the end of ``path``; ``key`` is the name of the path in errors."""
         node = self._root
         last = len(path) - 1
         for depth, item in enumerate(path):

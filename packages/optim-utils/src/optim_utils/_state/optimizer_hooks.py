@@ -38,16 +38,17 @@ def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> Sta
     ``torch.load(weights_only=True)``, ``torch.distributed.checkpoint`` and ``get_optimizer_state_dict`` (nested and
     flat) can hold. Every tensor comes back with the dtype it was saved in, on the device where the optimizer has it.
 
-    If objects are to be loaded that the optimizer has not made yet, it makes them as ``get_optimizer_state_dict`` does:
-    by a step with zero gradients and learning rate 0, after which parameters and gradients are put back.
+    If the checkpoint holds objects that the optimizer has not made yet, the optimizer makes them as
+    ``get_optimizer_state_dict`` does: by a step with zero gradients and learning rate 0, after which parameters and
+    gradients are put back.
 
     Hooks are not pickled or copied with the optimizer.
 
     Args:
         optimizer: any optimizer.
-        strict: refuse a checkpoint in which entries of an object are missing, too many or of another type, with a
-            `StateLoadError` before anything is changed; otherwise these entries keep their present values. A tensor
-            too many is taken over, as objects may make some of theirs later.
+        strict: refuse a checkpoint in which entries of an object are missing, unexpected or of another type, with a
+            `StateLoadError` before anything is changed; otherwise these entries keep their present values. An
+            unexpected tensor is always taken over, as objects may make some of their tensors later.
     """
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         if isinstance(getattr(hook, "__self__", None), StateDictHooks):
@@ -87,7 +88,7 @@ class StateDictHooks:
             key: {name: _plain(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
             for key, entry in state_dict["state"].items()
         }
-        # a parameter without state says so: `set_optimizer_state_dict` takes an absent entry for a damaged checkpoint
+        # a parameter without state has an empty entry: `set_optimizer_state_dict` takes none for a damaged checkpoint
         for key, param in _saved_params(optimizer, state_dict):
             if param.requires_grad:
                 state.setdefault(key, {})
@@ -95,7 +96,7 @@ class StateDictHooks:
 
     def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
         if _group_sizes(state_dict["param_groups"]) != _group_sizes(optimizer.param_groups):
-            # torch refuses it after this hook: nothing may be made or held for it
+            # torch refuses this dict after the hook, so no object may be made and no value held for it
             return state_dict
         params = dict(_saved_params(optimizer, state_dict))
         saved = {
@@ -144,9 +145,9 @@ class StateDictHooks:
 
 
 def _guard_next_setstate(optimizer: Optimizer, before: dict[str, Any]) -> None:
-    """Let the optimizer have ``before`` again if its ``__setstate__`` raises, after which torch calls no hook.
+    """Give the optimizer ``before`` back if its ``__setstate__`` raises, as torch then calls no other hook.
 
-    Adam's does so for a state without "step". The guard hides the class's method until it is called once.
+    Adam's raises for a state without "step". The guard hides the class's method until the optimizer calls it once.
     """
 
     def guarded(new: dict[str, Any]) -> None:
@@ -181,7 +182,7 @@ def _hold(value: object) -> object:
 
 
 def _with_dtype(by_torch: Any, saved: Any, name: Any) -> Any:
-    """What torch made of a number or a 0-dim tensor, in the dtype that was saved; a "step" torch treats well itself."""
+    """The number or 0-dim tensor that torch loaded, in its saved dtype; torch itself handles "step" correctly."""
     if isinstance(by_torch, Tensor) and isinstance(saved, Tensor) and name != "step":
         return saved.to(by_torch.device)
     return by_torch
@@ -192,7 +193,7 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
 
 
 def _saved_params(optimizer: Optimizer, state_dict: State) -> Iterator[tuple[Any, Tensor]]:
-    """Each parameter with what the saved groups call it: a number, or a name."""
+    """(key, parameter) pairs, where the key is what the saved groups call the parameter: a number or a name."""
     for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"]):
         yield from zip(saved_group["params"], group["params"])
 
@@ -200,7 +201,7 @@ def _saved_params(optimizer: Optimizer, state_dict: State) -> Iterator[tuple[Any
 def _without_gaps(saved: State, live: State) -> State:
     """``saved`` without the empty dicts that stand for what was not saved.
 
-    ``set_optimizer_state_dict`` puts them there in its flat form, for every name that the live state has.
+    Given a flat state, ``set_optimizer_state_dict`` puts an empty dict there for every name that the live state has.
     """
     if live and not any(_is_something(value) for value in saved.values()):
         return {}
@@ -216,9 +217,9 @@ def _is_leaf(value: object) -> bool:
 
 
 def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...]) -> State:
-    """What a parameter's state becomes: objects as they are, to be filled by the plan, and the saved values."""
+    """What a parameter's state becomes: the live objects, which the plan will fill, and the saved values."""
     entries = by_key(live, saved) or {}
-    # what is on meta has no memory yet: what is loaded brings it
+    # a parameter on meta has no memory yet: the loaded tensors bring it
     plan.device = None if device.type == "meta" else device
     state = {}
     for name, value in entries.items():
@@ -237,7 +238,7 @@ def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.devi
 
 
 def _restored(value: Any, device: torch.device) -> Any:
-    """A saved value on ``device``, in containers of its own; a 0-dim tensor stays for torch to place."""
+    """A saved value on ``device``, in new containers; a 0-dim tensor is left where it is, as torch places it."""
     if isinstance(value, Tensor):
         return value.to(device) if value.ndim else value
     if is_low_bit_form(value):
@@ -250,7 +251,7 @@ def _restored(value: Any, device: torch.device) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` for a checkpoint: with objects it becomes nested dicts, otherwise it stays what it is."""
+    """``value`` for a checkpoint: nested dicts if it holds objects, otherwise unchanged."""
     return _without_none(store(value)) if _holds_objects(value) else value
 
 
@@ -285,7 +286,7 @@ def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> l
     everyone = [param for group in optimizer.param_groups for param in group["params"]]
     values = [param.detach().clone() for param in params]
     gradients = [param.grad for param in everyone]
-    # all of them: a step may count itself there
+    # all entries of all groups: a step may count itself in them
     groups = [dict(group) for group in optimizer.param_groups]
     try:
         for param in everyone:
@@ -316,5 +317,5 @@ def _drop_states(optimizer: Optimizer, params: list[Tensor]) -> None:
 
 
 def _may_be_object(value: object) -> bool:
-    """Whether a saved value can be the state of an object; a low-bit tensor says itself what it is."""
+    """Whether a saved value can be the state of an object; a low-bit tensor's form says that it is none."""
     return isinstance(value, Mapping) and not is_low_bit_form(value)

@@ -1,7 +1,8 @@
 """Objects that load themselves: each is tried on a copy first, so that a refusal comes before anything is written.
 
-What a method of the class's own does is unknown: it may rename old entries, or keep another form of state. So it is
-not guessed from the object's attributes; the method itself says, of a copy of the object and of its state, what fits.
+What an overridden ``load_state_dict`` does is unknown: it may rename old entries, or keep another form of state. So
+what fits is not guessed from the object's attributes; instead the method is called with a copy of the object and of its
+state.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from optim_utils._state.load_report import LoadReport, StateLoadError
 from optim_utils._state.paths import Path, encode_path
 from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild
 
-# while an object loads itself as a part of another load: where its reports go, which that other load answers for
+# while an object loads itself as a part of an outer load: the list for its reports, which the outer load judges
 _REPORTS: ContextVar[list[LoadReport] | None] = ContextVar("reports", default=None)
 
 
 def hand_over(report: LoadReport) -> bool:
-    """Give ``report`` to the load that this one is a part of; False if there is none."""
+    """Give ``report`` to the load that this one is a part of; return False if there is no such load."""
     reports = _REPORTS.get()
     if reports is None:
         return False
@@ -64,7 +65,7 @@ class OwnLoad:
     def _load(self, live: Stateful, loaded: Mapping[Any, Any], reports: list[LoadReport]) -> None:
         load = live.own_load_state_dict()
         assert load is not None
-        # a method of the class's own need not know every option
+        # an override need not know every option
         parameters = inspect.signature(load).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         options = {name: value for name, value in self.options.items() if takes_all or name in parameters}
@@ -97,5 +98,5 @@ def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except (TypeError, copy.Error, pickle.PicklingError):
-        # a lock, a file: no load could bring it either
+        # a lock or a file, for example, which no load could replace either
         return value

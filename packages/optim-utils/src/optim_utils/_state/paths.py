@@ -16,7 +16,7 @@ Key = str | int | float | bool | None
 
 
 class SequenceItem(NamedTuple):
-    """An item of a list ("l") or a tuple ("t"); a type of its own, as a dict may have the tuple for a key."""
+    """An item of a list ("l") or a tuple ("t"); a type of its own, because a plain tuple may be a dict's key."""
 
     mark: str
     position: int
@@ -44,7 +44,7 @@ def encode_item(item: object) -> str:
 
 
 def encode_path(path: Path) -> str:
-    """The key of ``path``, lenient: keys that JSON cannot hold are shown as their ``repr``, so that errors can too."""
+    """The key of ``path``; keys that JSON cannot hold are shown as their ``repr``, so that errors can name any path."""
     parts = []
     for item in path:
         try:
@@ -55,7 +55,7 @@ def encode_path(path: Path) -> str:
 
 
 def join_paths(outer: Path, inner: str) -> str:
-    """The key of what `encode_path` calls ``inner`` inside of what is at ``outer``."""
+    """The key of the entry that has the key ``inner`` inside of the container at ``outer``."""
     items = [encode_path(outer)[1:-1], inner[1:-1]]
     return f"[{', '.join(filter(None, items))}]"
 

@@ -1,6 +1,6 @@
-"""Filling a live tensor from a loaded one: first whether that is possible, then doing it.
+"""Filling a live tensor from a loaded one: first the check whether that is possible, then the copy.
 
-The live tensor keeps its identity, storage, device, dtype and sharding; the loaded one is brought to it:
+The live tensor keeps its identity, storage, device, dtype and sharding; the loaded tensor is brought to them:
 
     live      loaded    what happens
     plain     DTensor   the loaded one is gathered
@@ -37,7 +37,7 @@ def find_mismatch(live: Tensor, loaded: Tensor, *, cast: bool) -> Mismatch | Non
 
 
 def fits_dtype(live: Tensor, loaded: Tensor, *, cast: bool) -> bool:
-    """Whether both have one dtype, or with ``cast`` both a floating-point one."""
+    """Whether both have the same dtype, or with ``cast`` both have floating-point dtypes."""
     return live.dtype == loaded.dtype or (cast and live.is_floating_point() and loaded.is_floating_point())
 
 
@@ -45,7 +45,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
-    """Why the memory of ``live`` cannot take ``loaded``, which fits otherwise, or None: what ``copy_`` would refuse."""
+    """Why ``copy_`` could not write ``loaded`` into the memory of ``live``, whose shape and dtype fit, or None."""
     local = _local(live)
     if local.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, which is written in torch.inference_mode() only"
@@ -60,7 +60,7 @@ def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
 
 @torch.no_grad()
 def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write into each (live, loaded) pair's live tensor. Collective, on the mesh's ranks, where one is a DTensor.
+    """Fill the live tensor of each (live, loaded) pair. Collective on the mesh's ranks if one of them is a DTensor.
 
     The loaded tensors may be the live ones in another order.
     """
@@ -71,7 +71,7 @@ def fill_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The loaded tensor of each (live, loaded) pair; a copy where writing another live tensor could change it."""
     if torch.compiler.is_compiling():
-        # it cannot see storages; what need not be copied its program does not copy
+        # a compiler cannot see storages; its program leaves out the copies that it does not need
         return [loaded.clone() for _, loaded in pairs]
     written = {_storage(live) for live, _ in pairs}
     return [
@@ -97,7 +97,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which storage a tensor lies in: of a compressed one its values; `copy_` gives a COO one new memory."""
+    """An id of the storage of a tensor or a compressed one's values; unique for COO, to which `copy_` gives new memory."""
     local = _local(tensor)
     if local.layout in _COMPRESSED:
         local = local.values()
@@ -105,7 +105,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> tuple[int, ...]:
-    """Which elements of its storage a tensor covers."""
+    """An id of the elements of its storage that a tensor covers."""
     local = _local(tensor)
     if local.layout != torch.strided:
         return (-id(tensor),)

@@ -1,7 +1,8 @@
-"""Planning how nested dicts of parameter states are brought to loaded values.
+"""Planning an update of nested dicts of parameter states to loaded values.
 
-Like `LoadPlan`, with other rules: what has a ``load_state_dict`` loads itself, and what is neither that nor a tensor
-nor a dict is simply replaced. Objects whose attributes are their state are planned by `LoadPlan`'s own rules.
+Like `LoadPlan`, with other rules: an object with a ``load_state_dict`` loads itself, and a value that is neither such
+an object nor a tensor nor a dict is replaced. Objects whose attributes are their state are planned by `LoadPlan`'s own
+rules.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from optim_utils.low_bit import LowBitTensor
 
 
 class UpdatePlan(LoadPlan):
-    """What an update of nested dicts will write; ``missing_keys`` are the last keys of the missing entries."""
+    """What an update of nested dicts will write; ``missing_keys`` are the last keys on the missing paths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +33,8 @@ class UpdatePlan(LoadPlan):
     def update(self) -> LoadReport:
         """Write everything, or raise `StateLoadError` and write nothing.
 
-        Entries that are missing or too many are the caller's to judge. So are, inside of objects, wrong types: an
-        object loads what fits.
+        The caller judges missing and unexpected entries and, inside of objects, wrong types and dtypes: an object loads
+        what fits.
         """
         refused = self.objects.rehearse(strict=False)
         report = LoadReport.of(self.issues + self.objects.issues)

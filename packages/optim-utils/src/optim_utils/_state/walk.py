@@ -1,6 +1,6 @@
-"""What of an object is state: which values are stored, which containers are entered, under which keys.
+"""Which part of an object is state: which values are stored, which containers are entered, under which keys.
 
-A container is entered position by position, so its keys are those of its dict, or 0, 1, 2, … for the others.
+A dict is entered by its keys, every other container by position: 0, 1, 2, …
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stateful:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if isinstance(cls.non_state_attributes, str):
-            # every letter and part of it would count as a name
+            # `in` would find every letter and substring of it
             raise TypeError(
                 f"non_state_attributes of {cls.__name__} must be a collection of names, got the string "
                 f"{cls.non_state_attributes!r}; write ({cls.non_state_attributes!r},)"
@@ -59,7 +59,7 @@ class Stateful:
                 yield name, getattr(self, name)
 
     def own_load_state_dict(self) -> Callable[..., object] | None:
-        """How the object loads itself, if not by what its attributes are."""
+        """The method by which the object loads itself; None if it is loaded attribute by attribute."""
         return None
 
 
@@ -75,7 +75,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def by_position(loaded: object) -> dict[Any, Any] | None:
-    """The loaded counterpart of a sequence, by position: a dict's ``"0"`` means 0; None if it is no container."""
+    """The loaded counterpart of a sequence as a dict by position, ``"0"`` counting as 0; None if it is no container."""
     if isinstance(loaded, Mapping):
         positions = {int(key) for key in loaded if isinstance(key, str) and key.isdecimal()}
         return by_key(positions, loaded)
@@ -85,10 +85,11 @@ def by_position(loaded: object) -> dict[Any, Any] | None:
 
 
 def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
-    """The loaded counterpart of a dict with the keys ``live``, of which an int also matches its string.
+    """The loaded counterpart of a dict with the keys ``live``, where an int key also matches its string.
 
-    If both forms are there they are merged and the string wins: ``torch.distributed.checkpoint`` fills tensors where
-    they are, under the int, but puts the numbers that it loads under the string.
+    If both forms are there, they are merged, and the value under the string wins: ``torch.distributed.checkpoint``
+    fills tensors in place, under the int, but puts the numbers that it loads under the string. None if ``loaded`` is no
+    mapping.
     """
     if not isinstance(loaded, Mapping):
         return None
@@ -108,7 +109,7 @@ def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """``new``, and where both are dicts also what only ``old`` has."""
+    """``new``; where both are dicts, also the entries that only ``old`` has."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return new
     return {**old, **{key: _merged(old[key], value) if key in old else value for key, value in new.items()}}
@@ -129,25 +130,25 @@ def is_plain(value: object) -> bool:
 
 
 def is_low_bit_form(value: object) -> TypeIs[Mapping[Any, Any]]:
-    """Whether ``value`` is what a `LowBitTensor` is in a state: see `optim_utils.low_bit.to_plain`."""
+    """Whether ``value`` is the form of a `LowBitTensor` in a state: see `optim_utils.low_bit.to_plain`."""
     return isinstance(value, Mapping) and {"codes", "scale", "format"} <= value.keys()
 
 
 def has_content(value: object, *, store_non_tensors: bool) -> bool:
-    """Whether the state of ``value`` has a single entry; checkpoint formats drop containers that have none."""
+    """Whether the state of ``value`` has any entry; checkpoint formats drop containers that have none."""
     if isinstance(value, Tensor):
         return True
     items = _items(value)
     if items is None:
-        # None holds nothing that could be lost, and is what torch's flat form of a state cannot hold
+        # None holds nothing that could be lost, and torch's flat form of a state cannot hold it
         return store_non_tensors and value is not None and not is_never_stored(value)
     return any(has_content(child, store_non_tensors=store_non_tensors) for _, child in items)
 
 
 def refuse_cycles(root: object) -> None:
-    """Raise ValueError if ``root`` contains something that contains itself, where every walk ends at Python's stack."""
+    """Raise ValueError if ``root`` contains something that contains itself: a walk ends only with Python's stack."""
     path: list[Any] = []
-    # the containers on the way to where the walk is, with what of them is still to be seen
+    # the containers on the way from `root` to the walk's position, with the items that each has left
     way = {id(root): iter(_items(root) or ())}
     while way:
         for key, child in way[next(reversed(way))]:
@@ -169,7 +170,7 @@ def refuse_cycles(root: object) -> None:
 
 
 def _items(value: object) -> Iterable[tuple[Any, Any]] | None:
-    """The keys and values of a container or object that is entered; None if it is not."""
+    """The keys and values of ``value`` if it is a container or object that is entered, else None."""
     if isinstance(value, Stateful):
         return value.state_attributes()
     if isinstance(value, dict):
