@@ -1,8 +1,8 @@
 """The heuristics behind `optim_utils.balance.partition`: longest first, best fit, moves and swaps.
 
-Each works on plain numbers, looks at nothing but its arguments and breaks ties by the lowest index, so that every rank
-of a job finds the same answer without talking to the others. Ranks hold cost (what is balanced) and memory (what is
-bounded); without a bound ``cap`` is infinite.
+Each heuristic works on plain numbers, looks at nothing but its arguments and breaks ties by the lowest index, so that
+every rank of a job finds the same answer without talking to the others. Ranks hold cost (what is balanced) and memory
+(what is bounded); without a bound ``cap`` is infinite.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ def largest_load(problem: Problem, owner: Sequence[int]) -> float:
 
 
 def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[float]) -> float:
-    """What no partition can undercut: the mean, the largest item, and for each k the pigeonhole bound.
+    """A load that no partition can undercut: the greatest of the mean, the largest item and the pigeonhole bounds.
 
-    Of the k m + 1 largest items some rank holds k + 1, which cost at least as much as the k + 1 smallest of them.
+    For each k, with m ranks, some rank holds k + 1 of the k m + 1 largest items, which cost at least as much as the k +
+    1 smallest
+    of them.
     """
     ordered = sorted(costs, reverse=True)
     sums = [0.0, *ordered]
@@ -76,7 +78,7 @@ def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[f
 
 
 def longest_first(problem: Problem) -> list[int] | None:
-    """LPT: from the largest item down, each to the rank that holds least; None if a rank with room is not found."""
+    """LPT: from the largest item down, each to the rank that holds least; None if no rank has room for an item."""
     ranks = RanksInOrder(problem.initial_load, problem.cap)
     owner = [0] * len(problem.costs)
     for item in problem.order:
@@ -100,7 +102,7 @@ def best_owners(problem: Problem) -> list[int] | None:
     for make in makers:
         if best_load <= bound * (1 + _CLOSE_ENOUGH):
             break
-        # memory alone leaves cost to chance: one exchange a rank is the least that this takes to make up for
+        # balancing memory alone leaves cost to chance; repairing it takes an exchange per rank at least
         if make is _smallest_memory and best is not None and problem.num_ranks > _MAX_SWAPS:
             break
         start = make(problem)
@@ -119,7 +121,7 @@ def best_owners(problem: Problem) -> list[int] | None:
 
 
 def _smallest_memory(problem: Problem) -> list[int] | None:
-    """Memory alone balanced as well as can be: where the cap can be kept at all, this often keeps it."""
+    """Owners that balance memory alone; if the cap can be kept at all, these often keep it. None if they do not."""
     owner = best_owners(problem.swapped())
     assert owner is not None
     return owner if max(loads_of(problem.memory, owner, [0] * problem.num_ranks)) <= problem.cap else None
@@ -171,7 +173,7 @@ def _best_fit(problem: Problem, size: float) -> list[int] | None:
 
 
 class _Assignment:
-    """Who owns what, with the cost and memory that each rank then has, and its (cost, item) by increasing cost."""
+    """The owner of each item, each rank's cost and memory, and each rank's (cost, item) pairs by increasing cost."""
 
     def __init__(self, problem: Problem, owner: Sequence[int]) -> None:
         self.problem, self.owner = problem, list(owner)
@@ -196,7 +198,7 @@ class _Assignment:
 
 
 def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
-    """Moves and swaps off the fullest rank, as long as one lowers it without filling another as much."""
+    """Owners after moves and swaps off the fullest rank, as long as one lowers it without filling another as much."""
     found = _Assignment(problem, start)
     loads = found.loads
     ordered = sorted((load, rank) for rank, load in enumerate(loads))
@@ -230,7 +232,7 @@ def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
 
 
 class _Exchange(NamedTuple):
-    """An item that a rank gives, the one that it takes for it, and by how much the fuller rank gets lighter."""
+    """An item that the fuller of two ranks gives, the one it takes in return, and by how much the larger load falls."""
 
     gain: float
     given: int
@@ -238,7 +240,7 @@ class _Exchange(NamedTuple):
 
 
 def _best_exchange(assignment: _Assignment, full: int, other: int) -> tuple[_Exchange | None, int]:
-    """The exchange that lowers ``full`` most, the fuller of two ranks, and how many were looked at.
+    """The exchange that most lowers the larger load, that of ``full``, and how many exchanges were looked at.
 
     Giving cost a for b changes the larger load from L to max(L - (a - b), L - difference + (a - b)): the gain is
     min(a - b, difference - (a - b)), at most half the difference.

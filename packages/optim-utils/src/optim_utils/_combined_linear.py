@@ -36,15 +36,15 @@ def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]
 class _Product(torch.autograd.Function):
     """``F.linear`` with the two parts of a joined matrix (out, in + 1), whose gradient is joined in one pass.
 
-    Of two slices, each would make a matrix of zeros and fill its part, and the two would be added. The gradient lies in
-    memory as the matrix does, or densely: then autograd keeps it as it is.
+    With two slices, autograd would make a matrix of zeros for each, fill its part, and add the two matrices. The
+    gradient has the memory layout of the matrix, or is dense: then autograd keeps it as it is.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(input: Tensor, combined: Tensor) -> Tensor:
-        # only a bias whose elements are neighbours is added by the matrix product itself
+        # the matrix product itself adds a bias only if that is contiguous
         return F.linear(input, combined[:, :-1], combined[:, -1].contiguous())
 
     @staticmethod
@@ -98,7 +98,7 @@ class CombinedLinear(nn.Module):
     __constants__ = ("in_features", "out_features", "in_features_with_bias", "bias", "has_bias")
     # properties that TorchScript must not compile: they are for people
     __jit_unused_properties__ = ("weight", "bias_vector")
-    # layers that version 0.3 pickled do not say it
+    # for layers pickled by version 0.3, which have no such attribute
     column_major = False
 
     def __init__(
@@ -148,8 +148,8 @@ class CombinedLinear(nn.Module):
             return F.linear(input, self.combined_weight)
         combined = self.combined_weight
         if not torch.jit.is_scripting():
-            # compilers and tensors with functions of their own see through slices; autocast decides the dtypes of
-            # products, not of a function around one
+            # the slices are left to compilers and to tensors with a `__torch_function__`, which see through them, and
+            # to autocast, which sets the dtypes of a product but not of an autograd function around it
             seen_through = (
                 torch.compiler.is_compiling()
                 or has_torch_function((input, combined))
@@ -237,7 +237,7 @@ class CombinedLinear(nn.Module):
 
     @torch.no_grad()
     def _in_layout(self, matrix: Tensor) -> Tensor:
-        """``matrix``, laid out as this layer wants it unless it is a DTensor: what shards lays out too."""
+        """``matrix`` in this layer's layout; a DTensor stays as it is, as whatever shards it decides its layout."""
         return matrix if is_dtensor(matrix) else self._laid_out(matrix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CombinedLinear:
@@ -267,7 +267,7 @@ class CombinedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load either form. Of a Linear's form a part may be missing: the other one is still loaded if not strict."""
+        """Load either form. If a Linear's form lacks weight or bias, the other one is still loaded if not strict."""
         combined = prefix + "combined_weight"
         live = {prefix + "weight": self.weight.detach()}
         if self.bias_vector is not None:
@@ -295,7 +295,7 @@ class CombinedLinear(nn.Module):
             state_dict[combined] = join_weight_bias(values[prefix + "weight"], values.get(prefix + "bias"))
         loaded = state_dict.get(combined)
         if local_metadata.get("assign_to_params_buffers") and isinstance(loaded, Tensor) and loaded.ndim == 2:
-            # it takes the parameter's place, in the layout of this layer
+            # the loaded tensor becomes the parameter, so it needs the layout of this layer
             state_dict[combined] = self._in_layout(loaded)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -11,7 +11,7 @@ from optim_utils._combined_linear import CombinedLinear
 
 L = TypeVar("L", bound=nn.Module)
 
-# their fast paths read the `.bias` of the layers in them, and take it for a tensor
+# modules whose fast paths read the `.bias` of the layers in them, and take it for a tensor
 _READS_BIAS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _PARAMETERS = {"weight", "bias", "combined_weight"}
 _BY_PREDICATE = ", or leave it out with the predicate"
@@ -36,11 +36,11 @@ def combine_linears(
         column_major: likewise.
 
     Raises:
-        ValueError: before anything is replaced, for a layer whose parameters are tied to another module's (joined into
-            a new parameter they would not be any more), of whose parameters only one requires a gradient, that has
-            hooks (its parameters' too), buffers or a ``forward`` of its own, which would be lost, or whose ``bias`` its
-            parent reads itself: those right inside of a ``torch.nn.TransformerEncoderLayer`` or
-            ``torch.nn.MultiheadAttention``.
+        ValueError: before anything is replaced, if a layer cannot be replaced: its parameters are tied to another
+            module's, which a new joined parameter would not be; only one of its parameters requires a gradient; it has
+            hooks (also on its parameters), buffers or a ``forward`` of its own, which would be lost; or its parent
+            reads its ``bias``, as ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.MultiheadAttention`` do with
+            their own layers.
     """
     if type(model) is nn.Linear:
         raise ValueError(
@@ -74,7 +74,7 @@ def _check_bias_is_not_read(model: nn.Module, chosen: dict[str, nn.Linear]) -> N
 
 
 def _check_nothing_is_lost(model: nn.Module, chosen: Mapping[str, nn.Module], *, way_out: str = "") -> None:
-    """Refuse layers with something that new ones would not have, and tied ones; ``way_out`` ends what can be done."""
+    """Refuse tied layers and those with something that new layers would lack; ``way_out`` ends the errors' advice."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -88,7 +88,7 @@ def _check_nothing_is_lost(model: nn.Module, chosen: Mapping[str, nn.Module], *,
 
 
 def _what_would_be_lost(layer: nn.Module) -> str | None:
-    """What a layer has beside weight and bias, if it has something."""
+    """What a layer has besides weight and bias, or None."""
     attributes = vars(layer)
     if any(value for name, value in attributes.items() if name.endswith("_hooks")):
         return "hooks"
@@ -106,8 +106,8 @@ def uncombine_linears(model: nn.Module) -> list[str]:
     """Replace every `CombinedLinear` in ``model`` by a ``torch.nn.Linear``, in place; return their names.
 
     Raises:
-        ValueError: before anything is replaced, for a layer whose parameter is tied, or that has what would be lost, as
-            `combine_linears` does; and for a model that is such a layer itself.
+        ValueError: before anything is replaced, for a layer whose parameter is tied or that has something that would be
+            lost, as in `combine_linears`; and for a model that is a `CombinedLinear` itself.
     """
     if type(model) is CombinedLinear:
         raise ValueError("the model itself is a CombinedLinear, which cannot be replaced in place; use its to_linear()")

@@ -2,9 +2,9 @@
 
 Walking from the last dimension to the first, the current group takes the next dimension in, if
 
-    (groups so far) + (dimensions not yet looked at) > target    and    (product of the group) ≤ threshold,
+    (groups so far) + (dimensions not yet looked at) > target    and    (product of the group with it) ≤ threshold.
 
-and otherwise a new group begins there: (32, 3, 64, 64) at threshold 1024 and target 2 becomes (32, 192, 64).
+Otherwise a new group begins there: (32, 3, 64, 64) at threshold 1024 and target 2 becomes (32, 192, 64).
 """
 
 import math
@@ -22,9 +22,9 @@ def merge_small_dims(
 ) -> tuple[int, ...]:
     """The shape after merging neighbouring dimensions up to ``threshold`` elements, aiming at a number of dimensions.
 
-    Dimensions of size 1 go, unless nothing else is there; an empty tensor becomes ``(0,)``; ``math.inf`` as the target
-    returns the shape as it came. The result may have more dimensions than the target: the threshold comes first.
-    A tensor that is not contiguous may have no view of this shape: see `plan_merge`.
+    Dimensions of size 1 are dropped, unless there is no other; an empty tensor becomes ``(0,)``; ``math.inf`` as the
+    target returns the given shape unchanged. The result may have more dimensions than the target, as the threshold
+    takes precedence. A tensor that is not contiguous may have no view of this shape: see `plan_merge`.
     """
     if 0 in tensor_shape:
         return (0,)
@@ -51,7 +51,7 @@ def _merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple
     return tuple(reversed(merged))
 
 
-# typed: 2 and 2.0 must not share an entry. Dynamo warns about caches that it ignores, so compiled code goes around it.
+# typed: 2 and 2.0 must not share an entry. Dynamo ignores such caches with a warning, so compiled code avoids this one.
 _cached_merge = lru_cache(maxsize=4096, typed=True)(_merge)
 merge_small_dims.cache_info = _cached_merge.cache_info  # type: ignore[attr-defined]
 merge_small_dims.cache_clear = _cached_merge.cache_clear  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Ranks kept in order of a number, with what each holds of something that is bounded.
+"""Ranks kept in the order of a key, each with the amount that it holds of something bounded, such as memory.
 
-The first with room for an item is found without a look at each rank before it: ranks lie in short blocks, and a block
-in which none has room is passed over as a whole. Which ranks share a block changes no answer.
+The first rank with room for an item is found without looking at every rank before it: ranks lie in short blocks, and a
+block in which no rank has room is skipped as a whole. Which ranks share a block changes no answer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["Entry", "RanksInOrder"]
 
-Entry = tuple[float, int, float]  # what it is ordered by, the rank, what it holds
+Entry = tuple[float, int, float]  # the key that orders it, the rank, the amount it holds
 _BLOCK = 12  # ranks; blocks are split at twice as many
 
 
 class RanksInOrder:
-    """Ranks that hold nothing yet, by ascending ``keys``; of equal ones the lowest first."""
+    """Ranks that hold nothing yet, by ascending ``keys``; ranks of equal keys by their number."""
 
     def __init__(self, keys: Sequence[float], cap: float) -> None:
         self._cap = cap
@@ -28,7 +28,7 @@ class RanksInOrder:
         self._least = [0.0] * len(self._blocks)
 
     def take_first(self, size: float, key: float = -math.inf) -> Entry | None:
-        """Take out the first rank from ``key`` on that has room for ``size``."""
+        """Take out the first rank with a key of at least ``key`` and room for ``size``; None if there is none."""
         cap, start = self._cap, (key, -1)
         begin = max(0, bisect_right(self._firsts, start) - 1)
         for k in range(begin, len(self._blocks)):
@@ -41,9 +41,10 @@ class RanksInOrder:
         return None
 
     def take_least_full(self, cost: float, size: float, mean: float) -> Entry | None:
-        """Take out the rank that an item leaves least full: its key over ``mean``, or what it holds over the cap.
+        """Take out the rank that an item of ``cost`` and ``size`` leaves least full; None if no rank has room for it.
 
-        It is whichever of the two is more that counts; of equally full ranks the first is taken.
+        Fullness is the larger of two ratios, the key to ``mean`` and the amount held to the cap; of equally full ranks
+        the first is taken.
         """
         cap, fullness, found = self._cap, math.inf, None
         for k, (first, least) in enumerate(zip(self._firsts, self._least)):

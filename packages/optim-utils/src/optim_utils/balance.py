@@ -38,7 +38,7 @@ class BytesCost:
 
 @dataclass(frozen=True)
 class CubicCost:
-    """Σ d³ over the dimensions d: the eigendecompositions or roots of one square factor a dimension (Shampoo, SOAP)."""
+    """Σ d³ over the dimensions d: eigendecompositions or roots of one square factor per dimension (Shampoo, SOAP)."""
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return sum(size**3 for size in shape)
@@ -60,7 +60,7 @@ class NewtonSchulzCost:
 
 @dataclass(frozen=True)
 class Partition:
-    """The rank of each item (``owner``), what each rank holds, and how near that is to what is possible.
+    """The rank of each item (``owner``), what each rank holds, and how near that is to the optimum.
 
     ``lower_bound`` is a load that no partition can undercut; ``loads`` are in the units of the costs.
     """
@@ -131,15 +131,15 @@ def partition(
         memory: what each item weighs under ``memory_cap``, in bytes.
         memory_cap: the most memory a rank may own: an int in bytes, a float as a multiple of the mean over ranks.
         initial_load: cost that each rank bears already.
-        improve: False stops after longest first (LPT), which the result is never worse than.
+        improve: False stops after longest first (LPT); the improved result is never worse than that.
 
     Raises:
-        ValueError: for an argument out of its range or of another length than ``costs`` or the ranks; and if no
-            partition within ``memory_cap`` was found: it names the smallest cap that was.
+        ValueError: for an argument out of its range, or whose length does not match ``costs`` or ``num_ranks``; and if
+            no partition within ``memory_cap`` was found: the error names the smallest cap for which one was found.
     """
     if not isinstance(num_ranks, Integral) or num_ranks < 1:
         raise ValueError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
-    num_ranks = int(num_ranks)  # numpy's would overflow
+    num_ranks = int(num_ranks)  # numpy's integers would overflow
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
     sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
@@ -185,7 +185,7 @@ def _cap_in_bytes(sizes: Sequence[float], num_ranks: int, cap: int | float | Non
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
     if not any(sizes):
-        # what weighs nothing is within every cap, of which a float is a multiple of nothing
+        # items that weigh nothing are within every cap, but a float cap would be a multiple of zero
         return math.inf
     return cap if isinstance(cap, Integral) else cap * sum(sizes) / num_ranks
 
@@ -196,7 +196,7 @@ def _infeasible(problem: Problem) -> ValueError:
     assert owner is not None
     smallest = largest_load(by_memory, owner)
     mean = sum(problem.memory) / problem.num_ranks
-    # rounded up: as a cap it has to be enough, which an exact one need not be once it is multiplied
+    # rounded up, because as a cap it has to suffice: the exact ratio times the mean may round to less than the smallest
     multiple = math.ceil(1000 * _ratio(smallest, mean)) / 1000
     if _cap_in_bytes(problem.memory, problem.num_ranks, multiple, given=True) < smallest:
         multiple += 0.001

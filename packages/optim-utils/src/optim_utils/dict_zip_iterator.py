@@ -19,7 +19,7 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
 
     Args:
         data: the iterables; keys and their order are taken over at construction.
-        eager: compare the lengths of those that have one now, instead of when the shortest of them ends.
+        eager: compare lengths at construction, of the iterables that have one, instead of when the shortest ends.
 
     Raises:
         TypeError: at construction, if a value is not iterable.
@@ -89,11 +89,11 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
 
 
 def _length_of(values: Any) -> int | None:
-    """How many items there are, None if that is not known before."""
+    """How many items there are, None if that is not known in advance."""
     try:
         return len(values)
     except (TypeError, NotImplementedError, OverflowError):
-        # also what wraps a stream: torch's DataLoader and progress bars have the method; a range may be too long
+        # wrappers of streams (torch's DataLoader, progress bars) have a `__len__` that raises; a range may be too long
         return None
 
 

@@ -47,7 +47,7 @@ class UnroutedParameterError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A parameter's row: its names (several if tied), destination (``kind``), the role whose options it takes, and why."""
+    """A parameter's row: names (several if tied), destination (``kind``), the role whose options it takes, and why."""
 
     names: tuple[str, ...]
     param: Tensor

@@ -66,7 +66,7 @@ class QuantizedTensorList(OptimizerModule):
         "_stacks",
     )
 
-    # None is no state: float storage has the one entry `quantized_value_list`
+    # of the class, so that None is no state: float storage has the one entry `quantized_value_list`
     min_value_list: tuple[Tensor, ...] | None = None
     max_value_list: tuple[Tensor, ...] | None = None
 
@@ -100,7 +100,7 @@ class QuantizedTensorList(OptimizerModule):
             self.min_value_list, self.max_value_list = lows, highs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # found anew when they are needed: older versions pickled other ones, or none
+        # the stacks are found anew when needed: older versions pickled other stacks, or none
         vars(self).update(state, _stacks=None)
 
     def __len__(self) -> int:
@@ -188,8 +188,8 @@ class QuantizedTensorList(OptimizerModule):
         """The stored tensors.
 
         Raises:
-            RuntimeError: while values of another dtype are open: what was done to them would be missing from what is
-                saved, and would overwrite what is loaded.
+            RuntimeError: while dequantized values of another dtype are stored: a save would lack the changes made to
+                them, and writing them back would overwrite what a load brings.
         """
         if self.is_dequantized_stored() and self.quantized_dtype != self.computation_dtype:
             raise RuntimeError(
@@ -231,13 +231,14 @@ class QuantizedTensorList(OptimizerModule):
 
 
 class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[QuantizedTensorList], Sequence[Tensor]):
-    """Dequantized on entry, written back on exit; ``as tensors`` gives the context, a sequence of the values.
+    """Dequantize a list on entry, write it back on exit; ``as tensors`` gives the context, a sequence of the values.
 
     Contexts of one list nest: they share the values, and only the outermost makes them and writes them back. Values
     that were stored by hand before entering count as an outer level.
 
     Args:
-        write_back: False to only read. What an outer context writes back is its own affair.
+        write_back: False to only read. An outer context of the list still writes back if its own ``write_back`` is
+            True.
         on_exception: whether the half-done values are dropped or written back when an exception passes. If stored and
             computation dtype are equal, the values are the storage, and nothing can be undone.
     """
@@ -255,7 +256,7 @@ class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[Quantize
         self._list = quantized_tensor_list
         self._write_back = write_back
         self._on_exception = on_exception
-        # One entry for each time this context is entered: whether it made the values.
+        # One entry for each time this context was entered: whether it made the values then.
         self._made_values: list[bool] = []
 
     def __enter__(self) -> DequantizeQuantizedTensorListContext:
@@ -277,8 +278,8 @@ class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[Quantize
             if self._write_back and (exc_type is None or self._on_exception == "keep"):
                 super().__exit__(exc_type, exc_value, traceback)
         finally:
-            # also if writing back failed: the next context would take these values for those of an outer one, and
-            # never write back again
+            # also if writing back failed: otherwise the next context would take these values for those of an outer
+            # context, and never write back
             self._list.discard_()
 
     def __len__(self) -> int:
@@ -293,7 +294,7 @@ class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[Quantize
 
 
 def _values_and_ranges(quantized_data: object) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """(values, min, max) of each element; of quantized tensors the part on this rank.
+    """(values, min, max) of each element; for a `QuantizedTensor`, those of its part on this rank.
 
     Raises:
         TypeError: unless the elements are all `QuantizedTensor`, or all tuples of three.
@@ -322,7 +323,7 @@ def _low_bit(value: Tensor) -> LowBitTensor:
 
 
 def _to_storage(value: Tensor, quantized_dtype: torch.dtype | LowBitFormat) -> Tensor:
-    """``value`` itself if it is of ``quantized_dtype``, else converted, where floats can be."""
+    """``value`` itself if it is of ``quantized_dtype``, else a conversion, which only float values have."""
     if stored_as(value) == quantized_dtype:
         return value
     converts = value.dtype in FLOAT_DTYPES and not isinstance(value, LowBitTensor)

@@ -62,7 +62,7 @@ def multi_dim_unsplit(
     Raises:
         ValueError: if the number of blocks, a block's shape, or the dtypes and devices of the blocks do not fit.
     """
-    # an expanded element has the right shape and no memory: splitting it says what every block has to look like
+    # splitting an expanded meta element gives the shape that every block has to have, without memory
     expected = [
         block.shape for block in multi_dim_split(torch.empty((), device="meta").expand(tuple(shape)), split_size)
     ]

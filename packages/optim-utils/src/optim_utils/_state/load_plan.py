@@ -273,7 +273,7 @@ class LoadPlan:
         return rebuild(live, items)
 
     def _append_taken_over(self, live: Any, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
-        """Move the tensors that continue ``items`` from ``entries`` to its end, as a history may have been saved longer."""
+        """Move the tensors that continue ``items`` from ``entries`` to its end: a history may have been longer."""
         # a namedtuple has as many items as names, a set has no order, and a full deque would drop its first items
         room = len(items) + len(entries) if isinstance(live, list) or type(live) is tuple else len(items)
         if isinstance(live, deque):

@@ -97,7 +97,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """An id of the storage of a tensor or a compressed one's values; unique for COO, to which `copy_` gives new memory."""
+    """An id of the storage of a tensor or a compressed one's values; unique for COO: `copy_` gives it new memory."""
     local = _local(tensor)
     if local.layout in _COMPRESSED:
         local = local.values()

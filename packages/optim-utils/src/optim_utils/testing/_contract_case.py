@@ -22,7 +22,7 @@ class OptimizerCase:
     """An optimizer that goes through the contract, and how it is built.
 
     Args:
-        name: what failures call it.
+        name: the optimizer's name in failures.
         make: ``make(params, **options)`` gives the optimizer: its class, or a function at the top of a module. The
             ``params`` are a list of tensors, of (name, tensor) pairs or of group dicts.
         options: keyword arguments of every ``make``; a check may add or replace ``lr`` and ``maximize``.
@@ -64,7 +64,7 @@ class OptimizerCase:
 
 
 class TinyModel(nn.Module):
-    """Parameters w0, w1, … and the loss Σ ⟨wᵢ, gᵢ(step)⟩: gradients are exactly the gᵢ, which only the step decides."""
+    """Parameters w0, w1, … and the loss Σ ⟨wᵢ, gᵢ(step)⟩: gradients are exactly the gᵢ, set by the step alone."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change`` of every tensor inside; containers are rebuilt."""
+    """``value`` with ``change`` applied to every tensor inside; containers are rebuilt."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    """Equal structure, dtypes and bits; ``what`` is the path that an error names."""
+    """Assert equal structure, dtypes and bits; ``what`` is the path that an error names."""
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, what)
     elif isinstance(expected, Mapping):

@@ -86,7 +86,7 @@ def _continue_alike(model: nn.Module, optimizer: Optimizer, other: nn.Module, ot
 
 
 def foreign_state_dict(case: OptimizerCase) -> None:
-    """A state_dict of other groups is refused with a ValueError, and nothing has changed then."""
+    """A state_dict of other groups is refused with a ValueError and changes nothing."""
     model, optimizer = case.pair()
     train(model, optimizer, [0])
     before = snapshot(model, optimizer)
@@ -112,7 +112,7 @@ def copies_and_pickles(case: OptimizerCase) -> None:
         other, other_optimizer = again((model, optimizer))
         assert type(other_optimizer) is type(optimizer), f"{how} gave a {type(other_optimizer).__name__}"
         _continue_alike(model, optimizer, other, other_optimizer)
-    # without its parameters' module: what is pickled holds copies of the parameters
+    # without the model: the pickle holds copies of the parameters
     alone = pickle.loads(pickle.dumps(optimizer))
     assert_same(alone.state_dict(), optimizer.state_dict(), "the state_dict of a pickled optimizer")
 
@@ -165,7 +165,7 @@ def distributed_state_dict(case: OptimizerCase) -> None:
 
 
 def _through_a_checkpoint(saved: dict[str, Any], target: dict[str, Any]) -> None:
-    """Save ``saved`` and load it into ``target``; every rank for itself, because the checks give all ranks the same."""
+    """Save ``saved`` and load it into ``target``; every rank for itself, because all ranks have the same state."""
     with tempfile.TemporaryDirectory(prefix="contract-") as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save({"optimizer": saved}, checkpoint_id=folder, no_dist=True)
@@ -206,7 +206,7 @@ def _fsdp2(rank: int, world_size: int, case: OptimizerCase) -> None:
 
 
 def accelerate_prepare(case: OptimizerCase) -> None:
-    """What Accelerate's ``prepare`` does at the start, and with bf16 parameters: state moved, loaded, and unchanged."""
+    """Moving and loading state, as Accelerate's ``prepare`` does, changes nothing, fresh or trained, fp32 or bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         for steps in (0, 2):
             model, optimizer = case.pair(dtype)

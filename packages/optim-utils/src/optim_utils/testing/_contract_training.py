@@ -31,7 +31,7 @@ def closure(case: OptimizerCase) -> None:
         return loss
 
     with torch.no_grad():
-        # torch says float, and returns what the closure returned
+        # torch's annotation says float, but `step` returns what the closure returned
         loss: object = optimizer.step(cast(Callable[[], float], evaluate))
     assert calls == [True], f"the closure ran {len(calls)} times, with gradients enabled: {calls}"
     assert isinstance(loss, torch.Tensor), f"step(closure) returned {loss!r} instead of the closure's loss"
@@ -90,7 +90,7 @@ def param_groups(case: OptimizerCase) -> None:
 
 
 def add_param_group(case: OptimizerCase) -> None:
-    """A group added after some steps starts from fresh state, leaves the others alone, and no parameter comes twice."""
+    """A group added after some steps starts from fresh state, leaves others alone, and cannot repeat a parameter."""
     model = case.model()
     late, *early = model.parameters()
     optimizer = case.build(early)
@@ -165,7 +165,7 @@ def zero_grad(case: OptimizerCase) -> None:
 
 
 def step_hooks(case: OptimizerCase) -> None:
-    """Pre and post hooks, of the instance and of all optimizers, run once a step; a removed one no more."""
+    """Pre and post hooks, of the instance and of all optimizers, run once per step; removed ones do not run."""
     model, optimizer = case.pair()
     _hook_bases(type(optimizer))
     calls: list[str] = []
@@ -196,7 +196,8 @@ def step_hooks(case: OptimizerCase) -> None:
 def _hook_bases(cls: type[Optimizer]) -> None:
     """Do to every base's ``step`` what torch does when the first instance of the base is made: wrap it with hooks.
 
-    A ``step`` that calls its base's runs hooks twice from then on, so the check must not depend on who was made before.
+    A ``step`` that calls its base's ``step`` then runs hooks twice. Wrapping all bases here makes the check independent
+    of which optimizers were made before.
     """
     base: Any
     for base in cls.__mro__[1:]:
@@ -207,7 +208,7 @@ def _hook_bases(cls: type[Optimizer]) -> None:
 
 
 def schedulers(case: OptimizerCase) -> None:
-    """Under every scheduler of torch the step obeys what it wrote into the groups, and nothing warns."""
+    """Under every torch scheduler the step obeys what the scheduler wrote into the groups, and nothing warns."""
     model, optimizer = case.pair(lr=0.125)
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
     train(model, optimizer, [0])
@@ -303,7 +304,7 @@ def _scaled_step(
     early: bool,
     poisoned: bool = False,
 ) -> None:
-    """A step as the scaler's users write it; ``early`` unscales before, as they do for clipping."""
+    """A step as users of the scaler write it; ``early`` unscales before the step, as they do for clipping."""
     optimizer.zero_grad()
     scaler.scale(model(step)).backward()
     if poisoned:

@@ -4,8 +4,9 @@
     def test_contract(case, check):
         run_check(case, check)
 
-`CHECKS` maps a name to a function of an `OptimizerCase`, whose docstring says what holds. Updates are compared to the
-last bit. No test framework is needed: a check raises, and `run_check` names the optimizer and the check.
+`CHECKS` maps a name to a check, a function of an `OptimizerCase`; its docstring says what has to hold. Updates are
+compared to the last bit. No test framework is needed: a check raises, and `run_check` names the optimizer and the
+check.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHECKS: dict[str, Callable[[OptimizerCase], None]] = {**TRAINING_CHECKS, **STATE
 
 
 class ContractFailure(AssertionError):
-    """An optimizer that does not keep the contract: which one, which check, and what was found."""
+    """An optimizer does not keep the contract; the text says which optimizer, which check, and what was found."""
 
 
 def contract(cases: Iterable[OptimizerCase]) -> list[tuple[OptimizerCase, str]]:

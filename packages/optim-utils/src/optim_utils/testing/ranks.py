@@ -1,8 +1,8 @@
 """Run a function on several ranks of one machine, quickly, and fail with the traceback of the rank that failed.
 
-Ranks start from a forkserver that has torch imported already: it costs a few seconds once a process, then a
-launch of four ranks takes about 0.15 s instead of 6 s by ``spawn``. The function and its arguments are pickled, so
-the function lives at the top of an importable module.
+Ranks start from a forkserver that has torch imported already. Its start costs a few seconds once per process; after
+that, a launch of four ranks takes about 0.15 s instead of 6 s by ``spawn``. The function and its arguments are pickled,
+so the function has to be at the top of an importable module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.distributed.checkpoint"]
-# names of more modules, with commas: what every rank would import otherwise; those that are missing are passed over
+# the environment variable with the comma-separated names of more modules to preload; missing modules are skipped
 PRELOAD_VARIABLE = "RANKS_PRELOAD"
 
 
@@ -89,7 +89,7 @@ class _Settings(NamedTuple):
 
     world_size: int
     backend: str | None  # None for no process group
-    store: str  # the path of the file through which they meet
+    store: str  # the path of the file through which the ranks meet
     timeout: float
     environment: dict[str, str]
 
@@ -120,7 +120,7 @@ def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], timeout:
 
 
 def _received(rank: int, process: BaseProcess, pipe: Connection) -> tuple[bool, Any]:
-    """Whether a rank succeeded, and its result, or what it says of its failure."""
+    """Whether a rank succeeded, and its result or the text of its failure."""
     try:
         succeeded, payload = pipe.recv()
     except EOFError:
@@ -166,5 +166,5 @@ def _init_process_group(backend: str, rank: int, settings: _Settings) -> None:
         device_id=device_id,
     )
     if device_id is None:
-        # a function that is over at once would end connections that other ranks have yet to make
+        # without the barrier, a rank whose function ends at once would close connections that others have yet to make
         dist.barrier()

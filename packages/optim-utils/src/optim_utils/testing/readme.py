@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^ 
 
 @contextmanager
 def _module() -> Iterator[dict[str, Any]]:
-    """The namespace of a module that can be found by its name, as dataclasses and pickle want to."""
+    """The namespace of a module that can be found by its name, as dataclasses and pickle need it."""
     module = ModuleType(_NAME)
     sys.modules[_NAME] = module
     try:
@@ -36,7 +36,7 @@ def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
     ``python skip`` is left out: for what needs several GPUs or hours.
 
     Raises:
-        ValueError: if the document has no block to run, which would make the test of it say nothing.
+        ValueError: if the document has no block to run, because a test of it would then show nothing.
     """
     document = Path(path).resolve()
     text = document.read_text(encoding="utf-8")
