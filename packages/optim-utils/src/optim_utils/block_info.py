@@ -101,7 +101,7 @@ def _global_indices(tensor: Tensor, dim: int) -> Tensor:
     index = torch.arange(tensor.shape[dim], device=tensor.device)
     if not is_dtensor(tensor):
         return index
-    # the indices have to lie along `dim`, as this is the dimension that placements split
+    # lay the indices along `dim`, the dimension that placements split
     index = index.view([1] * dim + [-1])
     placement: Any
     for axis, placement in enumerate(tensor.placements):

@@ -3,7 +3,7 @@
     q = quantize(x, MOMENT8)        a LowBitTensor: uint8 codes and an fp32 scale for each block of 256
     dequantize(q)                   the numbers again
 
-Which format for what (bytes an element with the default block; the errors are in ``tests/test_low_bit.py``):
+Which format for what (bytes per element with the default block; the errors are in ``tests/test_low_bit.py``):
 
     INT8 1.063          matrices, eigenvectors, roots: even steps; small numbers are lost, so not second moments
     UINT8_AFFINE 1.031  one-sided data: even steps from the block's minimum to its maximum

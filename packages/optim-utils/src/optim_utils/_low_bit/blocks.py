@@ -183,7 +183,7 @@ def _companded(x: Tensor, fmt: LowBitFormat) -> Tensor:
         x = torch.where(x == -math.inf, math.nan, x.clamp(min=0))
     if fmt.companding == "none":
         return x
-    # torch's fp32 square root on a CPU is not always correctly rounded; rounded from fp64 it is
+    # torch's fp32 square root on a CPU is not always correctly rounded; one computed in fp64 and rounded is
     return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
 
 

@@ -45,7 +45,7 @@ class LowBitTensor(Tensor):
     Attributes:
         codes: uint8, shaped like the tensor. Two 4-bit codes share a byte, so that n of them are [ceil(n / 2)] in
             layout "flat", and [..., ceil(k / 2)] for rows of k in layout "rows".
-        scale: fp32, one a block: [ceil(n / block_size)], or [..., ceil(k / block_size)] in layout "rows".
+        scale: fp32, one per block: [ceil(n / block_size)], or [..., ceil(k / block_size)] in layout "rows".
         offset: fp32, shaped like ``scale``, for affine formats; else None.
         fmt: the format.
     """

@@ -18,7 +18,7 @@ CONVOLUTIONS = get_args(Convolution)
 
 # Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-# Components that are a wrapper's only at the front of a name: those of DDP and DataParallel, and of peft.
+# What wrappers put only at the front of a name: DDP and DataParallel the first, peft the second.
 _PREFIXES = (["module"], ["base_model", "model"])
 # What torch.nn.utils.parametrize calls the tensors that a parameter is computed from.
 _is_original = re.compile(r"original\d*").fullmatch
@@ -41,7 +41,7 @@ def matcher(*globs: str) -> Callable[[str], object]:
 
 
 def unparametrized(components: Sequence[str]) -> list[str]:
-    """``components``; those of an original of torch's parametrizations become those of the parameter it stands for."""
+    """``components``, where an original of torch's parametrizations becomes the parameter that it stands for."""
     if len(components) > 2 and components[-3] == "parametrizations" and _is_original(components[-1]):
         return [*components[:-3], components[-2]]
     return list(components)

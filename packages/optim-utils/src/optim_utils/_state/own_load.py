@@ -98,5 +98,5 @@ def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except (TypeError, copy.Error, pickle.PicklingError):
-        # a lock or a file, for example, which no load could replace either
+        # a lock or a file, for example: no load could bring one either
         return value
