@@ -1,4 +1,4 @@
-"""Moving tensors between distributed layouts: what no plan can beat, the cheapest plan, and running it.
+"""Move tensors between distributed layouts: bounds that no plan can beat, the cheapest plan, and running it.
 
 Names are loaded when they are first used, so that describing layouts, bounds and plans imports no torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers see; the rest of this module is what runs
+if TYPE_CHECKING:  # for type checkers; at run time ``__getattr__`` below imports the names
     from optim_redist import dist, optim
     from optim_redist.calibration import calibrate
     from optim_redist.collective_costs import Cost, CostModel, IdealLowerBoundsCM, TextbookCM
@@ -71,7 +71,7 @@ _MODULE_OF = {
 }
 _HOME = {name: module for module, names in _MODULE_OF.items() for name in names}
 
-# what `import optim_redist as tc` finds under the notebook's names
+# submodules that the notebook uses after `import optim_redist as tc`
 _NAMESPACES = ["dist", "optim"]
 
 __all__ = [
@@ -125,7 +125,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # else no name would be missing
+if not TYPE_CHECKING:  # a type checker that sees this accepts every name
 
     def __getattr__(name: str) -> Any:
         if name in _NAMESPACES:

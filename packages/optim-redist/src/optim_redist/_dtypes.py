@@ -43,7 +43,7 @@ _ALIAS = {
     "long": "int64",
     "int": "int32",
 }
-# integers that torch stores and multiplies, and no more
+# integers that torch stores and multiplies, but neither adds nor compares
 _UNORDERED = ("uint16", "uint32", "uint64")
 
 
@@ -62,7 +62,7 @@ def itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether an average of such elements is of the same type."""
+    """Whether the average of elements of this type has this type too."""
     return name.startswith(("float", "bfloat", "complex"))
 
 
@@ -80,12 +80,13 @@ def why_not_combined(op: str, name: str) -> str | None:
 
 
 def check_started(ops: Collection[str], name: str) -> None:
-    """Refuse pending reductions that elements of this type could not start, or not finish with the same value.
+    """Refuse pending reductions of a target that this element type cannot start, or not finish with the same value.
 
-    A sum starts from zeros, a product from ones, an extremum from the type's own, an average from the value everywhere.
+    To start one, one rank gets the value and the others the identity: zeros for a sum, ones for a product, the type's
+    extremum for min and max. An average has no identity; every rank gets the value.
 
     Raises:
-        UnsupportedError: naming the operation and the type.
+        UnsupportedError: names the operation and the type.
     """
     for op in sorted(ops):
         reason = why_not_combined(op, name)

@@ -1,13 +1,13 @@
-"""What the ranks of a group hold, need, and have of what they need, from one-dimensional sums.
+"""How much a group of ranks holds, needs, and already has of what it needs, from one-dimensional sums.
 
-Notation: B(i, j) the elements that source point i and target point j share, a product over the dimensions of n_k. The
+Notation: source point i and target point j share the elements B(i, j), a number |B(i, j)| = Π_k n_k(i_k, j_k). The
 ranks of a node usually hold and need grids of points, I = I₁ × I₂ × … and J = J₁ × J₂ × …. Then
 
     Σ_{j in J} |B(i, j)|            =  Π_k  Σ_{j_k in J_k} n_k(i_k, j_k)
     Σ_{i in I} Σ_{j in J} |B(i, j)| =  Π_k  Σ_{i_k in I_k} Σ_{j_k in J_k} n_k(i_k, j_k)
 
-and no pair of points is visited. Dimensions on which all pairs share equally much count as a factor. Sets of points
-that are no grid on the others are summed pair by pair.
+so no pair of points is visited. A dimension on which all pairs share equally much contributes one factor. Where the
+points form no grid on the remaining dimensions, the sum runs over pairs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from optim_redist.cost import Topology
     from optim_redist.problem import Point, Problem
 
-Part = tuple["Point", int]  # a source point, and which of the pending contributions
+Part = tuple["Point", int]  # a source point and the number of a pending contribution
 
 
 class Inside:
-    """Some ranks of a redistribution.
+    """A group of ranks of a redistribution; "here" means by ranks of this group.
 
     Attributes:
-        sources, targets: the source points that are held here and the target points that are needed here, each with
-            the number of ranks here that do.
+        sources: the source points held here, each with the number of ranks here that hold it.
+        targets: the target points needed here, each with the number of ranks here that need it.
         held, needed: elements of all parts held here, and of all target points needed here.
     """
 
@@ -43,7 +43,7 @@ class Inside:
         if problem.num_contributions > 1:
             held = [point for point, _ in self.holders]
         self.held, self.needed = problem.sum_held(held), problem.sum_needed(self.targets)
-        # target points by the number of ranks here that need them
+        # target points, keyed by the number of ranks here that need them
         self._needed_by: dict[int, Collection[Point]] = {}
         for n in set(self.targets.values()):
             self._needed_by[n] = [point for point, count in self.targets.items() if count == n]
@@ -83,12 +83,12 @@ class Inside:
 
     @lazy
     def wanted(self) -> dict[Point, int]:
-        """For every source point held here, how many of its elements some rank here needs, by target points."""
+        """For every source point held here, how many of its elements are needed here, by however many ranks."""
         return shared(self.problem, self.sources, self.targets)
 
     @lazy
     def asked(self) -> dict[Part, int]:
-        """For every part held here, how many of its elements ranks here need that do not hold it, rank by rank."""
+        """For every part held here, its elements that other ranks here need, summed over these ranks."""
         kept, wanted = self.problem.num_kept, self._wanted_by_ranks
         return {
             part: wanted[part[0]] - sum(kept.get(rank, 0) for rank in ranks) for part, ranks in self.holders.items()
@@ -96,23 +96,23 @@ class Inside:
 
     @lazy
     def had(self) -> dict[Point, int]:
-        """For every target point needed here, how many of its elements some rank here holds; nothing is pending."""
+        """For every target point needed here, how many of its elements are held here; only without a reduction."""
         return shared(self.problem, self.targets, self.sources, from_targets=True)
 
     @lazy
     def lacking(self) -> int:
-        """Elements that ranks here need and no rank here holds, by ranks and contributions."""
+        """Elements that ranks here need and no rank here holds, summed over ranks and contributions."""
         by_ranks = [n * self.problem.sum_needed(points) for n, points in self._needed_by.items()]
         return self.problem.num_contributions * sum(by_ranks) - self._found_here
 
     @property
     def leaving(self) -> int:
-        """Elements that ranks elsewhere need of what is held only here, by ranks."""
+        """Elements that ranks elsewhere need of the parts held here, summed over ranks; no holders elsewhere."""
         return self.problem.dst_replicas * self.held - self._found_here
 
     @lazy
     def _found_here(self) -> int:
-        """Elements that ranks here need and find here, by ranks and contributions."""
+        """Elements that ranks here need and find here, summed over ranks and contributions."""
         if self.problem.num_contributions > 1:
             return sum(self._wanted_by_ranks[point] for point, _ in self.holders)
         return sum(n * self._common(self.sources, points) for n, points in self._needed_by.items())
@@ -127,7 +127,7 @@ class Inside:
         return found
 
     def crossing(self) -> tuple[int, int]:
-        """(In, Out): elements that must enter these ranks and that must leave them, however they are moved.
+        """(In, Out): the elements that must enter and that must leave this group in every plan.
 
         In(g)  = Σ_{j needed in g} ( |D_j| - Σ_{i wholly held in g} |B(i, j)| )
         Out(g) = Σ_{i not wholly held outside} ( |S_i| - Σ_{j needed only in g} |B(i, j)| )
@@ -153,7 +153,7 @@ class Inside:
 
 
 def _counted(points: Mapping[int, Point], ranks: Sequence[int]) -> dict[Point, int]:
-    """The points of some ranks, each with the number of ranks there."""
+    """The points of the given ranks, each with the number of these ranks at it."""
     found: dict[Point, int] = {}
     for rank in ranks:
         if rank in points:
@@ -192,9 +192,9 @@ def total_shared(problem: Problem, sources: Collection[Point], targets: Collecti
 def shared(
     problem: Problem, points: Collection[Point], others: Collection[Point], *, from_targets: bool = False
 ) -> dict[Point, int]:
-    """For every point of one side, how many of its elements points of the other side have together.
+    """For every point of one side, how many elements it shares with all given points of the other side together.
 
-    ``points`` are source points and ``others`` target points, the other way round with ``from_targets``.
+    ``points`` are source points and ``others`` target points; with ``from_targets`` it is the other way round.
     """
     keys, found = _shared(problem, points, others, from_targets)
     return dict(zip(points, map(found.__getitem__, keys)))
@@ -203,7 +203,7 @@ def shared(
 def _shared(
     problem: Problem, points: Collection[Point], others: Collection[Point], from_targets: bool
 ) -> tuple[list[Point], dict[Point, int]]:
-    """For every point its coordinates on the dimensions where they matter; by these, what ``shared`` says."""
+    """Each point's key, its coordinates on the dimensions where they matter, and what ``shared`` returns by key."""
     alike, dims = problem.alike
     keys = _on_dims(points, dims)
     if not dims:

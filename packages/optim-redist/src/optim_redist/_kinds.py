@@ -24,11 +24,11 @@ class Kind:
         return tuple(interval(start, stop) for start, stop in pairwise(cuts))
 
     def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int] | None:
-        """The P + 1 points between which the coordinates hold one interval each, in order; None if they do not."""
+        """The P + 1 points between which the coordinates hold one interval each, in order; None if not contiguous."""
         return None
 
     def text(self, names: Sequence[str]) -> str:
-        """How we write a dimension that is divided so over mesh axes of these names."""
+        """The text of a dimension that is divided this way over mesh axes with these names."""
         return ".".join(names)
 
 
@@ -46,7 +46,7 @@ class Block(Kind):
 
 @dataclass(frozen=True)
 class Chunk(Kind):
-    """``torch.chunk`` axis after axis: ceil(n / p) of what the axes before have left."""
+    """``torch.chunk`` axis after axis: each cuts the n indices left by the axes before it in blocks of ceil(n / p)."""
 
     def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int]:
         points: Sequence[int] = (0, n)
@@ -66,10 +66,10 @@ class Chunk(Kind):
 class Strided(Kind):
     """Axis after axis like ``Chunk``, but an axis with split factor s cuts what is left into s pieces first.
 
-    Each piece is cut into p chunks, and coordinate c takes the c-th of every piece, one behind the other: torch's
-    ``_StridedShard``. Factors of 1 throughout are ``Chunk``.
+    Each piece is then cut into p chunks, and coordinate c holds the c-th chunk of every piece, concatenated: torch's
+    ``_StridedShard``. With all factors 1 this is ``Chunk``.
 
-    ``flat`` is how torch 2.9 cut: into all s·p chunks at once, which differs where sizes are uneven.
+    ``flat`` cuts into all s·p chunks at once, as torch 2.9 did; the result differs where sizes are uneven.
     """
 
     split_factors: tuple[int, ...]
@@ -191,7 +191,7 @@ class Intervals(Kind):
 
     @classmethod
     def of_sets(cls, sets: Iterable[IndexSet]) -> Intervals:
-        """What coordinates hold that hold these sets; nothing is checked."""
+        """The kind whose coordinates hold these sets; nothing is checked."""
         made = cls.__new__(cls)
         vars(made)["table"] = tuple([tuple(intervals(held)) for held in sets])
         return made

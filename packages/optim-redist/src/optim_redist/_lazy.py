@@ -12,8 +12,8 @@ Value = TypeVar("Value")
 class lazy(Generic[Owner, Value]):
     """A method without arguments as an attribute: computed once, then found in the instance's ``__dict__``.
 
-    It is ``functools.cached_property`` without the lock, which costs more than many of the sums kept here; two threads
-    may both compute a value. Drop with python>=3.12, whose own takes none.
+    It is ``functools.cached_property`` without the lock, which costs more than computing many of the values; so two
+    threads may both compute a value. From python>=3.12 on, ``cached_property`` has no lock and can replace it.
     """
 
     def __init__(self, compute: Callable[[Owner], Value]) -> None:

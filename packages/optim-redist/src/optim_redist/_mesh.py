@@ -37,12 +37,12 @@ def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
-    """The linear coordinate on some axes, major to minor, of every point of a grid in row-major order."""
+    """For every point of a grid, in row-major order, its linear coordinate on ``axes``, major to minor."""
     steps, step = [0] * len(sizes), 1
     for axis in reversed(axes):
         steps[axis] = step
         step *= sizes[axis]
-    found = [0]  # on the axes behind
+    found = [0]  # of the points of the axes behind the current one
     for n, step in zip(reversed(sizes), reversed(steps)):
         found = [digit + inner for digit in range(0, n * step, step) for inner in found] if step else found * n
     return found
@@ -71,7 +71,7 @@ class Mesh:
     sizes: tuple[int, ...]
     names: tuple[str, ...] | None
     ranks: tuple[int, ...]
-    is_ascending: bool = field(repr=False, compare=False)  # in grid order
+    is_ascending: bool = field(repr=False, compare=False)  # whether ranks ascend in grid order
     _hash: int = field(repr=False, compare=False)
 
     def __init__(
@@ -88,18 +88,18 @@ class Mesh:
             names = tuple(names)
             if len(names) != len(shape) or len(set(names)) != len(names):
                 raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
-        # arrays and tensors say their ranks as lists
+        # arrays and tensors give their values as lists
         listed: Any = getattr(ranks, "tolist", lambda: ranks)()
         order = tuple(range(total)) if listed is None else tuple(_flat(listed))
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
-        # meshes are part of the keys of every cache, so they know their hash
+        # meshes are in the keys of every cache, so their hash is computed once
         ascending = ranks is None or list(order) == sorted(order)
         vars(self).update(sizes=shape, names=names, ranks=order, is_ascending=ascending, _hash=hash((shape, order)))
 
     @classmethod
     def ascending(cls, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
-        """The mesh of ascending ranks, as many as it has places; nothing is checked."""
+        """The mesh of these sizes over ranks that ascend; nothing is checked."""
         made = cls.__new__(cls)
         vars(made).update(sizes=sizes, names=None, ranks=ranks, is_ascending=True, _hash=hash((sizes, ranks)))
         return made
@@ -108,7 +108,7 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a hash does not travel to another process
+        # not by its attributes, since a hash may differ in another process
         return Mesh, (self.sizes, self.names, self.ranks)
 
     def __eq__(self, other: object) -> bool:
@@ -147,7 +147,7 @@ class Mesh:
 
     @lazy
     def axis_names(self) -> tuple[str, ...]:
-        """How texts call the axes: by their names, or by number if a name holds what separates names in a text."""
+        """The axes' names in texts; their numbers if a name has a character that separates names there."""
         if self.names is not None and all(map(_is_word, self.names)):
             return self.names
         return tuple(map(str, range(len(self.sizes))))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def progress(items: Sequence[T], label: str, *, stream: TextIO | None = None, every: float = 5.0) -> Iterator[T]:
-    """The items, while a bar says how many are done and how long the rest will take."""
+    """Yield the items while a bar shows how many are done and how long the rest will take."""
     out = stream or sys.stderr
     live = out.isatty()
     started = shown = time.monotonic()

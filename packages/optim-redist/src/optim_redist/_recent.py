@@ -1,4 +1,4 @@
-"""Caches that keep what was used last, and that threads may share without a lock."""
+"""A cache of the most recently used keys that threads may share without a lock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Found = TypeVar("Found")
 
 
 class Recent(Generic[Found]):
-    """What was made for the keys used last.
+    """The values of the most recently used keys.
 
-    There are two generations of ``size / 2`` keys each. A full one becomes the older one, whose keys are forgotten with
-    the next change of generations unless they are used meanwhile. A key of the newer one is found by a plain look-up,
-    and of threads that change generations at once none does worse than to forget too much.
+    There are two generations of ``size / 2`` keys each. When the newer one is full, it becomes the older one. The keys
+    of the older one are forgotten at the next such change unless they are used before. A key of the newer one takes
+    one plain look-up. Threads that change generations at the same time at worst forget too many keys.
     """
 
     def __init__(self, size: int) -> None:
@@ -25,7 +25,7 @@ class Recent(Generic[Found]):
         return len({**self._older, **self._newer})
 
     def find(self, key: Key) -> Found | None:
-        """What was made for the key, None if that is unknown or forgotten."""
+        """The value of the key, None if it is unknown or forgotten."""
         found = self._newer.get(key)
         if found is None:
             found = self._older.get(key)
@@ -34,7 +34,7 @@ class Recent(Generic[Found]):
         return found
 
     def put(self, key: Key, made: Found) -> None:
-        """Remember it, and forget what was not used for long if there is too much."""
+        """Store a value; if the newer generation is full, forget the older one."""
         if len(self._newer) >= self._half:
             self._older, self._newer = self._newer, {}
         self._newer[key] = made

@@ -1,7 +1,7 @@
-"""Timing redistributions beside ``DTensor.redistribute`` on the running group: the same moves, sizes and tensors.
+"""Time redistributions against ``DTensor.redistribute`` on the running group: the same moves, sizes and tensors.
 
-A row is a move on a mesh; its figures are medians of the slowest rank, in milliseconds, with plans cached on both
-sides. Before anything is timed, both results are compared element by element; a row that differs shows no time.
+A row is a move on a mesh; its times are medians of the slowest rank, in milliseconds, with plans cached on both
+sides. Both results are compared element by element before the timing; a row whose results differ has no times.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def matrix_shape(num_bytes: int, itemsize: int = 2) -> tuple[int, int]:
 def measure(
     sizes: Sequence[int], *, against: str = "dtensor", repeats: int = 9, cost_model: CommModel | None = None
 ) -> list[Row]:
-    """All rows on the world's ranks: the moves of one axis, and those of two on 2 × (ranks / 2) if that is a mesh."""
+    """Measure FLAT_MOVES on the world's ranks, and GRID_MOVES on 2 × (ranks / 2) of them if that is a mesh."""
     world = dist.get_world_size()
     device = collectives.device_of(dist.group.WORLD)
     meshes: list[tuple[tuple[int, ...], list[tuple[str, str]]]] = [((world,), FLAT_MOVES)]
@@ -148,7 +148,7 @@ def _ours(made: Plan, local: Tensor) -> Callable[[], Tensor | None]:
 
 
 def _local_tensor(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:
-    """This rank's part of whole numbers that bf16 holds exactly, also when a few ranks' are added."""
+    """This rank's part, of whole numbers so small that bf16 holds sums over a few ranks exactly."""
     rank = dist.get_rank()
     local_shape = layout.local_shape(shape, rank)
     # replicas draw the same numbers, all other ranks different ones
@@ -167,7 +167,7 @@ def _agree(ours: Tensor | None, theirs: Tensor) -> bool:
 
 
 def _median_ms(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, int | None]:
-    """Median time of the slowest rank, and the most memory that was allocated during a call."""
+    """The slowest rank's median time, and the peak of allocated device memory in bytes, None on a CPU."""
     world = dist.group.WORLD
     assert world is not None
     for _ in range(2):
@@ -224,7 +224,7 @@ def _number(value: float | None, form: str = "{:.3g}") -> str:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The rows with what is needed to repeat them."""
+    """The rows, with the versions and the machine they were measured on."""
     return {
         "format": "optim-redist.bench/1",
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Boxes: products of one index set a dimension. What a rank holds, needs or sends is a box or a few."""
+"""Boxes: products of one index set per dimension. What a rank holds, needs or sends is one box or a few."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def intersect_boxes(a: Box, b: Box) -> Box | None:
 
 
 def cut(box: Box, points: Sequence[int]) -> list[list[Box]]:
-    """The box divided at element counts ``0 = points[0] <= points[1] <= … = volume``: a list of boxes each share.
+    """Cut the box into shares, lists of boxes, at element counts ``0 = points[0] <= points[1] <= … = volume``.
 
-    Shares are slabs of one dimension if some dimension allows it. Else they are ranges of the row-major order, each
-    of which is at most 2·d - 1 boxes.
+    Shares are slabs of one dimension if some dimension can be cut at all these counts. Else they are ranges of the
+    row-major order, each of at most 2·d - 1 boxes.
     """
     sizes = [size(indices) for indices in box]
     total = prod(sizes)
@@ -73,19 +73,20 @@ def fair_shares(total: int, num_shares: int) -> list[int]:
 
 
 class DisjointBoxes:
-    """Boxes without a common element, kept so that those near another box are found without looking at all of them.
+    """Pairwise disjoint boxes, indexed so that those near another box are found without looking at all of them.
 
-    In every dimension they are sorted by their first index, those of like extent (from the first index to the last) in
-    one list: of 2^(e-1) <= extent < 2^e, only those that start less than 2^e before a box can reach it.
+    A box's extent in a dimension is the distance from its first index to one past its last. For every dimension and
+    every e, one list has the boxes with 2^(e-1) <= extent < 2^e, sorted by first index. Of that list, only boxes that
+    start less than 2^e before another box can reach it.
 
     Attributes:
-        num_elements: of all boxes together.
+        num_elements: elements of all boxes together.
     """
 
     def __init__(self, boxes: Iterable[Box] = ()) -> None:
         self.num_elements = 0
         self._boxes: list[Box] = []
-        # for every dimension, by e: (first index, number of the box)
+        # for every dimension, keyed by e: (first index, number of the box), sorted
         self._starts: list[dict[int, list[tuple[int, int]]]] = []
         for box in boxes:
             self.add(box)
@@ -101,7 +102,7 @@ class DisjointBoxes:
         self.num_elements += volume(box)
 
     def num_common(self, box: Box) -> int:
-        """How many elements of a box lie in the boxes."""
+        """How many elements of ``box`` lie in these boxes."""
         found = 0
         for other in self._near(box):
             common = intersect_boxes(box, other)
@@ -110,7 +111,7 @@ class DisjointBoxes:
         return found
 
     def _near(self, box: Box) -> Iterable[Box]:
-        """Boxes that may meet one: those that reach it in the dimension in which the fewest do."""
+        """The boxes that may meet ``box``: those that may reach it in the dimension in which the fewest may."""
         if not self._boxes or not box:
             return self._boxes
         slices = [list(_reaching(starts, *_ends(indices))) for starts, indices in zip(self._starts, box)]
@@ -126,6 +127,6 @@ def _ends(indices: IndexSet) -> tuple[int, int]:
 def _reaching(
     starts: dict[int, list[tuple[int, int]]], start: int, stop: int
 ) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
-    """Of each list of boxes those that may reach ``start … stop - 1``, as a slice."""
+    """For each list of boxes, the slice (list, first, last) of those that may reach ``start … stop - 1``."""
     for bits, found in starts.items():
         yield found, bisect_left(found, (start - (1 << bits) + 1,)), bisect_left(found, (stop,))

@@ -1,14 +1,14 @@
-"""Measuring what the running group's collectives cost, as a model that plans can be chosen with.
+"""Measure the running group's collectives and make a cost model of them, by which plans are chosen.
 
-For every size of buffer S per rank, from 4 KiB up to what memory allows, and every collective, the median over some
-repeats of the slowest rank's time. The model keeps (bytes that a rank receives, seconds):
+Every collective is measured at every buffer size S per rank, from 4 KiB up to what memory allows: the median over some
+repeats of the slowest rank's time. The model keeps these seconds with the bytes that a rank receives:
 
     all_to_all, reduce_scatter   (n - 1)/n · S
     all_gather                   (n - 1)/n · S, where S is the gathered buffer
     all_reduce                   2(n - 1)/n · S
     send_recv                    S
 
-With a mesh of several axes the groups along each subset of its axes are measured too and kept in the file.
+With a mesh of several axes the groups along each proper subset of its axes are measured too and kept in the file.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def calibrate(
     Every rank of the group calls.
 
     Args:
-        mesh: measure also the groups along every subset of its axes.
-        sizes: bytes of the buffer on each rank; those that do not fit into a quarter of the free memory of a GPU, or
-            are beyond 64 MiB on a CPU, are left out.
-        seconds: about how long it may take.
+        mesh: measure also the groups along every proper subset of its axes.
+        sizes: bytes of the buffer on each rank. A size is left out if two such buffers do not fit into a quarter of
+            the free memory of a GPU, or if it is beyond 64 MiB on a CPU.
+        seconds: about how long all measurements may take.
 
     Raises:
         UnsupportedError: without a running group of at least two ranks, or if none of the sizes fits.
@@ -82,7 +82,7 @@ def calibrate(
     for kind, members, op, size in progress(tasks, "calibrate") if first else tasks:
         received, call = _OPS[op](size, members, device)
         measured[kind].setdefault(op, []).append((received, _slowest_median(call, whole, device, share)))
-    # they may hold memory of the device
+    # process groups may hold device memory
     for members in axis_groups.values():
         dist.destroy_process_group(members)
     pack = _pack_rate(whole, device, share)
@@ -96,7 +96,7 @@ def calibrate(
 
 
 def _elements(size: int, members: ProcessGroup) -> int:
-    """Two-byte elements of a buffer of about ``size`` bytes that divides evenly."""
+    """Two-byte elements of a buffer of about ``size`` bytes that divides evenly among the members."""
     num_ranks = dist.get_world_size(members)
     return max(1, size // 2 // num_ranks) * num_ranks
 
@@ -157,7 +157,7 @@ _OPS: dict[str, Callable[[int, ProcessGroup, torch.device], tuple[float, _Call]]
 
 
 def _pack_rate(whole: ProcessGroup, device: torch.device, seconds: float) -> float:
-    """Bytes read plus written per second by a copy that turns rows into columns of blocks."""
+    """Bytes read plus written per second by a copy that packs a row-major matrix as blocks of columns."""
     rows = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device)
     packed = torch.empty(4, 2048, 512, dtype=torch.bfloat16, device=device)
     call = lambda: packed.copy_(rows.view(2048, 4, 512).transpose(0, 1))  # noqa: E731
@@ -165,7 +165,7 @@ def _pack_rate(whole: ProcessGroup, device: torch.device, seconds: float) -> flo
 
 
 def slowest_seconds(call: _Call, group: ProcessGroup, device: torch.device) -> float:
-    """One call between two barriers: seconds of the slowest rank, the same number on every rank."""
+    """Seconds of one call on the slowest rank, from a barrier on; the same number on every rank."""
     dist.barrier(group=group)
     _synchronize(device)
     started = time.perf_counter()
@@ -177,7 +177,7 @@ def slowest_seconds(call: _Call, group: ProcessGroup, device: torch.device) -> f
 
 
 def _slowest_median(call: _Call, group: ProcessGroup, device: torch.device, seconds: float) -> float:
-    """The median over as many calls as fit into ``seconds``; all ranks stop together, since they share the times."""
+    """The median over 3 to 30 calls, as many as fit into ``seconds``; with equal times, all ranks stop together."""
     slowest_seconds(call, group, device)
     times: list[float] = []
     while len(times) < _MIN_REPEATS or (len(times) < _MAX_REPEATS and sum(times) < seconds):
@@ -191,7 +191,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _fitting(sizes: Sequence[int], device: torch.device, group: ProcessGroup) -> list[int]:
-    """Sizes of which two buffers take a quarter of the free memory of the fullest GPU; on a CPU up to 64 MiB."""
+    """Sizes of which two buffers fit into a quarter of the free memory of the fullest GPU; on a CPU up to 64 MiB."""
     limit = 1 << 26
     if device.type == "cuda":
         free = torch.tensor([torch.cuda.mem_get_info(device)[0] // 8], dtype=torch.int64, device=device)
@@ -201,7 +201,7 @@ def _fitting(sizes: Sequence[int], device: torch.device, group: ProcessGroup) ->
 
 
 def _axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
-    """This rank's group along every proper subset of the mesh axes; made by all ranks in one order."""
+    """This rank's group along every proper subset of the mesh axes, by axis names; all ranks make them in one order."""
     names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
     found: dict[str, ProcessGroup] = {}
     axes = range(mesh.ndim)
@@ -221,12 +221,12 @@ def _axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
 def _model(
     curves: dict[str, list[tuple[float, float]]], num_ranks: int, backend: str, pack_bandwidth: float
 ) -> CommModel:
-    """Curves made monotone, and a topology whose latency and bandwidth no measured exchange was faster than."""
+    """A model of monotone curves, and a topology whose latency and bandwidth bound the all-to-all curve from below."""
     rising = {op: monotone(points) for op, points in curves.items()}
     latency, bandwidth = latency_and_bandwidth(rising["all_to_all"])
     topology = Topology.flat(num_ranks, bandwidth=bandwidth, latency=latency)
     name = f"{backend.replace(':', '-').replace(',', '-')}x{num_ranks}"
-    # a measured time includes the call
+    # measured times include the host's time for the call
     return replace(
         CommModel.preset("flat"),
         name=name,
@@ -238,7 +238,7 @@ def _model(
 
 
 def fit_error(model: CommModel, op: str) -> float:
-    """How far the curve is from each inner point when that point is left out: the median relative error."""
+    """The median relative error of interpolating each inner point of the curve from its two neighbours."""
     curve = model.curves[op]
     errors = []
     for before, (num_bytes, seconds), after in zip(curve, curve[1:], curve[2:]):

@@ -1,8 +1,8 @@
-"""The one layout that stands for all with the same ownership.
+"""The canonical layout: the one that stands for all layouts with the same ownership.
 
 Layouts over ascending ranks in which every coordinate holds something need no list of ranks. Their axes fall into
-groups: those of one dimension, major to minor, and those that replicate. Axes of one rank are dropped; then an axis b
-behind a in its group is joined with it where b is also the next axis of the mesh, since
+groups: those that split one dimension, major to minor, and those that replicate. Axes of one rank are dropped. Then
+two axes a, b that follow each other in their group are joined if b also follows a in the mesh, since
 
     rank = Σ c_a · stride_a,        stride_a = size_b · stride_b        for neighbours a, b of the mesh.
 
@@ -23,9 +23,9 @@ from optim_redist.ownership import normal_form, pending_of, simplest_kind
 def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
     """The one layout that stands for all with this ownership on these ranks; it is its own canonical form.
 
-    Every dimension gets one axis per evenly strided group of ranks, the simplest kind that says the same
-    (unsplit, Block, Chunk, Cyclic, Ragged, Intervals), and coordinates ordered by what they hold. Ranks stay in
-    ascending order when the grid allows it and are listed otherwise.
+    Every dimension gets one axis per evenly strided group of ranks, the first kind of (unsplit, Block, Chunk, Cyclic,
+    Ragged, Intervals) that gives the same index sets, and coordinates ordered by what they hold. Ranks ascend if the
+    grid allows it and are listed otherwise.
     """
     layout.check_shape(shape)
     found = _by_strides(layout, shape)
@@ -33,7 +33,7 @@ def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 def _by_strides(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The canonical form from the axes alone; None where it takes what every rank holds."""
+    """The canonical form from the axes alone; None if that takes the list of what every rank holds."""
     mesh = layout.mesh
     if layout.partial or not mesh.is_ascending or 0 in shape:
         return None
@@ -61,9 +61,9 @@ def _by_strides(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def _joined(layout: Layout) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Sizes of the joined axes, and which of them each axis of several ranks is part of."""
+    """Sizes of the joined axes, and the number of the joined axis that each mesh axis of several ranks is part of."""
     mesh_sizes = layout.mesh.sizes
-    before: dict[int, int] = {}  # for an axis that splits a dimension, the one before it in its group, -1 for the first
+    before: dict[int, int] = {}  # keyed by axis that splits a dimension: the axis before it in its group, or -1
     for split in layout.dims:
         last = -1
         for axis in () if split is None else split.axes:
@@ -90,17 +90,17 @@ def _joined(layout: Layout) -> tuple[tuple[int, ...], dict[int, int]]:
 
 
 def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Sequence[int]) -> Kind | None:
-    """The simplest kind that says the same over the joined axes.
+    """The simplest kind over the joined axes that gives the same index sets.
 
-    None if some coordinate holds nothing or coordinates are not in the order of their first indices.
+    None if some coordinate holds nothing, or if coordinates are not in the order of their first indices.
     """
     num_parts = prod(axis_sizes)
     if isinstance(kind, Block):
-        # the simplest there is
+        # no kind is simpler
         return kind if (num_parts - 1) * -(-n // num_parts) < n else None
     cuts = kind.cut_points(n, axis_sizes)
     if cuts is None and isinstance(kind, Cyclic):
-        # dealt out in more than one round, so nobody goes without
+        # blocks are dealt out in more than one round, so every coordinate gets one
         return kind
     if cuts is None:
         sets = kind.index_sets(n, axis_sizes)
@@ -117,7 +117,7 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Seque
 
 def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
     """The canonical form from what every rank holds."""
-    # one coordinate per index set of each dimension that is not empty, in ascending order of their first index
+    # for each dimension one coordinate per non-empty index set, in ascending order of first indices
     tables: list[list[IndexSet]] = []
     columns: list[list[int]] = []  # for every dimension the coordinate of each rank, -1 if it holds nothing
     for sets, split in zip(layout.index_sets(shape), layout.dims):
@@ -134,7 +134,7 @@ def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
     if len(idle) == len(ranks):
         return Layout(Mesh(len(ranks), ranks=sorted(ranks)), [None] * len(shape))
     groups = _parts(layout, points)
-    # of an average of sums the sum is the major one
+    # if sums and averages are pending together, the axis of the sum is the major one
     pending = pending_of(layout)[::-1]
     counts = [count for _, count in pending]
     num_contributions = prod(counts)
@@ -159,9 +159,9 @@ def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 def _parts(layout: Layout, points: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    """The ranks that hold the same part, ascending, by its coordinates and the number of its contribution.
+    """The ranks that hold each part, ascending, keyed by the part's coordinates and its contribution's number.
 
-    Contributions to the same elements are numbered by the smallest rank that holds them.
+    Contributions to the same elements are numbered in the order of the smallest ranks that hold them.
     """
     axes = [axis for axis, _ in layout.partial]
     contribution = dict(zip(layout.mesh.ranks, coordinates(layout.mesh.sizes, tuple(axes))))
@@ -176,7 +176,7 @@ def _parts(layout: Layout, points: Mapping[int, tuple[int, ...]]) -> dict[tuple[
 
 
 def _grid_with_idle(used: list[int], total: int) -> list[int]:
-    """The first grid, in lexicographic order, with ``total`` points and at least ``used`` coordinates an axis."""
+    """The first grid, in lexicographic order, with ``total`` points and at least ``used[k]`` coordinates on axis k."""
 
     def search(k: int, left: int) -> list[int] | None:
         if k == len(used):
@@ -196,8 +196,8 @@ def _grid_with_idle(used: list[int], total: int) -> list[int]:
 def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tuple[int, ...]]]:
     """A mesh over the ranks of ``order`` (row-major over ``grid``) and the mesh axes of every grid axis.
 
-    If a rank's place among the sorted ranks is a sum of one evenly strided term per axis, the mesh has these terms as
-    axes, in the order of their strides, and its ranks ascend. Else its axes are those of the grid.
+    If a rank's place among the sorted ranks is a sum of evenly strided terms, each of one grid axis, the mesh has these
+    terms as axes, in the order of their strides, and its ranks ascend. Else its axes are those of the grid.
     """
     place = {rank: k for k, rank in enumerate(sorted(order))}
     steps, step = [], len(order)
@@ -212,7 +212,7 @@ def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tupl
     mesh = Mesh([n for _, n, _ in terms], ranks=sorted(order)) if prod(n for _, n, _ in terms) == len(order) else None
     if mesh is not None:
         factors = [tuple(j for j, term in enumerate(terms) if term[2] == axis) for axis in range(len(grid))]
-        # major to minor within a grid axis is the order in which its coordinate counts, not that of the strides
+        # within a grid axis, major to minor is the order in which its coordinate counts, not the order of strides
         factors = [_by_weight(axes, terms, grid[k], steps[k], order, place) for k, axes in enumerate(factors)]
         if _matches(mesh, factors, grid, order):
             return mesh, factors
@@ -222,7 +222,7 @@ def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tupl
 
 
 def _strided_terms(places: list[int]) -> list[tuple[int, int]]:
-    """(stride, size) of the mixed-radix digits of a coordinate, minor first; empty if it has none."""
+    """(stride, size) of the mixed-radix digits of a coordinate at these places, minor first; empty if it has none."""
     terms, unit = [], 1
     while unit < len(places):
         stride = places[unit]

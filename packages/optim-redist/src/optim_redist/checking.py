@@ -1,4 +1,4 @@
-"""Whole files checked: every redistribution planned, proven, compared with known bounds, and run bit-exactly."""
+"""Check whole files: plan every redistribution, prove it, compare it with known bounds, and run it bit-exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """One redistribution of a file, with what the file knows of it."""
+    """One redistribution of a file, with the lower bound or the plan that the file gives for it."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ def read_tasks(path: Path) -> list[Task]:
     """The redistributions of a file of examples, or the one plan that a file holds.
 
     Raises:
-        RedistError: naming the file, if it is neither of them, or lacks something.
+        RedistError: if the file is neither of them, or lacks something; names the file.
     """
     with reading(path):
         return _tasks_of(path, read_json(path))
@@ -115,7 +115,7 @@ def _prove(task: Task) -> dict[str, Any]:
 
 
 def _part(full: Tensor, layout: Layout, rank: int, dtype: str) -> Tensor | None:
-    """What a rank holds of a tensor of bytes, (*shape, itemsize), as elements; None outside the layout's mesh."""
+    """A rank's part, as elements, of a tensor given as bytes (*shape, itemsize); None outside the layout's mesh."""
     import torch
 
     if rank not in layout.mesh.coordinates:
@@ -126,7 +126,7 @@ def _part(full: Tensor, layout: Layout, rank: int, dtype: str) -> Tensor | None:
 
 
 def _full(made: Plan) -> Tensor:
-    """Random elements of the plan's type, each as its bytes."""
+    """A tensor of the plan's shape and random elements, each as its bytes: (*shape, itemsize)."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def _full(made: Plan) -> Tensor:
 
 
 def _simulated(task: Task) -> str | None:
-    """What goes wrong when all ranks run in this process; empty if nothing does, None if it cannot be run."""
+    """What goes wrong when all ranks run in this process; empty if nothing does, None for pending reductions."""
     from optim_redist.execute import simulate
 
     if task.src.partial or task.dst.partial:
@@ -157,7 +157,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
-    """The same on real ranks, one process each; tasks on more ranks than there are give None."""
+    """As ``_simulated``, on real ranks, one process each; None also for tasks on more ranks than there are."""
     from optim_utils.testing import run_ranks
 
     fitting = [

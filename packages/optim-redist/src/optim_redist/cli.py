@@ -37,17 +37,17 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 1 if a check failed, or 2 if the request made no sense."""
+    """Run one command; the exit status is 0, 1 if a check failed, or 2 if the request or its files made no sense."""
     options = _parser().parse_args(arguments)
     if isinstance(sys.stdout, TextIOWrapper):
-        # tables have signs that not every encoding has
+        # tables have characters that not every encoding has
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # who reads, such as `head`, has enough: what Python would still flush at its end goes nowhere
+        # the reader, `head` for example, has closed the pipe: what Python still flushes at exit goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except (RedistError, OSError) as error:
@@ -146,7 +146,7 @@ def _count(text: str) -> int:
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` for argparse, which would drop what a ValueError says."""
+    """``parse`` for argparse, which would drop the message of a ValueError."""
 
     def read(text: str) -> Any:
         try:
@@ -183,7 +183,7 @@ def _topology(text: str | None, mesh: Mesh) -> Topology | None:
 
 
 def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
-    """Source and target; a side without a mesh of its own takes that of the other."""
+    """Source and target; a target without a mesh of its own takes the source's."""
     num_dims = len(options.shape)
     src_mesh = options.mesh
     if src_mesh is None and options.src.strip().startswith("D_"):
@@ -326,7 +326,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 @contextmanager
 def joined_ranks() -> Iterator[str]:
-    """The process group of the ranks that torchrun has started, while the block runs; gives their kind of device."""
+    """Join the process group of the ranks that torchrun started, while the block runs; yields "cuda" or "cpu"."""
     import torch
     import torch.distributed as dist
 
@@ -341,12 +341,12 @@ def joined_ranks() -> Iterator[str]:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-        # a rank that refuses its options at once would end connections that other ranks have yet to make
+        # a rank that refuses its options would otherwise exit while other ranks still connect to it
         dist.barrier()
     try:
         yield kind
     finally:
-        # A thread of gloo may still hold tensors of the last collective. It takes Python's lock to let go of them, and
-        # aborts a process that ends meanwhile (torch 2.13): leave it the lock for a moment.
+        # A thread of gloo may still hold tensors of the last collective. It needs the GIL to release them, and aborts a
+        # process that ends meanwhile (torch 2.13), so leave it the GIL for a moment.
         time.sleep(0.1)
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, init=False)
 class Cost:
-    """The cost of one step, or of several: sums, and the largest growth of memory."""
+    """The cost of one step, or of several: their sums, but for memory the largest growth."""
 
     latency: float = 0
     bandwidth: float = 0
@@ -25,7 +25,7 @@ class Cost:
     def __init__(
         self, latency: float = 0, bandwidth: float = 0, computation: float = 0, max_memory_delta: float = 0
     ) -> None:
-        # what dataclasses generate for frozen ones takes twice as long, and searches for sequences make many
+        # the __init__ that a frozen dataclass generates takes twice as long, and searches make many costs
         values = self.__dict__
         values["latency"] = latency
         values["bandwidth"] = bandwidth
@@ -46,23 +46,23 @@ class Cost:
         return float(weighted + epsilon * self.max_memory_delta)
 
 
-# latency, bandwidth and computation of a collective by its processes and the elements of each
+# (processes, elements of each) -> latency, bandwidth and computation of a collective
 Formula = Callable[[int, int], tuple[float, float, float]]
 
 
 def _rounds(n_procs: int) -> int:
-    """ceil(log2 p): messages one after another in a tree or by doubling."""
+    """ceil(log2 p): the rounds of messages in a tree or by doubling."""
     return (n_procs - 1).bit_length()
 
 
 class CostModel(ABC):
     """Five collectives as functions of the number of processes and of the elements each of them holds before.
 
-    Searches are faster with a model whose class says, of itself and not by what it extends:
+    Searches are faster with a model whose class defines these attributes itself; inherited ones do not count.
 
     Attributes:
         grows_with_processes: whether no collective gets cheaper with more processes of as many elements each.
-        formulas: allgather, permute and alltoall as plain numbers, so that to price one takes no ``Cost``.
+        formulas: allgather, permute and alltoall as plain numbers, so that pricing one makes no ``Cost``.
     """
 
     grows_with_processes: ClassVar[bool] = False
@@ -110,15 +110,15 @@ def _swapped(p: int, v: int) -> tuple[float, float, float]:
 
 
 def _swapped_by_all(p: int, v: int) -> tuple[float, float, float]:
-    """The same, charged to every process for all of them."""
+    """As ``_swapped``, with the elements of all processes charged to each."""
     return (1, float(p * v), 0) if p > 1 else (0, 0, 0)
 
 
 class IdealLowerBoundsCM(CostModel):
     """The numbers of the notebook, kept so that its results can be compared.
 
-    It charges an all-to-all (p-1)·V, p times what a process sends, and a permutation p·V where it sends V at most:
-    gathers win too often. ``TextbookCM`` counts honestly.
+    It charges an all-to-all (p-1)·V, p times what a process sends, and a permutation p·V, where a process sends V at
+    most; so gathers win too often. ``TextbookCM`` counts what is sent.
     """
 
     grows_with_processes = True

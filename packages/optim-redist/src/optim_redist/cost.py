@@ -1,13 +1,13 @@
 """What moving bytes costs: a tree of groups with bandwidths, and measured curves of seconds over bytes.
 
 Topology. Level 1 groups ranks (a node), level 2 groups level-1 groups (a rack), …. A rank sends and receives at
-``rank_bandwidth`` inside the innermost group; into and out of a group goes at most its own bandwidth.
+``rank_bandwidth`` inside the innermost group; the border of a group lets its bandwidth in, and as much out.
 
 Model. A step in which the busiest rank moves b bytes takes
 
     call + curve(b),         curve = seconds measured for that collective, interpolated in log b, monotone in b,
 
-and no less than what any group's border lets through. Packing and unpacking read and write every byte once.
+and no less than any group's traffic takes to cross its border. Packing and unpacking read and write every byte once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from optim_redist.errors import RedistError
 
 _FORMAT = "optim-redist.model/1"
 
-# what is supposed of a machine that nobody has measured: the links of an H200 and one 400 Gb/s port a rank
+# assumed of a machine that has not been measured: the links of an H200 and one 400 Gb/s port a rank
 _RANK_BANDWIDTH, _PORT_BANDWIDTH = 300e9, 50e9  # bytes per second
 _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
 
 
 def _check_rates(what: str, bandwidth: Any, seconds: Any) -> None:
-    """Raise for what would divide by zero, or not at all, in the middle of planning."""
+    """Raise for rates that would fail in a division in the middle of planning."""
     if not isinstance(bandwidth, Real) or not float(bandwidth) > 0:
         raise RedistError(f"{what} has a bandwidth above 0 bytes per second, got {bandwidth!r}")
     if not isinstance(seconds, Real) or not float(seconds) >= 0:
@@ -50,9 +50,9 @@ class Level:
     Attributes:
         name: as printed, e.g. "node".
         bandwidth: bytes per second into a group, and as many out of it.
-        latency: seconds that a message across the border takes at least.
-        size: ranks of a group, numbered in blocks; or
-        members: the groups themselves.
+        latency: least seconds of a message across the border.
+        size: ranks of a group, where groups are blocks of consecutive ranks; else None.
+        members: the ranks of every group, where ``size`` is None.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Topology:
 
     @classmethod
     def flat(cls, num_ranks: int = 0, *, bandwidth: float = _RANK_BANDWIDTH, latency: float = _LATENCY) -> Topology:
-        """All pairs of ranks alike; ``num_ranks`` only documents how many."""
+        """A topology in which all pairs of ranks are alike; ``num_ranks`` only documents how many."""
         del num_ranks
         return cls(bandwidth, latency)
 
@@ -135,9 +135,9 @@ class Topology:
     def from_hosts(cls, hosts: Sequence[str], *, bandwidth: float = _PORT_BANDWIDTH) -> Topology:
         """Ranks of the same host name form a node: ``hosts[r]`` is where rank r runs.
 
-        ``bandwidth`` is one rank's share of the border of the largest node; where nodes differ all have that border.
+        ``bandwidth`` is one rank's share of the border of the largest node; smaller nodes get the same border.
         """
-        # a string is a sequence of its letters
+        # a string would pass as a sequence, of its letters
         if isinstance(hosts, str) or not hosts:
             raise RedistError(f"hosts is {hosts!r}; give a list of the host name of every rank, rank 0's first")
         found: dict[str, list[int]] = {}
@@ -186,13 +186,13 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class CommModel:
-    """Seconds of every step on one machine.
+    """Predicts the seconds of every step on one machine.
 
     Attributes:
         name: as printed; the id adds a digest of the numbers.
         topology: groups and bandwidths.
-        curves: for a collective, (bytes the busiest rank receives, seconds), ascending; without one the topology's
-            latency and bandwidth serve.
+        curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending. A collective without a curve
+            takes the topology's latency and bandwidth.
         pack_bandwidth: bytes read plus written per second by a local copy.
         call_seconds: host time of one call.
     """
@@ -220,7 +220,7 @@ class CommModel:
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def seconds(self, op: str, num_bytes: float) -> float:
-        """Time of one collective in which the busiest rank receives (or sends) ``num_bytes``, without any border."""
+        """Time of one collective in which the busiest rank receives (or sends) ``num_bytes``; borders not counted."""
         curve = self.curves.get(op)
         if not curve:
             return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
@@ -254,7 +254,7 @@ class CommModel:
         return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"])
 
     def save(self, path: str | Path) -> None:
-        """Write the model as JSON; keys this version does not know are the writer's business."""
+        """Write the model as JSON; the further keys of a file by ``calibrate`` are not part of it."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -284,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What a file lacks, or has of another kind than expected, is an error that names the file."""
+    """Make errors over missing or mistyped content of a file a ``RedistError`` that names the file."""
     try:
         yield
     except RedistError:
@@ -294,7 +294,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def interpolate(curve: Curve, num_bytes: float) -> float:
-    """Seconds at a size: log-log between measured points, flat below the first, at its bandwidth above the last."""
+    """Seconds at a size: log-log between measured points, flat below the first, at the bandwidth of the last above it."""
     k = bisect_left(curve, (num_bytes,))
     if k == 0:
         return curve[0][1]
@@ -306,7 +306,7 @@ def interpolate(curve: Curve, num_bytes: float) -> float:
 
 
 def monotone(points: Iterable[tuple[float, float]]) -> Curve:
-    """The curve through (bytes, seconds), no time below that of a smaller size."""
+    """The curve through (bytes, seconds), each time raised to at least those of smaller sizes."""
     found, latest = [], 0.0
     for num_bytes, seconds in sorted(points):
         latest = max(latest, seconds)
@@ -315,12 +315,12 @@ def monotone(points: Iterable[tuple[float, float]]) -> Curve:
 
 
 def latency_and_bandwidth(curve: Curve) -> tuple[float, float]:
-    """Seconds α, bytes per second β of the line α + b/β that is nearest to a curve from below, in shares of its times.
+    """Seconds α, bytes per second β of the line α + b/β below a curve that is nearest to it, in shares of its times.
 
-    Under all measured points it is under all that ``interpolate`` says, which between two of them is straight in
-    logarithms, where the line is convex. So no predicted time is below a bound by α and β.
+    A line below all measured points is below ``interpolate`` everywhere: between two points the interpolation is
+    straight in log-log coordinates, and there the line is convex. So no predicted time is below a bound by α and β.
     """
-    # of lines under all points the best goes through two of them, or through one and zero
+    # the best line below all points goes through two of them, or through one and the origin
     lines = [(0.0, min(seconds / num_bytes for num_bytes, seconds in curve))]
     for (b0, s0), (b1, s1) in combinations(curve, 2):
         if b0 < b1 and s0 < s1:
@@ -332,13 +332,13 @@ def latency_and_bandwidth(curve: Curve) -> tuple[float, float]:
         if alpha >= 0 and all(alpha + slope * num_bytes <= seconds * (1 + 1e-12) for num_bytes, seconds in curve)
     ]
     alpha, slope = max(under, key=lambda line: sum((line[0] + line[1] * b) / s for b, s in curve))
-    # rounding takes no line above the curve
+    # a margin, so that rounding puts no line above the curve
     hair = 1 - 1e-9
     return alpha * hair, 1 / (slope * hair)
 
 
 def curve_from_bus_rates(num_ranks: int, rates: Mapping[int, float], *, reduces_twice: bool = False) -> Curve:
-    """(bytes received, seconds) from measured bus bandwidths, by buffer size per rank in bytes.
+    """(bytes received, seconds) from measured bus bandwidths, keyed by buffer size per rank in bytes.
 
     A buffer of S bytes on each of n ranks moves (n - 1)/n · S per rank, twice that in an all-reduce.
     """
@@ -370,7 +370,7 @@ def _h200(num_ranks: int) -> CommModel:
 _PRESETS = {
     "flat": CommModel("flat", Topology.flat()),
     "h200x4": _h200(4),
-    # not measured yet: the bus rates of four, which the same switch gives to eight
+    # not measured yet: the bus rates of four GPUs, which the same switch should give to eight
     "h200x8": _h200(8),
     # nodes of eight with one 400 Gb/s port a rank
     "nodes-400g": CommModel("nodes-400g", Topology.nodes(8, bandwidth=50e9, rank_bandwidth=333e9)),
