@@ -1,7 +1,7 @@
 """What moving bytes costs: a tree of groups with bandwidths, and measured curves of seconds over bytes.
 
 Topology. Level 1 groups ranks (a node), level 2 groups level-1 groups (a rack), …. A rank sends and receives at
-``rank_bandwidth`` inside the innermost group; the border of a group lets its bandwidth in, and as much out.
+``rank_bandwidth`` inside the innermost group; the border of a group limits its traffic to the group's bandwidth.
 
 Model. A step in which the busiest rank moves b bytes takes
 
@@ -254,7 +254,7 @@ class CommModel:
         return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"])
 
     def save(self, path: str | Path) -> None:
-        """Write the model as JSON; the further keys of a file by ``calibrate`` are not part of it."""
+        """Write the model as JSON, without the details of the measurement that ``calibrate`` adds to its file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -284,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Make errors over missing or mistyped content of a file a ``RedistError`` that names the file."""
+    """Turn errors over missing or mistyped content of a file into a ``RedistError`` that names the file."""
     try:
         yield
     except RedistError:
@@ -294,7 +294,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def interpolate(curve: Curve, num_bytes: float) -> float:
-    """Seconds at a size: log-log between measured points, flat below the first, at the bandwidth of the last above it."""
+    """Seconds at a size: log-log between measured points, flat below the first, above the last at its bandwidth."""
     k = bisect_left(curve, (num_bytes,))
     if k == 0:
         return curve[0][1]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Placements(tuple[Any, ...]):
-    """torch's placements, one per mesh axis, with the orders of axes that they cannot say themselves.
+    """torch's placements, one per mesh axis, with the orders of axes that they cannot express.
 
     Attributes:
-        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
+        shard_order: keyed by tensor dimension whose axes do not cut from left to right: its axes in cutting order.
     """
 
     shard_order: ShardOrder
@@ -51,13 +51,13 @@ def from_placements(
     *,
     strided: StridedReading = "replay",
 ) -> Layout:
-    """The layout of a tensor of ``shape`` that DTensor places so.
+    """The layout of a tensor of ``shape`` that has these placements on this mesh.
 
     Args:
-        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order: a
+        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in cutting order: a
             dictionary, or torch's tuple of (tensor_dim, mesh_dims).
-        strided: "replay" reads ``_StridedShard`` as torch's splitting does; "ordered" as the order of axes that its
-            split factor encodes, which is what FSDP stores of a parameter that was tensor-parallel before.
+        strided: "replay" reads ``_StridedShard`` as torch's splitting does; "ordered" reads it as the order of axes
+            that its split factor encodes, which is how FSDP stores a parameter that was tensor-parallel before.
     """
     if strided not in ("replay", "ordered"):
         raise LayoutError(f'strided is "replay" or "ordered", got {strided!r}')
@@ -73,7 +73,7 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
     """The layout of a DTensor, checked against the shape of its local tensor.
 
     Raises:
-        LayoutError: if this rank's local tensor has another shape than the reading of its placements says.
+        LayoutError: if this rank's local tensor has another shape than its placements give in this reading.
     """
     order = shard_order_of(dtensor)
     layout = from_placements(dtensor.device_mesh, dtensor.placements, dtensor.shape, order, strided=strided)
@@ -92,7 +92,7 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
 
 
 def shard_order_of(dtensor: DTensor) -> ShardOrder | None:
-    """torch's order of axes of a DTensor, None where its version has none or split factors say it."""
+    """The order of axes stored with a DTensor; None if this torch stores none or split factors encode it."""
     if any(type(placement).__name__ == "_StridedShard" for placement in dtensor.placements):
         return None
     return as_shard_order(getattr(getattr(dtensor, "_spec", None), "shard_order", None))
@@ -102,7 +102,7 @@ def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:
     """torch's placements for ``layout``, one per mesh axis; orders of axes are in their ``shard_order``.
 
     Raises:
-        NotRepresentableError: if no placements of torch say what the layout says.
+        NotRepresentableError: if no placements of torch express the layout.
     """
     placements, order = placements_of(layout, shape, flat=_cuts_flat())
     return Placements([_theirs(placement) for placement in placements], order)

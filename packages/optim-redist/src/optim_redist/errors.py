@@ -1,7 +1,7 @@
 """The errors of this package, one tree under ``ValueError``.
 
 RedistError
-├── LayoutError            a layout contradicts itself, its shape or the tensor that came
+├── LayoutError            a layout contradicts itself, its shape or the given tensor
 ├── NotRepresentableError  the ownership is fine, but the asked-for notation cannot say it
 ├── PlanInfeasibleError    no plan fits the memory limit; carries the certificate
 ├── PlanMismatchError      ranks hold different plans
@@ -21,7 +21,7 @@ class RedistError(ValueError):
 
 
 class LayoutError(RedistError):
-    """A layout contradicts itself, the shape it is used with, or the tensor that came."""
+    """A layout contradicts itself, the shape it is used with, or the given tensor."""
 
 
 class NotRepresentableError(RedistError):
@@ -33,7 +33,7 @@ class PlanInfeasibleError(RedistError):
 
     Attributes:
         rank: the rank that needs most.
-        terms: what it needs, in bytes, by name.
+        terms: what that rank needs, in bytes, keyed by name.
         limit: the limit that was given, in bytes.
         proven: True if no method at all can stay under the limit, False if only ours cannot.
     """
@@ -48,7 +48,7 @@ class PlanInfeasibleError(RedistError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # the message is made of what travels
+        # unpickled, the error makes its message of these arguments again
         return partial(PlanInfeasibleError, proven=self.proven), (self.rank, self.terms, self.limit), vars(self)
 
 
@@ -62,7 +62,7 @@ class UnsupportedError(RedistError):
 
 @contextmanager
 def noting(where: Callable[..., str], *arguments: Any) -> Iterator[None]:
-    """Errors of torch and its backends, which know nothing of plans, get a note that says where they came up."""
+    """Add a note, ``where(*arguments)``, to errors of torch and its backends, which know nothing of plans."""
     try:
         yield
     except RuntimeError as error:

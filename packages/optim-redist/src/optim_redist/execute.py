@@ -1,4 +1,4 @@
-"""Running redistributions of plain tensors: on a process group, or all ranks in one process."""
+"""Run redistributions of plain tensors: on a process group, or all ranks in one process."""
 
 from __future__ import annotations
 
@@ -105,34 +105,36 @@ def redistribute_local(
 ) -> Tensor | Handle[Tensor | None] | None:
     """This rank's part of the target layout, given its part of the source layout.
 
-    Every rank of either layout calls. Ranks outside the source pass ``None`` and say the ``dtype``; ranks outside the
-    target get ``None``. A rank whose part stays as it is may get its own tensor back. Values move, gradients do not.
+    Every rank of either layout must call. Ranks outside the source pass ``None`` and give the ``dtype``; ranks outside
+    the target get ``None``. A rank whose part does not change may get its own tensor back. Values move, gradients do
+    not.
 
     Args:
         tensor: the local part, of any strides.
         shape: the global shape.
-        group: who takes part; by default the ranks of both layouts.
-        out: where to put the result; it shares no memory with the tensor, unless it is the tensor and all of it stays.
-            It requires no gradient. Of a plan of several steps it is held from the first, which is refused where that
-            exceeds ``memory_limit``.
+        group: whose ranks take part; by default the ranks of both layouts.
+        out: where to put the result. It must not share memory with ``tensor``, unless it is ``tensor`` itself and all
+            of this rank's part stays; nor require a gradient while autograd records. In a plan of several steps ``out``
+            is held from the first step on; the call is refused if that exceeds ``memory_limit``.
         dtype: needed where ``tensor`` is None, else the tensor's own.
         device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
             group that has NCCL, else the CPU.
-        async_op: return a ``Handle`` whose ``wait()`` gives the result; the tensor is not to be written to before.
+        async_op: return a ``Handle`` whose ``wait()`` gives the result; do not write to ``tensor`` before that.
         cost_model, topology, memory_limit: as for ``plan``.
-        donate: the tensor may be given up: its memory is freed once it has been read, before later steps take theirs.
-            It has to be all of its storage, which torch can free. Unless it is the result its storage is empty
-            afterwards, while its shape stays: whoever reads it ends the process.
-        copy: without it, a part of the source that becomes the target may come back as a view.
+        donate: ``tensor`` may be given up: its memory is freed once it has been read, before later steps allocate
+            theirs. It must span all of its storage, and torch must be able to free that. Unless ``tensor`` is the
+            result, it keeps its shape but its storage is empty afterwards: reading it crashes the process.
+        copy: if False, a part of the source that becomes the target may come back as a view.
 
     Raises:
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory or on
             another device.
-        PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options, none of which has run
-            before: a rank whose plan has does not compare again, and the others wait for it or fail in the backend.
-        UnsupportedError: if autograd records and the tensor or ``out`` requires a gradient, which would be lost; or if
-            ``out`` does not fit under ``memory_limit`` beside the plan's earlier steps, or a copy that resolves a
-            pending conjugation or negation beside the tensor.
+        PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options, and none of their plans has
+            run before. A rank whose plan has run does not compare it again; then the other ranks wait for it or fail
+            in the backend.
+        UnsupportedError: if autograd records and ``tensor`` or ``out`` requires a gradient, which would be lost; or if
+            ``memory_limit`` has no room for ``out`` beside the plan's earlier steps, or for the copy that resolves a
+            pending conjugation or negation of ``tensor``.
     """
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -157,7 +159,7 @@ def redistribute_local(
 
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
-    """The plan compiled on this rank, once for every process group."""
+    """The plan compiled on this rank; compiled once for every process group, then cached."""
     world = collectives.world()
     key = (id(made), collectives.my_rank(), id(group))
     known = _programs.find(key)
@@ -169,14 +171,14 @@ def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:
 
 
 def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-    """Every rank's target, with all ranks' programs run in this process and copies in place of the wire.
+    """Every rank's target: all ranks' programs run in this process, with copies in place of messages.
 
     Args:
         plan: any plan.
-        locals: what every rank holds of the source: by rank, or a list for ranks 0, 1, ….
+        locals: what every rank holds of the source, keyed by rank, or as a list for ranks 0, 1, ….
 
     Raises:
-        LayoutError: if a local tensor has not the shape that the layout says.
+        LayoutError: if a local tensor does not have the shape that the layout says.
     """
     given = dict(locals) if isinstance(locals, Mapping) else dict(enumerate(locals))
     ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})

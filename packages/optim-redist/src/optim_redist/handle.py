@@ -1,4 +1,4 @@
-"""A redistribution under way: whoever asked for it goes on, and waits for the result later."""
+"""A redistribution under way: its caller goes on, and waits for the result later."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Result = TypeVar("Result")
 class Handle(Generic[Result]):
     """A redistribution under way: it owns the buffers, the source and the work until ``wait`` returns the result.
 
-    It may read the source until then, so nobody writes to it, as to what torch's asynchronous collectives are given.
+    It may read the source until then, so do not write to the source before, as with torch's asynchronous collectives.
 
-    Waiting twice is harmless, and raises again what went wrong the first time. A handle that is dropped without
-    waiting waits then, and warns. One that takes several exchanges, as under a memory limit, starts the later ones
-    while it is waited for, so all ranks wait for such handles in the same order.
+    Waiting twice is harmless; the second ``wait`` raises the same error as the first, if any. A handle that is dropped
+    without ``wait`` warns and waits at that moment. A redistribution of several exchanges, as under a memory limit,
+    starts the later ones inside ``wait``, so all ranks must wait for such handles in the same order.
 
-    It goes on as it began, wherever it is waited for: in inference mode or not, and on the CUDA stream on which its
-    buffers were taken, so that they are not taken again before they have been read. The stream that waits follows.
+    ``wait`` runs in the inference mode and on the CUDA stream in which the handle was made, wherever it is called. The
+    buffers were allocated on that stream, so their memory is not reused before they have been read. The caller's
+    current stream then waits for that stream.
     """
 
     def __init__(self, steps: Generator[Waitable | None, None, Result], device: torch.device | None = None) -> None:
-        """``device``: where the buffers are, None where all is done when ``wait`` returns."""
+        """``device``: where the buffers are; None if there are none, or if ``wait`` follows on the same stream."""
         self._is_inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._result: Result
@@ -38,7 +39,7 @@ class Handle(Generic[Result]):
         # the generator owns the source, the buffers and the target
         self._steps: Generator[Waitable | None, None, Result] | None = steps
 
-    @uncompiled  # traced, its streams would be freed under the compiler, which ends the process
+    @uncompiled  # tracing would free its streams too early, which crashes the process
     def wait(self) -> Result:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None
@@ -59,9 +60,9 @@ class Handle(Generic[Result]):
                     if work is not None:
                         work.wait()
                 except BaseException as error:
-                    # it knows in which step that was
+                    # the generator adds a note that says which step failed
                     steps.throw(error)
-                # it holds the buffers of its round
+                # the work holds the buffers of its round
                 del work
                 work = next(steps)
             except StopIteration as stop:
@@ -84,23 +85,23 @@ class Handle(Generic[Result]):
             try:
                 warnings.warn("a redistribution was dropped without wait(); it is waited for now", stacklevel=2)
             finally:
-                # also where warnings are errors: other ranks wait for the later rounds
+                # even if the warning is raised as an error: other ranks wait for the later rounds
                 with suppress(RuntimeError):
                     self.wait()
 
 
 def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:
-    """Let the current stream use what was made on another."""
+    """Let the current stream use a result that was made on ``stream``."""
     current = torch.cuda.current_stream(stream.device)
     if current != stream:
         current.wait_stream(stream)
         for tensor in result.values() if isinstance(result, dict) else result if isinstance(result, list) else [result]:
             if tensor is not None:
-                # its memory is that of the other stream
+                # its memory belongs to the other stream
                 tensor.record_stream(current)
 
 
 def done(result: Result) -> Generator[None, None, Result]:
-    """The steps of a redistribution that has none."""
+    """The steps of a redistribution whose result is there already: none."""
     yield None
     return result

@@ -110,7 +110,7 @@ def intersect(a: IndexSet, b: IndexSet) -> IndexSet:
 
 
 def _intersect_intervals(a: IndexSet, b: IndexSet) -> IndexSet:
-    """Both sets are plain intervals: one sweep over the two."""
+    """The intersection of two sets of plain intervals, in one sweep over both."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i].start, b[j].start), min(a[i].stop, b[j].stop)
@@ -163,7 +163,7 @@ def _clip(run: Run, start: int, stop: int) -> IndexSet:
     last = min(run.repeats, (stop - run.start - run.length) // run.stride + 1)
     head: IndexSet = EMPTY
     tail: IndexSet = EMPTY
-    # behind the last interval there is none to cut, however near
+    # with first > repeats, the window starts behind the last interval and cuts none
     if 0 < first <= run.repeats:
         before = run.start + (first - 1) * run.stride
         head = interval(max(before, start), min(before + run.length, stop))
@@ -198,10 +198,10 @@ def num_below(indices: IndexSet, bound: int) -> int:
 
 
 def positions(held: IndexSet, part: IndexSet) -> IndexSet:
-    """Where the indices of ``part``, a subset of ``held``, lie in ``held`` counted from 0, run by run of ``part``.
+    """The local positions, counted from 0, that the indices of ``part``, a subset of ``held``, have in ``held``.
 
-    The result has the indices of ``part`` in the order in which its runs list them, so that two holders of ``part``
-    enumerate it alike; a run whose places are not evenly spaced is given interval by interval.
+    Positions come in the order in which the runs of ``part`` list the indices, so that all holders of ``part``
+    enumerate it alike; a run whose positions are not evenly spaced is given interval by interval.
     """
     found: list[Run] = []
     for run in part:
@@ -217,7 +217,7 @@ def positions(held: IndexSet, part: IndexSet) -> IndexSet:
 
 
 def _keeps_spacing(held: IndexSet, part: Run) -> bool:
-    """Whether the first run of ``held`` alone has all of ``part``, at a stride that is a multiple of its own."""
+    """Whether the first run of ``held`` alone contains ``part``, whose stride is a multiple of that run's stride."""
     first = held[0]
     alone = len(held) == 1 or first.stop <= held[1].start
     inside = first.start <= part.start and part.stop <= first.stop
@@ -254,9 +254,9 @@ def _take_run(run: Run, start: int, stop: int) -> IndexSet:
 
 
 def aligned_runs(part: IndexSet, *held: IndexSet) -> list[tuple[Run, ...]]:
-    """The runs of ``part`` as places in each of ``held``, cut so that every piece is evenly spaced in all of them.
+    """The runs of ``part`` as local positions in each set of ``held``, cut into pieces evenly spaced in all of them.
 
-    Each tuple is one piece: its run in the first holder's local numbering, in the second's, …
+    Each tuple is one piece: its run of positions in the first set of ``held``, in the second, …
     """
     pieces: list[tuple[Run, ...]] = []
     for run in part:

@@ -8,7 +8,7 @@ of a rank on those axes says which of P disjoint index sets it holds. A rank hol
 the dimensions; mesh axes that split nothing replicate. ``partial`` names axes along which the local values are
 contributions that are still to be combined.
 
-This module only states layouts; ``ownership`` says who holds which elements.
+This module only describes layouts; ``ownership`` works out who holds which elements.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ DimSpec = None | Axis | Split | Sequence[Any]
 class Layout:
     """Where the elements of a tensor live.
 
-    ``dims`` has one entry a tensor dimension: ``None`` (not split), an axis, a tuple of axes major to minor (both
+    ``dims`` has one entry per tensor dimension: ``None`` (not split), an axis, a tuple of axes major to minor (both
     ``Block``), or ``(axes, kind)``. Axes are numbers or names. ``partial`` maps axes to the operation that combines
     the contributions lying along them: "sum", "avg", "min", "max" or "product". An axis that the mesh does not have, or
     that is named twice, is a ``LayoutError``. Another layout's ``dims`` and ``partial`` may be given, too.
@@ -88,7 +88,7 @@ class Layout:
         self,
         mesh: Mesh,
         dims: Sequence[DimSpec],
-        # a dict of names is no Mapping[Axis, str], whose keys may be numbers
+        # Any: to type checkers a dict[str, str] is no Mapping[Axis, str]
         partial: Mapping[Any, str] | Iterable[tuple[Axis, str]] | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
@@ -106,12 +106,12 @@ class Layout:
         kinds = {op for _, op in ops}
         if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
             raise LayoutError(f"only sum and avg may be pending together, got {sorted(kinds)}; reduce one first")
-        # layouts are part of the keys of every cache, so they know their hash
+        # layouts are in the keys of every cache, so their hash is computed once
         vars(self).update(mesh=mesh, dims=splits, partial=ops, _hash=hash((mesh, splits, ops)))
 
     @classmethod
     def of_splits(cls, mesh: Mesh, dims: tuple[Split | None, ...]) -> Layout:
-        """The layout of splits that fit the mesh, without contributions; nothing is checked."""
+        """The layout with these splits and without contributions; that they fit the mesh is not checked."""
         made = cls.__new__(cls)
         vars(made).update(mesh=mesh, dims=dims, partial=(), _hash=hash((mesh, dims, ())))
         return made
@@ -120,7 +120,7 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a hash does not travel to another process
+        # not by its attributes, since a hash may differ in another process
         return Layout, (self.mesh, self.dims, self.partial)
 
     @property
@@ -159,7 +159,7 @@ class Layout:
         )
 
     def indices(self, shape: Sequence[int], rank: int) -> tuple[IndexSet, ...]:
-        """What a rank holds, dimension by dimension; nothing at all if it is not in the mesh."""
+        """What a rank holds, dimension by dimension; empty sets if it is not in the mesh."""
         sets = self.index_sets(shape)
         if rank not in self.mesh.coordinates:
             return tuple(EMPTY for _ in shape)
@@ -170,7 +170,7 @@ class Layout:
         return tuple(map(size, self.indices(shape, rank)))
 
     def slices(self, shape: Sequence[int]) -> dict[int, list[list[tuple[int, int]]]]:
-        """For every rank the half-open intervals that it holds, one list a dimension; ``from_slices`` reads them."""
+        """For every rank the half-open intervals that it holds, one list per dimension; ``from_slices`` reads them."""
         return {rank: [list(intervals(held)) for held in self.indices(shape, rank)] for rank in self.mesh.ranks}
 
     def check_shape(self, shape: Sequence[int]) -> None:
@@ -189,7 +189,7 @@ class Layout:
     def from_slices(
         cls, mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[Iterable[tuple[int, int]]]]
     ) -> Layout:
-        """The layout in which every rank holds the given half-open intervals, one list a dimension."""
+        """The layout in which every rank holds the given half-open intervals, one list per dimension."""
         from optim_redist.ownership import from_slices
 
         return from_slices(mesh, shape, slices)

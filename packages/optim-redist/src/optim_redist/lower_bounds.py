@@ -10,12 +10,13 @@ elements must enter and leave g. The busiest rank therefore moves at least
 
     LB = max( R, U, reduction ),     R = max_r In({r}),     U = max_g Out(g) / |g|,
 
-g running over the ranks that hold the same part of the source: what only they have, one of them has to send. (No other
-set gives more: In and Out of a union are at most their sums, and less than all holders of a part alone have nothing.)
+where g runs over the sets of all holders of one part of the source: what only they have, they have to send. (No other
+set gives more: In and Out of a union are at most the sums of In and of Out over its members, and a set that lacks a
+holder of a part is the only holder of nothing in that part.)
 
 Reductions without arithmetic in the network: an element with k >= 2 contributions of one holder each and q needers
 takes at least k + q - 1 transfers, one less if a needer contributes; the sum over elements divided by the number of
-ranks bounds the busiest.
+ranks bounds what the busiest rank moves.
 
 A plan in one step sends every element straight from a holder. All holders of one source point (and contribution)
 share the same demand, so the least possible largest send is the largest of ceil(demand / holders).
@@ -60,15 +61,15 @@ class Bounds(NamedTuple):
 
     Attributes:
         recv: what the neediest rank must receive.
-        send: what the holders of one part alone have and others need, for each of these holders.
-        reduction: what reducing costs the busiest rank, 0 without a reduction.
+        send: what only the holders of one part have and others need, divided by the number of these holders.
+        reduction: what the busiest rank must move to reduce, 0 without a reduction.
         lb: the largest of the three; ``lb_kind`` says which.
         direct_recv, direct_send: what the busiest ranks receive and send in the best plan of one step.
         cuts: the borders of the topology's groups, of the source's ranks and of the target's.
         memory: elements that the fullest rank holds of source and target together.
-        live: elements of the larger of source and target on the fullest rank.
+        live: elements of source or target, whichever is larger, on the rank where that is most.
         live_src: elements of the source on the fullest rank.
-        seconds: least time, the topology's latency and bytes over bandwidth; 0 without a topology.
+        seconds: least time, the topology's latency plus bytes over bandwidth; 0 without a topology.
     """
 
     recv: int
@@ -103,12 +104,12 @@ class Bounds(NamedTuple):
 def bounds(
     shape: Sequence[int], src: Layout, dst: Layout, topology: Topology | None = None, *, itemsize: int = 2
 ) -> Bounds:
-    """What no plan from ``src`` to ``dst`` can beat.
+    """Lower bounds that no plan from ``src`` to ``dst`` can beat.
 
     ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
 
     Raises:
-        LayoutError: if a layout does not fit the shape, or is none.
+        LayoutError: if a layout does not fit the shape, or is no ``Layout``.
     """
     check_layouts(src, dst)
     return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst), topology, itemsize=itemsize)
@@ -132,7 +133,7 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
 
 
 def _stored(problem: Problem) -> tuple[int, int]:
-    """What the fullest rank holds of source and target together, and of the larger of the two."""
+    """The most that any rank holds of source and target together, and of the larger of the two."""
     if problem.is_even:
         here, there = problem.held_by_all, problem.needed_by_all
         return here + there, max(here, there)
@@ -170,7 +171,7 @@ def _sends(problem: Problem) -> tuple[int, int]:
     if problem.src_replicas == 1:
         demands = [held[point] * needers - kept.get(rank, 0) for rank, point in problem.src_points.items()]
         direct = max(demands)
-        # with two needers of every element one of them is another rank
+        # with two or more needers of every element, one of them is another rank
         return direct if needers == 1 else max(held.values()), direct
     least = direct = 0
     for (point, _), ranks in problem.holders.items():
@@ -185,7 +186,7 @@ def _sends(problem: Problem) -> tuple[int, int]:
 
 
 def _kept_by_holders(problem: Problem) -> Collection[int]:
-    """For the holders of every part, the elements that they keep together."""
+    """For every part, the elements that its holders keep, summed over them."""
     found: dict[object, int] = {}
     holders: Mapping[int, object] = problem.src_points
     if problem.num_contributions > 1:
@@ -209,7 +210,7 @@ def _reduction_bound(problem: Problem) -> int:
 
 
 def _cuts(problem: Problem, topology: Topology | None, *, needless: bool) -> tuple[Cut, ...]:
-    """What crosses the borders of groups; nothing at all if no rank lacks anything, ``needless``."""
+    """What must cross the borders of groups; with ``needless``, when no rank lacks anything, zeros."""
     groups: list[tuple[str, Inside, float | None]] = []
     if topology is not None and topology.levels:
         bandwidths = {level.name: level.bandwidth for level in topology.levels}
@@ -233,10 +234,10 @@ def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:
 
 
 def least_inside_groups(problem: Problem, group_of: Callable[[int], int]) -> int:
-    """What the busiest rank moves at least if nothing enters a group that has it.
+    """What the busiest rank moves at least if no element enters a group that has it.
 
-    Who lacks something that a rank of his group holds gets it from there, so the holders of a part in one group send
-    at least once, together, what others in it need.
+    Then a rank that lacks an element gets it from its own group if some rank there holds it. So the holders of a part
+    in one group together send, at least once, what other ranks of the group need of it.
     """
     found = 0
     for (point, _), holders in problem.holders.items():

@@ -1,8 +1,8 @@
-"""Many tensors at once: one exchange a bucket for all of them, whatever their shapes, dtypes and layouts.
+"""Many tensors at once, in buckets: the tensors of a bucket share exchanges, whatever their shapes, dtypes and layouts.
 
-Small messages cost time by number, not by size. All tensors of a bucket therefore share one all-to-all: the messages
-between two ranks are laid one after the other, each at a multiple of 16 bytes, in the order of their names.
-Training mesh to inference mesh, and a checkpoint at another world size, are one call.
+Small messages cost time by number, not by size. The tensors of a bucket therefore share one all-to-all per phase: the
+messages between two ranks lie one after the other, each at a multiple of 16 bytes, in the order of the tensors' names.
+Moving a model from training mesh to inference mesh, or a checkpoint to another world size, is one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optim_redist.layout import Layout
 from optim_redist.planning import plan
 from optim_redist.plans import Plan
 
-_ALIGNMENT = 16  # bytes: the widest element
+_ALIGNMENT = 16  # bytes; the size of the widest element
 _CACHE_SIZE = 64
 
 Name = TypeVar("Name", bound=Hashable)
@@ -95,7 +95,7 @@ class ManyProgram:
     """The compiled plans of many tensors on one rank.
 
     Args:
-        names: of the tensors, which ranks have to agree on as on the plans; none of them if they have only numbers.
+        names: the tensors' names, on which ranks must agree as on the plans; empty if names are not compared.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ManyProgram:
         self._compared = self.team is None
 
     def device_of(self, tensors: Sequence[Tensor | None]) -> torch.device:
-        """Where all of them are, and targets will be."""
+        """The device of the tensors, and so of the targets."""
         return next((t.device for t in tensors if t is not None), collectives.device_of(self.team))
 
     def run(
@@ -158,7 +158,7 @@ class ManyProgram:
                         self.stages[number].local(k, tensors[number], targets[number])
                     yield work
                     self._unpack(k, exchange, received, taking_part, tensors, targets)
-                    # the next round's buffers take the place of these
+                    # free these buffers before the next round makes its own
                     del sent, received, work
             for number in numbers:
                 tensors[number] = None
@@ -191,7 +191,7 @@ class ManyProgram:
         tensors: Sequence[Tensor | None],
         targets: Sequence[Tensor | None],
     ) -> None:
-        """Bring what came in round k to the targets of all that take part in it."""
+        """Unpack what came in round k into the targets of the tensors that take part in it."""
         arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
         for segment in exchange.receives:
             slot = slot_of(received, segment, self.stages[segment.item].bits)
@@ -207,7 +207,7 @@ class ManyProgram:
         return f"{what} bucket {bucket + 1} of {len(self.buckets)} on rank {self.rank}"
 
     def compare(self) -> None:
-        """Make sure, the first time, that all ranks have the same plans."""
+        """At the first call, make sure that all ranks have the same plans, names and ``bucket_bytes``."""
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
             texts = [made.canonical_text() for made in self.plans]
@@ -223,7 +223,7 @@ def slot_of(buffer: Tensor, segment: Segment, bits: torch.dtype) -> Tensor:
 
 
 def _fill_buckets(plans: Sequence[Plan], bucket_bytes: int) -> list[list[int]]:
-    """Consecutive plans whose busiest ranks together move at most ``bucket_bytes``, at least one a bucket."""
+    """Consecutive plans, one or more per bucket, whose busiest ranks together move at most ``bucket_bytes``."""
     buckets: list[list[int]] = []
     room = -1
     for number, made in enumerate(plans):
@@ -316,21 +316,21 @@ def redistribute_many(
 ) -> Any:
     """This rank's part of every target: a dict for a dict (in its order), a list for a sequence.
 
-    Every rank of any of the layouts calls with the same names, shapes, dtypes and layouts; tensors of a dict travel in
-    the order of their names, so its order may differ between ranks. Values move, gradients do not.
+    Every rank of any of the layouts must call with the same names, shapes, dtypes and layouts. The tensors of a dict
+    travel in the order of their names, so the dict's own order may differ between ranks. Values move, gradients do not.
 
     Args:
         items: ``Item`` or ``(tensor, shape, src, dst[, dtype])`` each.
-        bucket_bytes: the busiest rank moves at most about so much in one exchange.
-        group: who takes part; by default the ranks of all layouts.
-        async_op: return a ``Handle``; only the first bucket's exchange overlaps with what the caller does next, which
-            does not write to the tensors before ``wait()``.
+        bucket_bytes: about the most bytes that the busiest rank moves in one exchange.
+        group: whose ranks take part; by default the ranks of all layouts.
+        async_op: return a ``Handle``; only the first exchange overlaps with what the caller does next. The caller must
+            not write to the tensors before ``wait()``.
         cost_model: as for ``plan``.
 
     Raises:
         LayoutError: if a tensor's shape or dtype is not what its item says.
-        PlanMismatchError: in the first call with these tensors, if ranks bring others, other options, or other names
-            (those that are strings).
+        PlanMismatchError: in the first call with these tensors, if ranks differ in tensors, in options, or in names
+            (compared if all are strings).
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -340,7 +340,7 @@ def redistribute_many(
         nothing: dict[Name, Tensor | None] | list[Tensor | None] = {} if isinstance(items, Mapping) else []
         return Handle(done(nothing)) if async_op else nothing
     plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
-    # other names need not have a text that is the same on every rank
+    # names that are not strings need not have the same text on every rank
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()
     key = (tuple(map(id, plans)), bucket_bytes, id(group), collectives.my_rank(), agreed)
     world = collectives.world()

@@ -2,7 +2,7 @@
 
 A transfer carries a box of elements from one rank to another. A phase is a set of transfers that run as one exchange.
 A stage leads from one layout to the next by one method, which gives its phases. A step is a phase as a row of the
-plan's table, and a candidate is a whole plan before the choice.
+plan's table. A candidate is a complete plan that may be chosen.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
-Which = Literal["src", "dst"]  # of a rank's tensors: its part of the source, or of the target
+Which = Literal["src", "dst"]  # which of a rank's tensors: its part of the source, or of the target
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One box of elements from one rank to another, or, with ``sender == receiver``, from source to target.
+    """One box of elements from one rank to another, or, with ``sender == receiver``, from its source to its target.
 
     Attributes:
-        box: index sets of the global tensor, and of the kept contributions behind them.
+        box: index sets of the global tensor's dimensions, then of the axes whose contributions are kept.
         read: where the sender finds it: in its source tensor or in the part of its target that an earlier phase filled.
         contribution: which of the pending contributions it carries; -1 for finished values.
     """
@@ -69,9 +69,9 @@ class Phase:
 
     @lazy
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Elements that go from one rank to another, for every pair of them that meets."""
+        """Elements sent, keyed by (sender, receiver), for every two ranks of which one sends to the other."""
         found: dict[tuple[int, int], int] = {}
-        # many transfers carry one and the same box
+        # many transfers share one box object
         volumes: dict[int, int] = {}
         for t in self.transfers:
             if t.sender != t.receiver:
@@ -93,7 +93,7 @@ class Phase:
 
 
 def added_up(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Sums by rank."""
+    """The sums of several counts, rank by rank."""
     found: dict[int, int] = {}
     for of_one in counts:
         for rank, count in of_one.items():
@@ -106,7 +106,7 @@ class Volumes(NamedTuple):
 
     Attributes:
         name: what the exchange does, as printed.
-        sent, received: elements, by rank.
+        sent, received: elements, keyed by rank.
         borders: for every level with traffic across it, elements into or out of the group where most cross.
         reduces: whether contributions are combined on the way.
     """
@@ -119,7 +119,7 @@ class Volumes(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """From one layout to the next by one method, every exchange in ``rounds`` parts."""
+    """The way from one layout to the next by one method; every exchange runs in ``rounds`` parts."""
 
     op: str
     method: str
@@ -173,7 +173,7 @@ class Request:
         donate: whether the source is given up once it has been read.
         budget: states that a search may expand.
         deterministic: whether contributions have to be combined in rank order.
-        aside: elements that ranks hold besides source and target while this part of the way is gone.
+        aside: keyed by rank: elements held besides source and target while this part of the way runs.
     """
 
     problem: Problem
@@ -197,23 +197,23 @@ class Request:
 
     @property
     def source_aside(self) -> dict[int, int]:
-        """What ranks hold aside behind the first stage: the source, which the caller keeps unless it is donated."""
+        """``aside`` of the stages after the first: the source, which the caller keeps unless it is donated."""
         return {} if self.donate else {rank: held for rank, (held, _) in self.problem.num_stored.items()}
 
     def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
-        """The same request for a part of the way."""
+        """The same request for the part of the way from ``src`` to ``dst``."""
         return replace(self, problem=Problem(self.problem.shape, src, dst), aside=aside)
 
 
 @dataclass
 class Candidate:
-    """A complete plan before the choice.
+    """A complete plan that may be chosen.
 
     Attributes:
-        planner: who offers it.
+        planner: the name of the planner that offers it.
         stages, steps: what it does and what that costs.
         busiest: elements that the busiest rank sends or receives over all steps.
-        seconds, peak_bytes: of all steps together, and of the one that holds most.
+        seconds, peak_bytes: the seconds of all steps together, and the peak of the step that holds most.
     """
 
     planner: str

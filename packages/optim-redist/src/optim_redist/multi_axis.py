@@ -7,7 +7,7 @@ uses replicate. Ranks are row-major over the mesh.
 
 The names are those of the notebook from which this package descends. Every operation returns the distribution it
 leads to, the elements that the most loaded rank holds before it, and the number of processes of one group; a split,
-which sends nothing, gives 0 for both.
+which sends nothing, gives 0 for both numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class MultiAxisDist:
         processor_mesh: sizes of the mesh axes, or one int for a mesh of one axis.
         dims_mapping: for each tensor dimension the mesh axes that split it, major to minor, or one int; ``()`` or
             ``None`` where it is not split.
-        block_sizes: one int for all split dimensions or one for each dimension; ``None`` or -1 = 1 where split.
+        block_sizes: one int for all split dimensions or one for each dimension; ``None`` or -1 means 1 where split.
             A dimension that is not split always stores -1.
 
-    Operations, and what is said of a rank, take shapes that are ``compatible``, and raise ``ValueError`` for others.
+    All methods that take a shape, except ``compatible`` itself, raise ``ValueError`` if it is not ``compatible``.
     """
 
     processorMesh: tuple[int, ...]
@@ -92,7 +92,7 @@ class MultiAxisDist:
 
     @classmethod
     def _of(cls, mesh: tuple[int, ...], state: State) -> MultiAxisDist:
-        """The distribution with this state, skipping the checks that its source has passed."""
+        """The distribution with this state, without the checks: what ``state`` was made from has passed them."""
         dist = object.__new__(cls)
         dist.__dict__.update(processorMesh=mesh, dimsMapping=state.mapping, blockSizes=state.blocks)
         return dist
@@ -194,7 +194,7 @@ class MultiAxisDist:
         return view
 
     def getElementLocation(self, shape: Sequence[int], index: int | Sequence[int]) -> Tensor:
-        """A bool tensor [processes]: who holds the element at ``index``, row-major or one index a dimension."""
+        """A bool tensor [processes]: who holds the element at ``index``, one row-major number or one index per dimension."""
         import torch
 
         self._check(shape, "getElementLocation")
@@ -222,8 +222,8 @@ class MultiAxisDist:
     def allgather(self, shape: Sequence[int], gather_mesh_dim: int | None = None) -> Outcome:
         """Collect what is split: everything, or over the one mesh axis ``gather_mesh_dim``.
 
-        An axis can be collected if it is the first or the last of its dimension. Without the last, the rest of the
-        dimension holds blocks that are longer by the size of the axis; without the first, the block stays.
+        An axis can be collected if it is the first or the last of its dimension. Collecting the last axis multiplies
+        the block of the dimension by the size of the axis; collecting the first keeps the block.
         """
         sizes = self.processorMesh
         checked = self._check(shape, "allgather")
@@ -259,8 +259,8 @@ class MultiAxisDist:
     ) -> Outcome:
         """Split a dimension over unused mesh axes: each rank keeps a part of what it has, nothing is sent.
 
-        A dimension that is split already takes the axes in front and keeps its block, or with ``minor`` at the back,
-        where its block is divided by their size.
+        A dimension that is split already takes the new axes in front and keeps its block, or with ``minor`` takes them
+        at the back and divides its block by their size.
         """
         checked = self._check(shape, "split")
         self._dimension(tensor_axis, "split", "tensor_axis")
@@ -286,9 +286,9 @@ class MultiAxisDist:
     ) -> Outcome:
         """Move mesh axes from one dimension to another.
 
-        All axes of ``from_tensor_axis`` move, or with ``from_minor`` its last. They go to the front of
+        All axes of ``from_tensor_axis`` move, or with ``from_minor`` only its last. They go to the front of
         ``to_tensor_axis``, or with ``to_minor`` to its back. An unsplit ``to_tensor_axis`` takes ``block_size``, or the
-        block of ``from_tensor_axis`` if that is -1. ``minor=True`` sets both flags.
+        block of ``from_tensor_axis`` if ``block_size`` is -1. ``minor=True`` sets both flags.
         """
         checked = self._check(shape, "alltoall")
         axes, block = self._dimension(from_tensor_axis, "alltoall", "from_tensor_axis")
@@ -365,7 +365,7 @@ class MultiAxisDist:
     ) -> list[tuple[str, MultiAxisDist, int, int]]:
         """Every distribution one operation away: (op name, distribution, volume, n_procs).
 
-        Block lengths tried are 1, those of this distribution and ``block_sizes``, their multiples and divisors by sizes
+        Block lengths tried are 1, those of this distribution, ``block_sizes``, and these multiplied or divided by sizes
         of mesh axes. ``exchange`` leads everywhere and is left out.
         """
         checked = self._check(shape, "neighbours")

@@ -1,7 +1,7 @@
 """One tensor dimension of a redistribution: what source and target coordinates hold of it and share.
 
-Contiguous divisions are known by their cut points alone, so what they share is found by one sweep; index sets are
-made only of what has to be moved, or where a division is not contiguous.
+A contiguous division is known by its cut points alone, so what two of them share is found by one sweep. Index sets are
+made only for what has to be moved, or where a division is not contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optim_redist._lazy import lazy
 from optim_redist.index_sets import IndexSet, intersect, interval, num_below, size
 from optim_redist.layout import Kind
 
-# a kind, None for a dimension that is not split, and the sizes of the axes that split it
+# (kind, None for a dimension that is not split; sizes of the axes that split it)
 Division = tuple[Kind | None, tuple[int, ...]]
 
 
@@ -23,8 +23,8 @@ class Side:
 
     Attributes:
         cuts: cut points of a contiguous division, else None.
-        sizes: indices that every coordinate holds.
-        is_even: whether all hold equally many.
+        sizes: for every coordinate, the number of indices that it holds.
+        is_even: whether all coordinates hold equally many.
     """
 
     def __init__(self, n: int, division: Division) -> None:
@@ -51,8 +51,8 @@ class Overlap:
 
     Attributes:
         src, dst: the two divisions, one object if they are equal.
-        alike: what every source coordinate shares with every target coordinate, if that is one number: an even
-            division meets a dimension that the other side does not split.
+        alike: how many indices every source coordinate shares with every target coordinate, if that is one number: one
+            side divides the dimension evenly and the other does not split it; else None.
     """
 
     def __init__(self, n: int, src: Division, dst: Division) -> None:
@@ -97,18 +97,18 @@ class Overlap:
 
     @lazy
     def before(self) -> list[dict[int, int]]:
-        """For every entry of ``common``, how many indices are in those before it in its row."""
+        """For every entry of ``common``, the sum of the entries before it in its row."""
         return [dict(zip(row, accumulate(row.values(), initial=0))) for row in self.common]
 
     @lazy
     def from_src(self) -> list[list[tuple[int, IndexSet]]]:
-        """For every source coordinate, the target coordinates it meets and where."""
+        """For every source coordinate, the target coordinates it meets and the indices they share."""
         here, there = self.src.sets, self.dst.sets
         return [[(j, intersect(here[i], there[j])) for j in row] for i, row in enumerate(self.common)]
 
     @lazy
     def from_dst(self) -> list[list[tuple[int, IndexSet]]]:
-        """For every target coordinate, the source coordinates it meets and where."""
+        """For every target coordinate, the source coordinates it meets and the indices they share."""
         found: list[list[tuple[int, IndexSet]]] = [[] for _ in self.dst.sizes]
         for i, row in enumerate(self.from_src):
             for j, common in row:
@@ -117,7 +117,7 @@ class Overlap:
 
 
 def _sweep(src: Sequence[int], dst: Sequence[int]) -> list[dict[int, int]]:
-    """What intervals between ascending cut points share with those between others, row by row."""
+    """``common`` of two contiguous divisions, given by their cut points."""
     found: list[dict[int, int]] = [{} for _ in range(len(src) - 1)]
     i = j = at = 0
     while i + 1 < len(src) and j + 1 < len(dst):
@@ -134,7 +134,7 @@ def _sweep(src: Sequence[int], dst: Sequence[int]) -> list[dict[int, int]]:
 
 
 def _counted(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, int]]:
-    """How many indices of every set lie between cut points, by counting those below each."""
+    """``common`` of a contiguous division, given by its cut points, and of sets, by their indices below each cut."""
     found: list[dict[int, int]] = [{} for _ in range(len(cuts) - 1)]
     for j, held in enumerate(sets):
         below = [num_below(held, cut) for cut in cuts]
@@ -146,5 +146,5 @@ def _counted(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, in
 
 @lru_cache(maxsize=4096)
 def overlap(n: int, src: Division, dst: Division) -> Overlap:
-    """The overlap of two divisions, shared by all who ask."""
+    """The overlap of two divisions; cached."""
     return Overlap(n, src, dst)

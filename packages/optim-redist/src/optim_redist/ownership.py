@@ -2,8 +2,8 @@
 
 Rank r holds the elements  I₁(r) × I₂(r) × … , one index set a dimension; with a pending reduction it holds one
 contribution to each of them. Two layouts have the same ownership of a shape when every rank holds the same elements
-in both, and when the same ranks share a contribution. How a layout is written (axes, their order, the kind) is
-forgotten here: ``{(0, 1)}`` on a 2×4 mesh equals ``{0}`` on a mesh of 8.
+in both, and when the same ranks share a contribution. How a layout is written (axes, their order, the kind) does
+not matter here: ``{(0, 1)}`` on a 2×4 mesh equals ``{0}`` on a mesh of 8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, M
 
 
 def normal_form(indices: IndexSet) -> IndexSet:
-    """The set written in the one way that equal sets share: maximal intervals, evenly spaced equal ones as one run."""
+    """The set in a form that equal sets share: maximal intervals, those of equal length and spacing as one run."""
     if len(indices) < 2:
         return indices
     if len(indices) == 2:
@@ -46,9 +46,9 @@ class Ownership:
     """What every rank holds, as a value: equal exactly when the ownership is.
 
     Attributes:
-        holdings: rank and what it holds, by ascending rank; None if it holds nothing.
-        contributions: for ranks that hold something, which of the pending contributions, numbered by the smallest
-            rank that holds it among the ranks with the same elements; 0 without a reduction.
+        holdings: (rank, what it holds or None if nothing), by ascending rank.
+        contributions: for every rank, which of the pending contributions it holds. Those to the same elements are
+            numbered in the order of the smallest ranks that hold them; 0 without a reduction or if it holds nothing.
         pending: the operations and how many contributions each combines.
     """
 
@@ -109,11 +109,11 @@ def _without_idle(owned: Ownership) -> tuple[object, ...]:
 def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -> Kind:
     """The simplest kind that gives the coordinates these index sets, in normal form.
 
-    Of Block, Chunk, Cyclic, Ragged and Intervals the first that does.
+    It is the first of Block, Chunk, Cyclic, Ragged and Intervals that does.
     """
     points = _cut_points(sets)
     if points is None:
-        # dealt out in turn, the first coordinate gets its second block after one of every other
+        # if blocks are dealt out in turn, the first coordinate's second one comes after one of every coordinate
         first, *more = sets[0] or (None,)
         turn = None if first is None else first.stride if first.repeats > 1 else more[0].start if more else None
         if first is not None and turn == first.length * len(sets):
@@ -128,7 +128,7 @@ def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -
 
 
 def _cut_points(sets: Sequence[IndexSet]) -> list[int] | None:
-    """The points between which coordinates hold one interval each, in order; None if they do not."""
+    """The points between which coordinates hold one interval each, in order; None if not contiguous."""
     points = [0]
     for held in sets:
         if held and (len(held) > 1 or held[0].repeats > 1 or held[0].start != points[-1]):
@@ -142,8 +142,8 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
 
     Raises:
         LayoutError: if ``slices`` lacks a rank or a dimension, or has something else than whole numbers.
-        NotRepresentableError: if what ranks hold of a dimension overlaps without being equal, leaves a gap, or does
-            not depend on mesh axes of its own.
+        NotRepresentableError: if parts of a dimension overlap without being equal, or leave a gap, or if two dimensions
+            depend on the same mesh axis.
     """
     dims: list[Split | None] = []
     told = {rank: _told(slices.get(rank), rank, len(shape)) for rank in mesh.ranks}
@@ -171,7 +171,7 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
 
 
 def _told(slices: Any, rank: int, num_dims: int) -> list[IndexSet]:
-    """What a rank is told to hold, dimension by dimension."""
+    """What ``slices`` tell a rank to hold, dimension by dimension."""
     try:
         found = [from_intervals(sorted([(index(start), index(stop)) for start, stop in held])) for held in slices]
         if len(found) == num_dims:
