@@ -88,7 +88,7 @@ class Inside:
 
     @lazy
     def asked(self) -> dict[Part, int]:
-        """For every part held here, its elements that other ranks here need, summed over these ranks."""
+        """For every part held here, its elements needed by ranks here that do not hold it, summed over these ranks."""
         kept, wanted = self.problem.num_kept, self._wanted_by_ranks
         return {
             part: wanted[part[0]] - sum(kept.get(rank, 0) for rank in ranks) for part, ranks in self.holders.items()
@@ -107,7 +107,7 @@ class Inside:
 
     @property
     def leaving(self) -> int:
-        """Elements that ranks elsewhere need of the parts held here, summed over ranks; no holders elsewhere."""
+        """Elements that ranks elsewhere need of parts held here, summed over ranks; assumes no holders elsewhere."""
         return self.problem.dst_replicas * self.held - self._found_here
 
     @lazy

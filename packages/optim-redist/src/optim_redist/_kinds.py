@@ -46,7 +46,7 @@ class Block(Kind):
 
 @dataclass(frozen=True)
 class Chunk(Kind):
-    """``torch.chunk`` axis after axis: each cuts the n indices left by the axes before it in blocks of ceil(n / p)."""
+    """``torch.chunk`` axis after axis: each cuts the n indices left by the axes before into blocks of ceil(n / p)."""
 
     def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int]:
         points: Sequence[int] = (0, n)

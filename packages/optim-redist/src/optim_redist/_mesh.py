@@ -42,7 +42,7 @@ def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     for axis in reversed(axes):
         steps[axis] = step
         step *= sizes[axis]
-    found = [0]  # of the points of the axes behind the current one
+    found = [0]  # coordinates on the axes after the current one
     for n, step in zip(reversed(sizes), reversed(steps)):
         found = [digit + inner for digit in range(0, n * step, step) for inner in found] if step else found * n
     return found

@@ -94,7 +94,7 @@ def matrix_shape(num_bytes: int, itemsize: int = 2) -> tuple[int, int]:
 def measure(
     sizes: Sequence[int], *, against: str = "dtensor", repeats: int = 9, cost_model: CommModel | None = None
 ) -> list[Row]:
-    """Measure FLAT_MOVES on the world's ranks, and GRID_MOVES on 2 × (ranks / 2) of them if that is a mesh."""
+    """Measure FLAT_MOVES on the world's ranks, and GRID_MOVES on 2 × (ranks / 2) if they are 4 or more and even."""
     world = dist.get_world_size()
     device = collectives.device_of(dist.group.WORLD)
     meshes: list[tuple[tuple[int, ...], list[tuple[str, str]]]] = [((world,), FLAT_MOVES)]

@@ -177,7 +177,7 @@ def slowest_seconds(call: _Call, group: ProcessGroup, device: torch.device) -> f
 
 
 def _slowest_median(call: _Call, group: ProcessGroup, device: torch.device, seconds: float) -> float:
-    """The median over 3 to 30 calls, as many as fit into ``seconds``; with equal times, all ranks stop together."""
+    """The median over 3 to 30 calls, as many as fit into ``seconds``; ranks see equal times, so they stop together."""
     slowest_seconds(call, group, device)
     times: list[float] = []
     while len(times) < _MIN_REPEATS or (len(times) < _MAX_REPEATS and sum(times) < seconds):

@@ -24,7 +24,7 @@ class Placements(tuple[Any, ...]):
     """torch's placements, one per mesh axis, with the orders of axes that they cannot express.
 
     Attributes:
-        shard_order: keyed by tensor dimension whose axes do not cut from left to right: its axes in cutting order.
+        shard_order: keyed by tensor dimension, where axes do not cut from left to right: its axes in cutting order.
     """
 
     shard_order: ShardOrder
@@ -57,7 +57,7 @@ def from_placements(
         shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in cutting order: a
             dictionary, or torch's tuple of (tensor_dim, mesh_dims).
         strided: "replay" reads ``_StridedShard`` as torch's splitting does; "ordered" reads it as the order of axes
-            that its split factor encodes, which is how FSDP stores a parameter that was tensor-parallel before.
+            that its split factor encodes, as FSDP means it for a parameter that was tensor-parallel before.
     """
     if strided not in ("replay", "ordered"):
         raise LayoutError(f'strided is "replay" or "ordered", got {strided!r}')

@@ -48,7 +48,7 @@ class PlanInfeasibleError(RedistError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # unpickled, the error makes its message of these arguments again
+        # unpickling makes the message again from these arguments
         return partial(PlanInfeasibleError, proven=self.proven), (self.rank, self.terms, self.limit), vars(self)
 
 

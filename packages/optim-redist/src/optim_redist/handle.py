@@ -24,9 +24,9 @@ class Handle(Generic[Result]):
     without ``wait`` warns and waits at that moment. A redistribution of several exchanges, as under a memory limit,
     starts the later ones inside ``wait``, so all ranks must wait for such handles in the same order.
 
-    ``wait`` runs in the inference mode and on the CUDA stream in which the handle was made, wherever it is called. The
-    buffers were allocated on that stream, so their memory is not reused before they have been read. The caller's
-    current stream then waits for that stream.
+    Wherever ``wait`` is called, it runs in the inference mode and on the CUDA stream that were current when the handle
+    was made: its buffers were allocated on that stream, and on another one their memory could be reused before they
+    have been read. The caller's current stream then waits for that stream.
     """
 
     def __init__(self, steps: Generator[Waitable | None, None, Result], device: torch.device | None = None) -> None:
@@ -39,7 +39,7 @@ class Handle(Generic[Result]):
         # the generator owns the source, the buffers and the target
         self._steps: Generator[Waitable | None, None, Result] | None = steps
 
-    @uncompiled  # tracing would free its streams too early, which crashes the process
+    @uncompiled  # traced by the compiler, its streams would be freed too early, which crashes the process
     def wait(self) -> Result:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
         steps, self._steps = self._steps, None

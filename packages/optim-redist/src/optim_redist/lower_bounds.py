@@ -10,9 +10,9 @@ elements must enter and leave g. The busiest rank therefore moves at least
 
     LB = max( R, U, reduction ),     R = max_r In({r}),     U = max_g Out(g) / |g|,
 
-where g runs over the sets of all holders of one part of the source: what only they have, they have to send. (No other
-set gives more: In and Out of a union are at most the sums of In and of Out over its members, and a set that lacks a
-holder of a part is the only holder of nothing in that part.)
+where g is the set of all holders of one part of the source: what only they have, they have to send, one of them at
+least the mean. (No other set gives more: In and Out of a union are at most the sums over the sets in it, and a set has
+nothing of a part to itself unless it contains all holders of the part.)
 
 Reductions without arithmetic in the network: an element with k >= 2 contributions of one holder each and q needers
 takes at least k + q - 1 transfers, one less if a needer contributes; the sum over elements divided by the number of
@@ -163,7 +163,7 @@ def _sends(problem: Problem) -> tuple[int, int]:
     """
     kept, needers, replicas = problem.num_kept, problem.dst_replicas, problem.src_replicas
     if problem.is_even and not problem.started and (needers == 1 or needers > replicas):
-        # all parts are asked for equally much, but for what their holders keep
+        # the demand for all parts is equal but for what their holders keep
         demand = problem.held_by_all * needers - min(kept.values() if replicas == 1 else _kept_by_holders(problem))
         direct = -(-demand // replicas)
         return direct if needers == 1 else -(-problem.held_by_all // replicas), direct
@@ -210,7 +210,7 @@ def _reduction_bound(problem: Problem) -> int:
 
 
 def _cuts(problem: Problem, topology: Topology | None, *, needless: bool) -> tuple[Cut, ...]:
-    """What must cross the borders of groups; with ``needless``, when no rank lacks anything, zeros."""
+    """What must cross the borders of groups; zeros if ``needless``, since then no rank lacks anything."""
     groups: list[tuple[str, Inside, float | None]] = []
     if topology is not None and topology.levels:
         bandwidths = {level.name: level.bandwidth for level in topology.levels}

@@ -194,7 +194,7 @@ class MultiAxisDist:
         return view
 
     def getElementLocation(self, shape: Sequence[int], index: int | Sequence[int]) -> Tensor:
-        """A bool tensor [processes]: who holds the element at ``index``, one row-major number or one index per dimension."""
+        """A bool tensor [processes]: who holds the element at ``index``, row-major or one index per dimension."""
         import torch
 
         self._check(shape, "getElementLocation")

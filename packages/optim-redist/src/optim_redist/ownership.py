@@ -1,6 +1,6 @@
 """Who holds which elements.
 
-Rank r holds the elements  I₁(r) × I₂(r) × … , one index set a dimension; with a pending reduction it holds one
+Rank r holds the elements  I₁(r) × I₂(r) × … , one index set per dimension; with a pending reduction it holds one
 contribution to each of them. Two layouts have the same ownership of a shape when every rank holds the same elements
 in both, and when the same ranks share a contribution. How a layout is written (axes, their order, the kind) does
 not matter here: ``{(0, 1)}`` on a 2×4 mesh equals ``{0}`` on a mesh of 8.
@@ -138,7 +138,7 @@ def _cut_points(sets: Sequence[IndexSet]) -> list[int] | None:
 
 
 def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[Iterable[tuple[int, int]]]]) -> Layout:
-    """The layout in which every rank holds the given half-open intervals, one list a dimension.
+    """The layout in which every rank holds the given half-open intervals, one list per dimension.
 
     Raises:
         LayoutError: if ``slices`` lacks a rank or a dimension, or has something else than whole numbers.
