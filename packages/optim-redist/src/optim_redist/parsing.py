@@ -2,8 +2,8 @@
 
     own              [x.y, -, z~4, w!0:3:7:16]+sum(v)      what ``str(layout)`` prints
     notebook         D_[4,2]⊥{(0,1),∅}(1,∅)                MultiAxisDist; ASCII ``_|_`` and ``-`` for ⊥ and ∅
-    partition_spec   P('y', None, ('x', 'z'))              JAX's, with the meaning of ``Block``; unreduced={'v'} inside
-    placements       S(0), R, Partial(sum), _S(0,2)        DTensor's, one per mesh axis; order=0:1.0 behind
+    partition_spec   P('y', None, ('x', 'z'))              JAX's, meaning ``Block``; may have unreduced={'v'}
+    placements       S(0), R, Partial(sum), _S(0,2)        DTensor's, one per mesh axis; may end in order=0:1.0
 
 In the own notation an item per tensor dimension is ``-`` (not split) or axes by name or number, major to minor:
 ``x.y`` blocks, ``x/y`` nested chunks (``x/`` for one axis), ``x@2/y@1`` the same with split factors (``x@@2/y@@1`` cut
@@ -53,11 +53,11 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
 
     Args:
         mesh: the mesh, or its text; the notebook's notation brings its own.
-        num_dims: dimensions of the tensor, for the notations that may leave out trailing ones: partition_spec, and
-            placements, which otherwise end at the last dimension that is split.
+        num_dims: number of tensor dimensions, for the two notations that may leave out trailing unsplit ones. Without
+            it a partition_spec has as many dimensions as entries, and placements end at the last dimension they split.
 
     Raises:
-        LayoutError: for text in none of the notations, or that says what no layout can be.
+        LayoutError: if the text is in none of the notations, or describes no valid layout.
     """
     written = text.strip()
     grid = parse_mesh(mesh) if isinstance(mesh, str) else mesh
@@ -77,12 +77,12 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
 
 
 def format_layout(layout: Layout, notation: Notation = "own", shape: Sequence[int] | None = None) -> str:
-    """The layout in a notation, so that ``parse_layout`` reads it back.
+    """The layout as text in ``notation``, which ``parse_layout`` reads back.
 
-    ``shape`` is needed where the notation is narrower than the layout's kinds: to tell that they say the same.
+    ``shape`` is needed where the notation lacks one of the layout's kinds: for some shapes a kind that it has is equal.
 
     Raises:
-        NotRepresentableError: if the notation cannot say it.
+        NotRepresentableError: if the notation cannot express the layout.
     """
     match notation:
         case "own":
@@ -97,7 +97,7 @@ def format_layout(layout: Layout, notation: Notation = "own", shape: Sequence[in
 
 
 def _split_top(text: str, separator: str = ",") -> list[str]:
-    """The parts between separators that stand outside of brackets; none for blank text."""
+    """The parts of ``text`` between separators outside all brackets; an empty list for blank text."""
     parts, depth, start = [], 0, 0
     for place, character in enumerate(text):
         depth += (character in _BRACKETS) - (character in _BRACKETS.values())
@@ -109,7 +109,7 @@ def _split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def _axis(text: str, mesh: Mesh) -> int:
-    """A mesh axis as texts call it, or else by name, or else by number."""
+    """The mesh axis that ``text`` means: one of ``axis_names``, else one of ``names``, else a number."""
     name = text.strip().strip("'\"")
     for names in (mesh.axis_names, mesh.names or ()):
         if name in names:

@@ -1,9 +1,9 @@
 """Pictures of layouts and plans: plain text, SVG, or a matplotlib figure, which saves itself as PNG.
 
 A layout is drawn as a grid of cells, one for each pair of indices of two dimensions, labelled with the ranks that own
-it; neighbouring indices with the same owners are drawn as one. Of a third dimension every piece is a grid of its own.
-A plan is drawn as its source and the layout after each of its stages, with arrows between the ranks, as wide as what
-they carry, and the table of what every rank sends to every other.
+it; neighbouring indices with the same owners are drawn as one piece. Each piece of a third dimension gets a grid of its
+own. A plan is drawn as its source, the layout after each of its stages, and a table of what every rank sends to every
+other; SVG also has arrows between the ranks, whose width shows how much they carry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PictureFormat = Literal["ascii", "svg", "matplotlib"]
 def layout_picture(
     layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1), fmt: PictureFormat = "ascii"
 ) -> Any:
-    """Which ranks own which cell of two dimensions; the pieces of the others are drawn one by one.
+    """Which ranks own which cell of two dimensions: one grid for each combination of pieces of the other dimensions.
 
     Returns:
         text for "ascii" and "svg", a ``matplotlib.figure.Figure`` for "matplotlib".
@@ -50,10 +50,10 @@ def plan_picture(
     sent: Mapping[tuple[int, int], int],
     fmt: PictureFormat = "ascii",
 ) -> Any:
-    """A plan's source, the layout after each stage, and what goes from rank to rank.
+    """A plan's source, the layout after each stage, and the bytes from rank to rank.
 
     Args:
-        layouts: what each is, as "source", and the layout.
+        layouts: (title, layout) pairs, the first one titled "source".
         sent: bytes by (sender, receiver).
     """
     _check(fmt)
@@ -71,7 +71,7 @@ def plan_picture(
 
 
 def save_picture(draw: Callable[[PictureFormat], Any], path: Path) -> None:
-    """Write what ``draw`` makes to a file whose name ends in .svg, or as matplotlib knows it, such as .png."""
+    """Write what ``draw`` returns to ``path``: SVG if it ends in .svg, else a format of matplotlib such as .png."""
     if path.suffix == ".svg":
         path.write_text(draw("svg"), encoding="utf-8")
     else:

@@ -1,17 +1,17 @@
 """Layouts as one placement per mesh axis, the way torch's DTensor writes them; plain Python, without torch.
 
 A placement says what its mesh axis does: replicate, hold contributions to a pending reduction, or split a tensor
-dimension. Axes that split the same dimension are applied from left to right, or in an explicit order; each cuts what
-the ones before it have left:
+dimension. Axes that split the same dimension are applied from left to right, or in an explicit order; each cuts the
+parts that the axes before it have made:
 
     Shard(d)                            into p chunks, as torch.chunk does
-    _StridedShard(d, split_factor=s)    into s chunks, each of those into p, and takes one of every s
+    _StridedShard(d, split_factor=s)    into s chunks, each of these into p; a coordinate takes one of p from each
                                         (torch 2.9, "flat": into s·p chunks at once)
 
-With even sizes a strided shard only says in which order the axes count: an axis counts behind axes to its right whose
-sizes multiply to s. With uneven sizes the two readings differ ([0..8] over 4×2: the last pair holds ([8], []) strided
-and ([], [8]) ordered), so they are kept apart: ``Strided`` is what torch's splitting gives, ``Chunk`` over axes in
-another order is the ordered reading.
+With even sizes a strided shard only encodes the order in which axes cut: the axis cuts after axes to its right whose
+sizes multiply to s. With uneven sizes the two readings differ, so they are kept apart: ``Strided`` is what torch's
+splitting gives, ``Chunk`` over axes in another order is the ordered reading. (Of 9 indices over a 4×2 mesh with s = 2,
+the last two ranks hold [8] and [] as ``Strided``, [] and [8] as ``Chunk``.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optim_redist.layout import Axis, Block, Chunk, Cyclic, Kind, Layout, Mesh, 
 StridedReading = Literal["replay", "ordered"]
 # for each tensor dimension that is split over several axes, the axes in the order in which they cut
 ShardOrder = dict[int, tuple[int, ...]]
-# split factors beyond are not looked for: torch lists every piece, and so would we
+# larger split factors are not tried: torch lists every piece, and so would this module
 _MOST_PIECES = 2**20
 
 
@@ -63,8 +63,8 @@ def layout_from(
 
     Args:
         num_dims: dimensions of the tensor.
-        shard_order: for tensor dimensions where axes do not cut from left to right, the axes in their order.
-        strided: read split factors as torch's splitting does, or as the order of axes that they encode.
+        shard_order: for each tensor dimension whose axes do not cut from left to right, the axes in cutting order.
+        strided: "replay" reads split factors as torch's splitting does, "ordered" as the order of axes they encode.
         flat: whether torch's splitting cuts strided shards flat.
     """
     if len(placements) != mesh.num_axes:
@@ -106,7 +106,7 @@ def layout_from(
 
 
 def _order_of_factors(axes: Sequence[int], factors: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """The order of axes that split factors encode: each counts behind axes to its right that multiply to its factor."""
+    """The order of axes that split factors encode: each cuts after axes to its right that multiply to its factor."""
     order: list[int] = []
     for axis, factor in zip(reversed(axes), reversed(factors)):
         places = [place for place in range(len(order) + 1) if prod(mesh.sizes[a] for a in order[:place]) == factor]
@@ -125,7 +125,7 @@ def placements_of(layout: Layout, shape: Sequence[int], *, flat: bool = False) -
     ``flat`` says how strided shards are cut, as for ``layout_from``.
 
     Raises:
-        NotRepresentableError: if torch's splitting cannot give what the layout says, or only in millions of pieces.
+        NotRepresentableError: if torch's splitting cannot give this layout, or only in millions of pieces.
     """
     layout.check_shape(shape)
     placements = [REPLICATE] * layout.mesh.num_axes
@@ -143,7 +143,7 @@ def placements_of(layout: Layout, shape: Sequence[int], *, flat: bool = False) -
 
 
 def _notation(layout: Layout, tensor_dim: int, n: int, flat: bool) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Split factors by axis and the order of cutting that give this split of a dimension of size n."""
+    """Split factors by axis, and the cutting order of the axes, that give this split of a dimension of size n."""
     split = layout.dims[tensor_dim]
     assert split is not None
     axes, left_to_right = split.axes, tuple(sorted(split.axes))
@@ -173,13 +173,13 @@ def _notation(layout: Layout, tensor_dim: int, n: int, flat: bool) -> tuple[dict
 
 
 def _split_factors(split: Split, mesh: Mesh, n: int) -> dict[int, int]:
-    """By axis the split factors that say this split where sizes are even.
+    """The split factors by axis that express this split if sizes are even.
 
-    Dealing blocks of b out over P coordinates is cutting n / (b·P) pieces first; an axis that counts behind axes to
-    its right cuts into so many more.
+    A cyclic split in blocks of b over P coordinates first cuts the dimension into n / (b·P) pieces. An axis that cuts
+    after axes to its right has the product of their sizes as a further factor.
     """
     if isinstance(split.kind, Strided):
-        # by the other rule, or in another order of axes
+        # cut by the other rule (flat or nested), or with its axes in another order
         return dict(zip(split.axes, split.kind.split_factors))
     factors = {}
     for place, axis in enumerate(split.axes):
@@ -192,7 +192,7 @@ def _split_factors(split: Split, mesh: Mesh, n: int) -> dict[int, int]:
 def _rearranged(
     sets: Sequence[IndexSet], given: Sequence[int], wanted: Sequence[int], mesh: Mesh
 ) -> Iterable[IndexSet]:
-    """Index sets by linear coordinate on the axes ``given``, listed by linear coordinate on ``wanted``."""
+    """``sets``, listed by linear coordinate on the axes ``given``, in the order of linear coordinates on ``wanted``."""
     for linear in range(len(sets)):
         at: dict[int, int] = {}
         for axis in reversed(wanted):
@@ -206,7 +206,7 @@ def _rearranged(
 def as_shard_order(
     order: Mapping[int, Sequence[int]] | Sequence[tuple[int, Sequence[int]]] | None,
 ) -> ShardOrder | None:
-    """A shard order as a dictionary, from one or from torch's tuple of (tensor_dim, mesh_dims)."""
+    """A shard order as a dictionary, from a dictionary or torch's tuple of (tensor_dim, mesh_dims) pairs."""
     if order is None:
         return None
     pairs = order.items() if isinstance(order, Mapping) else order

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the table of its steps, how far it is from what no plan can beat, and why this one."""
+"""A plan as text for people: the table of its steps, its distance from the lower bounds, and why it was chosen."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def crossings(plan: Plan, cuts: Sequence[Cut]) -> list[Crossed]:
 
 
 def _crossed(problem: Problem, method: str, topology: Topology, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
-    """What one stage brings into and out of every group."""
+    """The elements that one stage brings into and out of every group."""
     if is_in_order(problem, method, topology) and problem.src_replicas == 1:
-        # straight from the one who holds it
+        # every element comes straight from its only holder
         groups = [Inside(problem, cut.ranks) for cut in cuts]
         return [(group.lacking, group.leaving) for group in groups]
     nodes = None
@@ -67,7 +67,7 @@ def _crossed(problem: Problem, method: str, topology: Topology, cuts: Sequence[C
 
 
 def _listed(phases: Iterable[Phase], cuts: Sequence[Cut]) -> list[tuple[int, int]]:
-    """What goes into and out of every group, from all transfers."""
+    """The elements that go into and out of every group, summed over all transfers."""
     groups: dict[int, set[int]] = {}
     for number, cut in enumerate(cuts):
         for rank in cut.ranks:
@@ -86,7 +86,7 @@ def _listed(phases: Iterable[Phase], cuts: Sequence[Cut]) -> list[tuple[int, int
 
 
 def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float] | None:
-    """The group whose border is crossed most often more than necessary, with the ratio; None without groups."""
+    """The group with the largest ratio of traffic across its border to what has to cross it; None without groups."""
     worst: tuple[Cut, float] | None = None
     for cut, inbound, outbound in crossed:
         needed, used = max((cut.inbound, inbound), (cut.outbound, outbound), key=lambda pair: pair[1])
@@ -97,7 +97,7 @@ def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float] | None:
 
 
 def plan_table(plan: Plan, crossed: Sequence[Crossed] | None = None) -> str:
-    """What ``print(plan)`` shows, with what crosses the borders of groups if that is known already."""
+    """The text of ``print(plan)``; ``crossed`` is the result of ``crossings`` if it is known already."""
     width = plan.itemsize
     shape = "×".join(map(str, plan.shape)) or "scalar"
     head = [
@@ -163,7 +163,7 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
 
 
 def _busy_inside(plan: Plan) -> list[str]:
-    """Why a plan that brings nothing into a group twice may keep a rank busier than the bound."""
+    """A line on why a plan that brings nothing into a group twice has a rank busier than the bound, if it has one."""
     if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1.25:
         return []
     problem = Problem(plan.shape, plan.src, plan.dst)
@@ -178,7 +178,7 @@ def _busy_inside(plan: Plan) -> list[str]:
 
 
 def _why(plan: Plan) -> str:
-    """One line: what the plan was chosen against."""
+    """One line: the nearest alternative that the plan was preferred to."""
     others = [other for other in plan.alternatives if other.reason != UNSEARCHED]
     if not others:
         return f"chosen: {plan.planner} is the only candidate"
@@ -193,7 +193,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """Why this plan: the table, what the bounds mean here, what binds, and what every alternative would cost."""
+    """The table, what the bounds mean for this plan, what limits its time, and what every alternative would cost."""
     crossed = crossings(plan, plan.bounds.cuts)
     lines = [plan_table(plan, crossed), "", "What no plan can beat"]
     lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize, crossed), *_relays(plan)]]
@@ -208,7 +208,7 @@ def explain(plan: Plan) -> str:
 
 
 def bounds_lines(limits: Bounds, width: int, crossed: Sequence[Crossed] | None = None) -> list[str]:
-    """The bounds in words, one a line, beside what a plan brings into and out of every group."""
+    """The bounds in words, one per line; with ``crossed``, also what a plan brings into and out of every group."""
     lines = [
         f"a rank must receive {limits.recv} elements, {format_bytes(limits.recv * width)}: {_BOUND_MEANING['receive']}",
         f"a rank must send {limits.send} elements, {format_bytes(limits.send * width)}: {_BOUND_MEANING['send']}",
@@ -235,14 +235,14 @@ def bounds_lines(limits: Bounds, width: int, crossed: Sequence[Crossed] | None =
 
 
 def _above(limits: Bounds) -> str:
-    """Why one step is above the bound."""
+    """Why a plan of one step is above the bound."""
     if limits.direct_recv > limits.lb:
         return "a needer receives every contribution; others could combine some first"
     return "several ranks need what one has; they could pass it on among themselves"
 
 
 def _relays(plan: Plan) -> list[str]:
-    """How far relays close the gap between one step and the bound."""
+    """How far relays close the gap between a plan of one step and the bound."""
     limits = plan.bounds
     if limits.single_hop <= limits.lb:
         return []

@@ -3,20 +3,20 @@
     local         nothing has to move
     direct        one exchange, every element straight from a holder, no rank sending more than it has to
     nearest       the same, but always from a holder in the same group where there is one
-    forward       the exchange in two hops where one keeps a holder too busy
-    relay         a reduction that is combined at one needer and handed on
-    scatter       a reduction that is combined at those who contribute and moved on
-    hierarchical  every group fetches what it lacks once, then shares it; reductions inside the groups first
+    forward       the exchange in several hops, where a single hop would keep a holder too busy
+    relay         a reduction: each element is combined at one rank that needs it, which hands it on to the others
+    scatter       a reduction: each contributor combines a part, then the finished parts move on
+    hierarchical  every group fetches what it lacks once, then shares it; reductions run inside the groups first
     collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
                   searched if asked for by name or by a budget
     notebook      the operations that the notebook's ``OptimalRedist`` finds where ``MultiAxisDist`` expresses both
                   sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
                   seconds on four or five
-    packed        the direct exchange of a source that is given up before the target is made, under a memory limit
-    naive         gather everything everywhere, then slice: what a plan is measured against
+    packed        under a memory limit: the direct exchange of a donated source that is freed before the target is made
+    naive         gather everything everywhere, then slice: the baseline
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
-what is already there is not asked; the plan then says so among its alternatives.
+a candidate found before is not asked; the plan then says so among its alternatives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why
 
 
 def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = None) -> tuple[list[Candidate], Losers]:
-    """What the planners offer, in a fixed order, and those that cannot win."""
+    """The planners' candidates, in a fixed order, and the planners that were not asked, with the reason."""
     if asked is not None and set(asked) - {"local", *_PLANNERS}:
         raise RedistError(f"planners are {['local', *_PLANNERS]}, got {list(asked)}")
     if limits.lb == 0 and request.problem.num_contributions == 1:
@@ -82,7 +82,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
 
 
 def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
-    """The planner that relays best where one step is above the bound, and what its busiest rank moves."""
+    """Where one step is above the bound, the planner with the least busy rank, and what that rank moves."""
     request = Request(problem, 1, CommModel.preset("flat"))
     names = ("relay", "scatter") if problem.num_contributions > 1 else ("forward",)
     made = [_PLANNERS[name].make(request, limits) for name in names if _PLANNERS[name].applies(request, limits)]
@@ -91,7 +91,7 @@ def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
     return name, moved
 
 
-# -- what any candidate of a planner takes at least: its number of exchanges, and the bound on volume
+# -- least seconds of any candidate of a planner, from its number of exchanges and the bound on volume
 
 
 def _least_of_one_hop(request: Request, limits: Bounds) -> float:
@@ -103,7 +103,7 @@ def _least_of_one_hop(request: Request, limits: Bounds) -> float:
 
 
 def _least_of_nearest(request: Request, limits: Bounds) -> float:
-    """One exchange straight from holders; without holders in several groups just what it takes."""
+    """Least seconds of one exchange straight from holders; exact if no part has holders in several groups."""
     spread = request.groups.spread
     crossing = {
         level: max(max(group.lacking, 0 if spread else group.leaving) for group in groups)
@@ -113,7 +113,7 @@ def _least_of_nearest(request: Request, limits: Bounds) -> float:
 
 
 def _least_of_gathering(request: Request, limits: Bounds) -> float:
-    """Every rank receives all that it has not, straight from holders."""
+    """Least seconds in which every rank receives all that it does not hold, straight from holders."""
     problem = request.problem
     total, num_ranks = problem.num_elements, len(problem.ranks)
     gathered = sent = total - limits.live_src
@@ -127,7 +127,7 @@ def _least_of_gathering(request: Request, limits: Bounds) -> float:
 
 
 def _least(request: Request, moved: int, copied: int, crossing: Mapping[str, int]) -> float:
-    """Seconds in which the busiest rank moves and copies so much, and so much crosses the border of some group."""
+    """Least seconds to move and copy these elements on the busiest rank and, by level, to cross the busiest border."""
     model, width = request.model, request.itemsize
     seconds = model.seconds("all_to_all", moved * width)
     for level, amount in crossing.items():
@@ -141,9 +141,10 @@ def _least_of_two_hops(request: Request, limits: Bounds) -> float:
 
 
 def _least_of_sharing(request: Request, limits: Bounds) -> float:
-    """The hierarchical planner takes two exchanges where it reduces, shares what was fetched, or lets others forward.
+    """Least seconds of the hierarchical planner.
 
-    Else it is an exchange straight from the nearest holders.
+    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward. Otherwise it is one exchange
+    straight from the nearest holders.
     """
     problem = request.problem
     if problem.num_contributions > 1:
@@ -151,7 +152,7 @@ def _least_of_sharing(request: Request, limits: Bounds) -> float:
     levels = list(request.groups.levels.values())
     if len(levels) > 1:
         return _least_of_one_hop(request, limits)
-    # holders of a part in one group send their share of the demand in the direct exchange
+    # if each part has its holders in one group, they send what they send in the direct exchange
     forwards = limits.direct_send > limits.lb or request.groups.spread
     for cut, group in zip(limits.cuts, levels[0]):
         if (cut.inbound and _shares(problem, group)) or (
@@ -162,7 +163,7 @@ def _least_of_sharing(request: Request, limits: Bounds) -> float:
 
 
 def _shares(problem: Problem, group: Inside) -> bool:
-    """Whether several ranks of a group need the same elements of others; it lacks some."""
+    """Whether several ranks of a group that lacks elements need the same ones from outside."""
     counts = group.targets.values()
     if max(counts) == 1 or min(counts) > 1:
         return max(counts) > 1
@@ -202,7 +203,7 @@ def _packed(request: Request, limits: Bounds) -> Candidate:
     moved = exchange.volumes
     peak = packed_peak(problem, moved) * width
     step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, moved.borders)
-    # what stays is copied twice
+    # what stays on a rank is copied twice: into a buffer and out of it
     kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
     step = step._replace(seconds=step.seconds + kept)
     return Candidate("packed", (Stage(step.op, "packed", problem.src, problem.dst),), (step,), limits.single_hop)
@@ -215,7 +216,7 @@ def _can_be_packed(request: Request, limits: Bounds) -> bool:
 
 
 def _scatter(request: Request, limits: Bounds) -> Candidate | None:
-    """The better of two ways to scatter, in bytes: both take two exchanges."""
+    """Of two ways to scatter, both in two exchanges, the one whose busiest rank moves less."""
     dst = request.problem.dst
     found = [
         from_layouts("scatter", request, [("reduce", layout), ("exchange", dst)])

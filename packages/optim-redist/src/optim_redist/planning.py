@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _CACHE_SIZE = 4096
 _CHUNK = 64 * 1024  # bytes of buffers that rounds can always be cut down to
 
-_Decision = dict[str, Any]  # what a plan says besides its dtype, source and target
-_plans: Recent[Plan] = Recent(_CACHE_SIZE)  # for layouts as they are written
-_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # for their canonical forms
+_Decision = dict[str, Any]  # the fields of a plan besides dtype, src and dst
+_plans: Recent[Plan] = Recent(_CACHE_SIZE)  # keyed by layouts as the caller wrote them
+_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # keyed by the layouts' canonical forms
 
 
 def clear_cache() -> None:
-    """Forget all plans, and what they share."""
+    """Forget all cached plans, and the cached overlaps and coordinates that plans share."""
     _plans.clear()
     _decisions.clear()
     for shared in (overlap, coordinates, grid_points):
@@ -70,19 +70,19 @@ def plan(
         topology: groups of ranks, in place of the cost model's.
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
-        relabel: the target's ranks may be renamed so that most data stays; ``Plan.dst`` tells the new names.
+        relabel: the target's ranks may be renumbered so that most data stays; ``Plan.dst`` has the new numbers.
         deterministic: reduce in rank order, whatever the library could do faster.
-        planners: names of the planners to ask; by default all but those that search, "collectives" without a budget
-            and "notebook", whose search takes milliseconds to seconds.
-        budget: states that the search for sequences of collectives may expand; 0 leaves it out by default.
+        planners: names of the planners to ask; by default all but "notebook", whose search takes milliseconds to
+            seconds, and, without a ``budget``, "collectives".
+        budget: states that the search for sequences of collectives may expand; with 0 only ``planners`` can ask for it.
 
     Raises:
-        LayoutError: if a layout does not fit the shape, or is none.
+        LayoutError: if a layout does not fit the shape, or is no ``Layout``.
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
         UnsupportedError: for an unknown dtype, and if the target has a reduction pending that elements of this dtype
             cannot start.
-        RedistError: for unknown ``planners``, where none of those that were named fits, and for a ``cost_model``,
-            ``topology`` or ``memory_limit`` that is none.
+        RedistError: for unknown ``planners``, if none of the named planners fits this redistribution, and for a
+            ``cost_model``, ``topology`` or ``memory_limit`` of another type.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
@@ -99,7 +99,7 @@ def plan(
             model = replace(model, topology=topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        # whole bytes, which every plan's text writes alike
+        # whole bytes, so that equal limits are written alike in every plan's canonical text
         limit = None if memory_limit in (None, inf) else int(memory_limit // 1)
         known = _as_written(_decided(shape, itemsize(name), src, dst, model, limit, *options), name, src, dst)
         _plans.put(key, known)
@@ -109,13 +109,13 @@ def plan(
 def _check_arguments(
     src: Any, dst: Any, cost_model: Any, topology: Any, memory_limit: Any, planners: Sequence[str] | None
 ) -> None:
-    """Raise for what would be found out far from where it was given, in words that do not name it."""
+    """Raise for arguments that would otherwise fail far from here, in words that do not name them."""
     check_layouts(src, dst)
     if not isinstance(cost_model, CommModel | None):
         raise RedistError(f"cost_model must be a CommModel, got {cost_model!r}; CommModel.preset(name) has known ones")
     if not isinstance(topology, Topology | None):
         raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
-    # a limit of NaN would be above nothing and below nothing
+    # every comparison with a limit of NaN would be false
     if memory_limit is not None and (not isinstance(memory_limit, Real) or isnan(memory_limit)):
         raise RedistError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
     # a string is a sequence of its letters
@@ -125,13 +125,13 @@ def _check_arguments(
 
 def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Plan:
     """The plan between two layouts as the caller wrote them, from the decision for their canonical forms."""
-    # the last steps lead to the target
+    # the last steps lead to the target, which their text has to show as the caller wrote it
     steps, text = decision["steps"], str(dst)
     last = steps[-1].layout
     if last != text:
         steps = tuple([step if step.layout != last else step._replace(layout=text) for step in steps])
     made = object.__new__(Plan)
-    # setting one by one what is frozen takes as long as all bounds
+    # a frozen dataclass's __init__ sets field after field, which takes as long as computing all bounds
     vars(made).update(decision, dtype=dtype, src=src, dst=dst, steps=steps)
     return made
 
@@ -148,10 +148,10 @@ def _decided(
     asked: tuple[str, ...] | None,
     budget: int,
 ) -> _Decision:
-    """The plan between the canonical forms of two layouts: one for all that are equal, and for all types as wide.
+    """The plan between the canonical forms of two layouts, shared by layouts of equal ownership and dtypes of one size.
 
-    Layouts with pending reductions stay as they are written: which contributions are kept depends on their axes. So
-    they do for the notebook, whose operations are named by the axes of one mesh.
+    Layouts with pending reductions stay as they are written, since their axes decide which contributions are kept. For
+    the notebook layouts stay as written, too, since its operations are named by the axes of one mesh.
     """
     if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)

@@ -41,17 +41,17 @@ class Plan:
 
     Attributes:
         shape, dtype, src, dst: the task.
-        model: id of the cost model that chose.
-        topology: its groups of ranks.
-        planner: which planner it is from.
-        stages: the layouts it goes through, each with the method that gets there.
+        model: id of the cost model that the choice was made by.
+        topology: the cost model's groups of ranks.
+        planner: name of the planner that made the plan.
+        stages: the layouts the plan goes through, each with the method that leads to it.
         steps: the exchanges, with what they move and cost.
         bounds: what no plan can beat.
         time: predicted seconds.
         peak_bytes: bytes that the fullest rank holds at once: source, target and buffers.
         gap: time above the bound on time, relative to it; 0 if nothing moves.
         volume_ratio: volume of the busiest rank over ``bounds.lb``; 1 if nothing has to move.
-        memory_limit: the limit it respects, in bytes.
+        memory_limit: the limit that the plan respects, in bytes.
         donate: whether the source may be overwritten.
         deterministic: whether reductions run in rank order everywhere.
         alternatives: the candidates that lost.
@@ -86,10 +86,10 @@ class Plan:
         return hashlib.sha256(self.canonical_text().encode()).hexdigest()
 
     def canonical_text(self) -> str:
-        """All that ranks have to agree on, one number or name a line, behind the path to it in `to_json`.
+        """All that ranks have to agree on, as lines of "path: value", one for each number or name in ``to_json``.
 
-        It has the layouts in canonical form and without names of axes, so plans between layouts of equal ownership
-        have equal texts, however the layouts are written; but those with pending reductions are as they are written.
+        Layouts appear in canonical form and without names of axes, so plans between layouts of equal ownership have
+        equal texts, however the layouts are written. Layouts with pending reductions appear as they are written.
         """
         found = self.to_json()
         for name in ("src", "dst", "alternatives"):
@@ -108,7 +108,7 @@ class Plan:
 
     @lazy
     def problems(self) -> tuple[Problem, ...]:
-        """What every stage has to solve."""
+        """The redistribution that every stage has to make."""
         return tuple(Problem(self.shape, stage.src, stage.dst) for stage in self.stages)
 
     @lazy
@@ -123,13 +123,13 @@ class Plan:
         return plan_table(self)
 
     def explain(self) -> str:
-        """Why this plan, what binds, and what every alternative would cost."""
+        """Why this plan was chosen, what limits its time, and what every alternative would cost."""
         from optim_redist.plan_text import explain
 
         return explain(self)
 
     def picture(self, fmt: PictureFormat = "ascii") -> Any:
-        """Source, target and how much goes from rank to rank: text, SVG text or a matplotlib figure."""
+        """Source, the layout after each stage, and bytes from rank to rank: text, SVG text or a matplotlib figure."""
         from optim_redist.pictures import plan_picture
         from optim_redist.plan_text import traffic
 
@@ -196,7 +196,7 @@ class Plan:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What objects and lists inside each other end in, behind the keys and numbers that lead there."""
+    """(path, value) of every leaf of nested dictionaries and lists; an empty one is itself a leaf."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     is_leaf = True
     for key, each in inside:

@@ -4,14 +4,14 @@ Source coordinates i = (i₁, …, i_d) and target coordinates j = (j₁, …, j
 
     B(i, j) = A₁(i₁, j₁) × … × A_d(i_d, j_d),      A_k(i, j) = source set i of dimension k ∩ target set j,
 
-the atoms: all elements of one have the same holders (the ranks at i) and the same needers (the ranks at j). Everything
-that bounds and planners ask is a sum of products of the one-dimensional sizes n_k(i, j) = |A_k(i, j)|.
+the atoms: all elements of an atom have the same holders (the ranks at i) and the same needers (the ranks at j). Every
+number that bounds and planners need is a sum of products of the one-dimensional sizes n_k(i, j) = |A_k(i, j)|.
 
 Pending reductions. An axis that is partial on both sides with the same operation keeps its contributions: they are
 elements of their own, along an extra dimension as long as the axis. The other partial axes of the source are reduced:
 every element has ``num_contributions`` contributions, each with its own holders. The other partial axes of the target
-start anew: coordinate 0 gets the value, the ranks elsewhere need nothing and fill in the identity. An average has no
-identity; there all get the value, which is the average of its copies.
+start anew: coordinate 0 gets the value, ranks at other coordinates need nothing and fill in the identity. An average
+has no identity, so all coordinates of its axis get the value, which is the average of its copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WHOLE: Division = (None, ())
 
 
 def check_layouts(src: object, dst: object) -> None:
-    """Raise ``LayoutError`` for what is no ``Layout``, a text for example."""
+    """Raise ``LayoutError`` if either side is not a ``Layout``, but a text, for example."""
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
             raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
@@ -51,11 +51,11 @@ class Problem:
     Attributes:
         overlaps: one per tensor dimension, then one per kept partial axis.
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
-        reduced, reduced_axes: the source axes that are reduced, and their operations with the number of contributions.
+        reduced, reduced_axes: (operation, number of contributions) of each source axis that is reduced, and the axes.
         started: the partial axes of the target that start anew, averages excepted.
         started_ops: the operations that start anew, averages included.
         is_even: whether all ranks hold equally much, ``held_by_all``, and need equally much, ``needed_by_all``.
-        src_replicas, dst_replicas: the holders of every contribution to an element, and the needers of every element.
+        src_replicas, dst_replicas: how many ranks hold each contribution to an element, and how many need an element.
     """
 
     def __init__(self, shape: Sequence[int], src: Layout, dst: Layout) -> None:
@@ -89,7 +89,7 @@ class Problem:
         self.dst_replicas: int = len(dst.mesh.ranks) // num_dst_points
 
     def _lay_out_contributions(self, src_axes: list[tuple[int, ...]], dst_axes: list[tuple[int, ...]]) -> int:
-        """Contributions where either side is partial; the number of places that the started axes have together."""
+        """Set what describes contributions, if a side is partial; returns the product of the started axes' sizes."""
         src, dst = self.src, self.dst
         kept = _kept_axes(src, dst)
         for a, b in kept:
@@ -119,7 +119,7 @@ class Problem:
 
     @lazy
     def dst_points(self) -> dict[int, Point]:
-        """Each target rank's coordinates on the dimensions; only of ranks that need anything."""
+        """Each target rank's coordinates on the dimensions; only for ranks that need anything."""
         if not self.started:
             return self._all_dst_points
         places = self.dst.mesh.coordinates
@@ -136,7 +136,7 @@ class Problem:
 
     @lazy
     def alike(self) -> tuple[int, list[int]]:
-        """Elements that any two points share on dimensions where all do equally, and the other dimensions."""
+        """Elements that any two points share on dimensions where all pairs share equally, and the other dimensions."""
         factor, others = 1, []
         for k, o in enumerate(self.overlaps):
             if o.alike is None:
@@ -207,7 +207,7 @@ class Problem:
         return sum(map(self.needed_sizes.__getitem__, points))
 
     def demand(self, part: Part) -> int:
-        """Elements of a part that ranks need which do not hold it, rank by rank."""
+        """Elements of a part that ranks need without holding the part, counted once for each such rank."""
         kept, held = self.num_kept, self.held_by_all if self.is_even else self.held_sizes[part[0]]
         return held * self.dst_replicas - sum(kept.get(rank, 0) for rank in self.holders[part])
 
@@ -279,7 +279,7 @@ class Problem:
         return None if point is None else tuple(o.src.sets[i] for o, i in zip(self.overlaps, point))
 
     def needed(self, rank: int) -> Box | None:
-        """What the rank must hold in the end, None if nothing has to come."""
+        """What the rank must hold in the end, None if it needs nothing."""
         point = self.dst_points.get(rank)
         return None if point is None else tuple(o.dst.sets[j] for o, j in zip(self.overlaps, point))
 
@@ -307,7 +307,7 @@ def _by_rank(layout: Layout, axes: Sequence[tuple[int, ...]]) -> dict[int, Point
 
 
 def _places(mesh: Mesh, ranks: Sequence[int]) -> list[int]:
-    """Where ranks are in the row-major order of their mesh."""
+    """The places of ranks in the row-major order of their mesh."""
     if mesh.ranks[-1] == mesh.num_ranks - 1 and mesh.is_ascending:
         return list(ranks)
     place = {rank: k for k, rank in enumerate(mesh.ranks)}
@@ -315,7 +315,7 @@ def _places(mesh: Mesh, ranks: Sequence[int]) -> list[int]:
 
 
 def _kept_axes(src: Layout, dst: Layout) -> list[tuple[int, int]]:
-    """Partial axes whose contributions stay what they are: pairs of equal operation and size, same axis preferred."""
+    """(source, target) partial axes whose contributions are kept: equal operation and size, same axis preferred."""
     free = dict(dst.partial)
     kept: list[tuple[int, int]] = []
     for same_axis in (True, False):

@@ -1,8 +1,8 @@
 """A plan compiled for one rank: groups, splits, offsets and views decided once, then run as often as needed.
 
 A program walks the stages of its plan. Each stage allocates its target (the last one may be given), runs its phases as
-one all-to-all each, and hands the target on as the next stage's source. Groups are made at compile, and a plan's
-first run compares it with those of all ranks.
+one all-to-all each, and hands the target on as the next stage's source. ``compile`` makes the process groups; a
+plan's first run checks that all ranks have the same plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Program:
         self.rank = rank
         self.team = team
         self.dtype = getattr(torch, plan.dtype)
-        # one buffer a message where the backend can, one for all messages where it cannot
+        # one buffer per message where the backend takes lists of them, else one for all messages
         self._separate = team is not None and team.takes_lists
         self.stages = stage_programs(plan, rank, separate=self._separate)
         self._native = [
@@ -49,7 +49,7 @@ class Program:
         ]
         self._compared = not plan.communicates
         self._out_excess = _excess_of_out(plan)
-        # a plan without communication that keeps all of a rank's tensor, or one piece of it
+        # without communication: the slices of the source that are the target, if it is one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
 
@@ -60,10 +60,10 @@ class Program:
 
     @property
     def graph_safe(self) -> bool:
-        """Whether a CUDA graph may capture a call that has run before, into a given ``out``.
+        """Whether a CUDA graph may capture a call into a given ``out``, after a first run.
 
-        Everything a call does is then device work: copies, and collectives of NCCL. A source that is donated has no
-        memory left for a replay to read.
+        All work of such a call is on the device: copies and NCCL's collectives. A donated source is excluded, as it
+        has no memory left for a replay to read.
         """
         return self._compared and not self.plan.donate and (self.team is None or self.team.is_nccl)
 
@@ -112,9 +112,10 @@ class Program:
     ) -> Tensor | Handle[Tensor | None] | None:
         """This rank's part of the target; a ``Handle`` to it with ``async_op``.
 
-        Without ``out``, a tensor that stays what it is comes back itself, and with ``copy=False`` a part of it may
-        come back as a view. ``out`` has memory of its own, or is such a tensor itself. Without either tensor the target
-        is on ``device``, by default the CUDA device of a group that has NCCL and else the CPU.
+        Without ``out``, a source that stays unchanged is returned itself, and with ``copy=False`` a target that is part
+        of the source may be a view of it. ``out`` must not share memory with the source, unless it is a source that
+        stays unchanged. With neither ``x`` nor ``out`` the target is on ``device``, by default the CUDA device of a
+        group that has NCCL and else the CPU.
         """
         x = arrived(x)
         self._check(x, out)
@@ -140,7 +141,7 @@ class Program:
         given = x if self.plan.donate else None
         x = resolved(x)
         if given is not None and (given.is_conj() or given.is_neg()):
-            # it has been read, and what was read takes its place
+            # the resolved copy takes the place of the donated source, which is not read again
             _give_up(given)
             given = x
         for number, stage in enumerate(self.stages):
@@ -151,7 +152,7 @@ class Program:
                     x = yield from self._run_packed(stage, x, room, device)
                 continue
             target = stage.allocate(device) if room is None else room
-            # library collectives are NCCL's; a group with NCCL may bring tensors of the CPU, too
+            # library collectives are NCCL's, but a group with NCCL may also be given CPU tensors
             native = self._native[number] if device.type != "cpu" else None
             if native is not None:
                 with self._in_step(stage.phases[0]):
@@ -166,7 +167,7 @@ class Program:
                     stage.local(k, x, target)
                     yield work
                     stage.finish(k, unpacked, x, target)
-                    # the next round's buffers take the place of these
+                    # free these buffers before the next round allocates its own
                     del sends, receives, unpacked, work
             x = target
             _give_up(given)
@@ -175,7 +176,7 @@ class Program:
     def _run_packed(
         self, stage: StageProgram, x: Tensor | None, out: Tensor | None, device: torch.device
     ) -> Generator[Waitable | None, None, Tensor | None]:
-        """A donated source is packed as a whole and given up before the target takes memory."""
+        """Run a packed stage: pack all of the donated source, and free it before the target is allocated."""
         sends, kept = stage.pack_all(x, device)
         _give_up(x)
         target = stage.allocate(device) if out is None else out
@@ -198,7 +199,7 @@ class Program:
         native.finish(dense)
         if dense is not target:
             target.copy_(dense)
-        # only now may the buffer go
+        # the collective used the buffer until now
         del buffer
 
     def _exchange(
@@ -283,7 +284,7 @@ class Program:
 
 
 def _excess_of_out(plan: Plan) -> int:
-    """Bytes above the plan's limit where every rank holds its target from the start; 0 if they fit."""
+    """Bytes above the plan's limit if every rank holds its target from the start, as a given ``out``; 0 if it fits."""
     if plan.memory_limit is None:
         return 0
     problem, last = plan.problems[-1], plan.stages[-1]
@@ -299,7 +300,7 @@ def _excess_of_out(plan: Plan) -> int:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the first to last bytes of two tensors meet."""
+    """Whether the byte ranges of two tensors, from first to last element, overlap."""
     here, there = extent(a), extent(b)
     return here is not None and there is not None and here[0] < there[1] and there[0] < here[1]
 
@@ -316,11 +317,11 @@ def _give_up(tensor: Tensor | None) -> None:
 
 @uncompiled
 def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
-    """The plan as this rank runs it. Every rank of both layouts has to call, since a group may have to be made.
+    """The plan compiled for this rank. Every rank of both layouts has to call, since a group may have to be made.
 
     Args:
-        plan: the same on every rank; the first run makes sure.
-        group: who takes part, all of its ranks; by default the layouts' ranks.
+        plan: the same on every rank; the first run checks this.
+        group: the process group, all of whose ranks take part; by default the layouts' ranks.
     """
     rank = collectives.my_rank()
     if not plan.communicates:

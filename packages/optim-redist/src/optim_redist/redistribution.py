@@ -1,4 +1,4 @@
-"""``redistribute``: what ``DTensor.redistribute`` does, by our plans, also between device meshes.
+"""``redistribute``: what ``DTensor.redistribute`` does, by this package's plans, also between device meshes.
 
 Forward goes from the tensor's layout to the wanted one. Backward goes from the gradient's layout to the tensor's, with
 DTensor's rule for pending reductions: where the tensor held contributions its gradient is replicated, since every
@@ -31,7 +31,7 @@ from optim_redist.placements import ShardOrder, as_shard_order
 
 
 class _Place(NamedTuple):
-    """Where a DTensor lives, the dtype in which it travels there, and the one that it has then, if that is another."""
+    """Where a DTensor is to be, the dtype in which it is exchanged, and the dtype of the result if that is another."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 @lru_cache(maxsize=4096)
 def _layout(
     mesh: DeviceMesh,
-    # with their types: in torch 2.9 Shard(0) == _StridedShard(0, split_factor=2)
+    # keyed with their types: in torch 2.9 Shard(0) == _StridedShard(0, split_factor=2)
     placements: tuple[tuple[type[Placement], Placement], ...],
     shape: tuple[int, ...],
     order: tuple[tuple[int, tuple[int, ...]], ...],
@@ -56,11 +56,11 @@ def _layout(
 
 @lru_cache(maxsize=4096)
 def _stays(source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank's part is the same in both layouts, so that nobody's is copied."""
+    """Whether every rank's part is the same in both layouts, so that no rank has to copy."""
     if source == target:
         return True
     ranks = source.mesh.ranks
-    # which of several contributions are kept depends on their axes
+    # equal ownership is not enough for contributions: their axes decide which of them are kept
     if source.partial or target.partial or set(ranks) != set(target.mesh.ranks):
         return False
     if any(source.local_shape(shape, rank) != target.local_shape(shape, rank) for rank in ranks):
@@ -124,21 +124,21 @@ def redistribute(
 ) -> DTensor | Handle[DTensor]:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
-    Every rank of either mesh calls; a rank outside a mesh has an empty local tensor there. What stays on all ranks
-    shares its memory with the tensor, all else has its own. As of what ``DTensor.redistribute`` leaves where it is,
-    autograd does not see that who writes to one of the two changes the other.
+    Every rank of either mesh has to call; a rank outside a mesh has an empty local tensor there. If every rank's part
+    stays as it is, the result shares memory with ``dtensor``, else it has its own. As with ``DTensor.redistribute``,
+    autograd does not see that writing to one of two tensors that share memory changes the other.
 
     Args:
         dtensor: any placements, masked partials excepted.
         device_mesh: the target's mesh; by default the tensor's own.
         placements: one for each axis of the target's mesh.
-        async_op: return a ``Handle`` whose ``wait()`` gives the result; only without autograd. ``dtensor`` is not to be
-            written to before.
-        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in their order.
+        async_op: return a ``Handle`` whose ``wait()`` returns the result; only without autograd. ``dtensor`` must not
+            be written to before ``wait()`` returns.
+        shard_order: for tensor dimensions whose axes do not cut from left to right, the axes in cutting order.
         forward_dtype: dtype of the exchange and of the result.
         backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
-        memory_limit: bytes that no rank may exceed, as for ``plan``; of a tensor that travels in another dtype they
-            count what travels, which is made beside it.
+        memory_limit: bytes that no rank may exceed, as for ``plan``. If the exchange is in another dtype, the limit
+            counts the converted copy as the source, and not ``dtensor``, which is held as well.
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
@@ -174,7 +174,7 @@ def _normalized(placement: Placement, num_dims: int) -> Placement:
 
 
 def _counted(tensor_dim: int, num_dims: int) -> int:
-    """A dimension counted from the first, if it was counted from the last; others stay, and are refused by name."""
+    """``tensor_dim``, if negative, counted from the first dimension; numbers out of range stay, for errors to name."""
     return tensor_dim + num_dims if -num_dims <= tensor_dim < 0 else tensor_dim
 
 
@@ -240,25 +240,25 @@ def _when_arrived(
 
 
 def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor, *, stays: bool = False) -> DTensor:
-    """The rank's part as a DTensor; strides, and whether it has memory of its own, are the same on every rank.
+    """The rank's part as a DTensor; its strides, and whether it has memory of its own, are the same on every rank.
 
-    Where all of the tensor stays it is the part that was there, as it lies. Who writes to a part that stayed on this
-    rank alone would change a replica here, and none elsewhere.
+    With ``stays``, all ranks' parts stay: the part keeps its memory and strides. If only this rank's part stayed, it is
+    cloned: a write to shared memory would change this rank's replica of the source, but not those on other ranks.
     """
     shape = dtensor.shape
-    # a stride of torch is at least 1, also where sizes are 0
+    # as torch does, count sizes of 0 as 1 in strides
     dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
     stride = dtensor.stride() if stays else dense
-    # from_local empties it, but takes the form of a tensor without dimensions from it
+    # outside the mesh from_local empties the part; it takes a shape of () for none given, and reads that of the part
     part = moved if moved is not None else local.new_empty(0 if shape else ())
     if moved is local and not stays:
         part = local.clone(memory_format=torch.contiguous_format)
     if place.arrives_as is not None:
-        # torch's operations forget orders of axes
+        # before the part becomes a DTensor: torch's operations on DTensors forget orders of axes
         part = part.to(place.arrives_as)
     if not place.order:
         return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
-    # only the private specification of newer versions takes an order of axes
+    # only the private DTensorSpec of newer versions of torch takes an order of axes
     specification = dtensor_package._dtensor_spec
     entries = tuple(specification.ShardOrderEntry(dim, axes) for dim, axes in sorted(place.order))
     meta = specification.TensorMeta(shape, stride, part.dtype)

@@ -23,7 +23,7 @@ Row = tuple[str, MultiAxisDist, Cost]
 
 
 class Redistributor(ABC):
-    """A way to choose the sequence.
+    """Base class: a way to choose the sequence of collectives.
 
     Args:
         cost_model: what each collective costs.
@@ -104,11 +104,11 @@ class OptimalRedist(Redistributor):
     The search minimises latency, bandwidth and computation as weighted; it supposes that the model never charges less
     for more elements. Block lengths considered for a dimension are 1, those of its two ends, and their multiples and
     divisors by sizes of mesh axes. ``exchange_*`` straight to the target is a candidate wherever the target is no
-    larger, and the plan if nothing else stays inside the limits, so there is always one.
+    larger, and it is the result if nothing else stays inside the limits, so a sequence is always found.
 
     Args:
         memory_limit: elements that no rank may exceed at an intermediate distribution.
-        node_filter: called with an intermediate distribution; only those for which it is true are used.
+        node_filter: called with an intermediate distribution; only distributions for which it is true are used.
         max_depth: the largest number of operations.
     """
 
@@ -149,7 +149,7 @@ class OptimalRedist(Redistributor):
         return self._rows(mesh, moves, start_size)
 
     def _rows(self, mesh: tuple[int, ...], moves: Sequence[Move], elements: int) -> list[Row]:
-        """The rows of moves from where the most loaded rank holds so many elements."""
+        """The rows of ``moves``; before the first, the most loaded rank holds ``elements``."""
         rows: list[Row] = []
         for move in moves:
             if move.collective == "split":
@@ -162,13 +162,13 @@ class OptimalRedist(Redistributor):
 
 
 class _Prices(dict[tuple[str, int, int], float]):
-    """What a redistributor weighs a (collective, n_procs, elements), computed when first asked for; a split is free."""
+    """The weighted cost of each (collective, n_procs, elements), computed when first asked for; a split is free."""
 
     def __init__(self, redistributor: Redistributor) -> None:
         super().__init__()
         self._weights = redistributor.alpha, redistributor.beta, redistributor.gamma, 0.0
         self._model = redistributor.cost_model
-        # what a class says of itself: one that extends it may charge something else
+        # only what the model's own class defines: a subclass may charge something else than inherited formulas
         said = vars(type(self._model))
         self._formulas: Mapping[str, Formula] = said.get("formulas", {})
         self.grow: bool = said.get("grows_with_processes", False)
@@ -189,7 +189,7 @@ class _Prices(dict[tuple[str, int, int], float]):
 
 
 class MemoryConstrainedRedist(OptimalRedist):
-    """``OptimalRedist`` in at most five operations, none of which leaves a rank with more than either end does."""
+    """``OptimalRedist`` in at most five operations; between them no rank holds more than the larger of both ends."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
-"""The exchange of many tensors that is made again and again between the same tensors, as a training step does.
+"""The exchange of many tensors, repeated between the same tensors, as in every step of a training loop.
 
     sources --pack--> sent --all-to-all--> received --unpack--> targets;   what stays on a rank: sources --> targets
 
-``ManyProgram.run`` takes whatever tensors come, and makes views of them and of its buffers in every run: some ten
-microseconds of the host for each tensor. Here they are made once. Memory that need not live between two exchanges is
-lent: a tensor refers to its storage, so that it is good again, as are all views of it, once the storage has memory.
+``ManyProgram.run`` takes any tensors, so it makes views of them and of its buffers in every run, which costs the host
+some ten microseconds per tensor. Here the views are made once. Memory that is not needed between two exchanges is
+lent: the storage is resized to 0 and back. Tensors refer to their storage, so a tensor and all views of it are valid
+again once the storage has memory.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.many import ManyProgram, slot_of
 from optim_redist.plans import Plan
 
-_ALIGNMENT = 16  # bytes: copies as wide as can be
+_ALIGNMENT = 16  # bytes, so that copies can be as wide as possible
 
 Kind = tuple[tuple[int, ...] | None, torch.dtype]  # shape and dtype of a tensor, None where there is none
 
 
 class Lent:
-    """Tensors side by side in ``memory``, which is there until ``give_back``, and from ``take`` to the next one."""
+    """Tensors side by side in ``memory``, which ``give_back`` frees and ``take`` allocates again."""
 
     def __init__(self, kinds: Sequence[Kind], device: torch.device) -> None:
         sizes = [0 if shape is None else prod(shape) * dtype.itemsize for shape, dtype in kinds]
@@ -44,34 +45,34 @@ class Lent:
         ]
 
     def take(self) -> None:
-        """Values are undefined until they are written."""
+        """Allocate the memory; values are undefined until they are written."""
         self.memory.untyped_storage().resize_(self.memory.numel())
 
     def give_back(self) -> None:
-        """What has been read may go, even if the device has yet to read it: in the current stream."""
+        """Free the memory; kernels launched before on the current stream may still have to read it."""
         self.memory.untyped_storage().resize_(0)
 
 
 class RepeatedExchange:
-    """Many tensors, one exchange, the same sources and targets every time; gradients do not move.
+    """One exchange of many tensors, with the same sources and targets every time; without gradients.
 
     Args:
-        plans: of the tensors, each of one round and without a reduction: as ``plan`` makes them of layouts without
-            partial sums with ``planners=("direct",)``. The same on every rank.
+        plans: one per tensor, the same on every rank, each of one round and without a reduction: as ``plan`` makes them
+            with ``planners=("direct",)`` of layouts without partial sums.
         device: where buffers are, and tensors that are not given.
-        group: who takes part, all of its ranks; by default the ranks of all layouts.
-        sources, targets: where this rank's parts lie, None where it has none. Targets are written when an exchange is
-            waited for, and not before; until then sources keep what stays on this rank, so that no target lies in the
-            memory of a source. None for all: tensors of this object's own, in memory that is lent from
-            ``lend_sources`` until an exchange is waited for, and from ``start`` until ``release``.
+        group: the process group, all of whose ranks take part; by default the ranks of all layouts.
+        sources, targets: this rank's parts, None where it has none. Given targets are written by ``wait()``, and not
+            before. Until then the sources hold what stays on this rank, so no target may share memory with a source.
+            Without ``sources`` or ``targets`` the object makes these tensors itself and lends their memory: sources
+            from ``lend_sources`` until the exchange is waited for, targets from ``start`` until ``release``.
 
     Attributes:
         sources, targets: these tensors.
 
     Raises:
-        LayoutError: if a tensor is not what its plan says, or a target cannot be written without harm.
-        UnsupportedError: for plans that take several exchanges, or reduce; by ``start``, before sources of this
-            object's own have been lent; by all that lends or takes back, before the last exchange has been waited for.
+        LayoutError: if a tensor has not its plan's shape and dtype, or a target cannot be written safely.
+        UnsupportedError: for plans that take several exchanges, or reduce; by ``start``, before sources that the object
+            made have been lent; by ``lend_sources``, ``start`` and ``release``, while an exchange is under way.
     """
 
     # tensors that are made in inference mode could not be written to outside of it
@@ -124,7 +125,7 @@ class RepeatedExchange:
                 lent.give_back()
 
     def lend_sources(self) -> Sequence[Tensor | None]:
-        """The sources, to be written; of this object's own ones the memory is there now."""
+        """The sources, to be written; allocates the memory of sources that the object made."""
         if self._lent_sources is not None:
             self._refuse_under_way("its sources go back with it")
             self._lent_sources.take()
@@ -133,7 +134,7 @@ class RepeatedExchange:
 
     @torch.no_grad()
     def start(self) -> Waitable:
-        """Send. ``wait()`` of what is returned, in the same stream, gives the targets; one exchange at a time."""
+        """Start the exchange, one at a time; ``wait()`` on the result, in the same stream, returns the targets."""
         self._refuse_under_way("its buffers are in use")
         if not self._has_sources:
             raise UnsupportedError(
@@ -154,13 +155,13 @@ class RepeatedExchange:
         return _UnderWay(self, work)
 
     def release(self) -> None:
-        """Let go of targets that are this object's own."""
+        """Free the memory of targets that the object made."""
         if self._lent_targets is not None:
             self._refuse_under_way("its targets are to be written")
             self._lent_targets.give_back()
 
     def _refuse_under_way(self, why_not: str) -> None:
-        """What would take memory from under an exchange, or give it away, would end the process."""
+        """Raise if an exchange is under way, whose memory must not be freed or reused: that would crash the process."""
         if self._is_under_way:
             raise UnsupportedError(
                 f"the last exchange of these tensors has not been waited for, and {why_not}: wait() first, or make "
@@ -169,7 +170,7 @@ class RepeatedExchange:
 
     @torch.no_grad()
     def finish(self, work: Waitable | None) -> None:
-        """What ``wait()`` does, with what the exchange gave to be waited for."""
+        """Complete the exchange: the body of ``wait()``, where ``work`` is what the all-to-all returned."""
         self._is_under_way = False
         if work is not None:
             work.wait()
@@ -216,8 +217,8 @@ def _tensors(
 
 
 def _check_memory(sources: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> None:
-    """Raise for targets with fewer places than elements, and where first to last bytes of a target meet a source's."""
-    reach = [0, 0]  # how far the memory of sources and of targets goes
+    """Raise for targets with fewer places than elements, and where byte ranges of a target and a source overlap."""
+    reach = [0, 0]  # where the memory of the sources and of the targets seen so far ends
     extents = []
     for is_target, tensors in enumerate((sources, targets)):
         for number, tensor in enumerate(tensors):

@@ -11,7 +11,7 @@ checks that
    receives less than what it lacks.
 
 It proves the plan, not the program: that every contribution arrives once, but not the arithmetic with which a rank
-combines them. That is compared with sums made in one process, by ``simulate``.
+combines contributions. ``simulate`` runs that in one process, so that its results can be compared with expected sums.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Target:
 
     @property
     def finished(self) -> tuple[DisjointBoxes, DisjointBoxes]:
-        """Boxes that are complete: moved as finished values, or with all contributions in, which arrive together."""
+        """Complete boxes: of finished values, and of contribution 0, with which all others arrive."""
         return self.arrived[-1], self.arrived[0]
 
 
@@ -157,7 +157,7 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
     if needed is None or not _inside(transfer.box, needed):
         raise RedistError(f"{where()}, which does not need it")
     arrived = targets[transfer.receiver].arrived
-    # a finished value is a second one where contributions have come, and the other way round
+    # a finished value counts as a second one where contributions have arrived, and the other way round
     other = 0 if transfer.contribution == -1 else -1
     if any(arrived[number].num_common(transfer.box) for number in (transfer.contribution, other)):
         raise RedistError(f"{where()} a second time")
@@ -165,7 +165,7 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
 
 
 def _check_combined(problem: Problem, phase: Phase) -> None:
-    """Every phase combines what it brings, so all contributions to an element have to come in one."""
+    """Every phase combines what it brings, so all contributions to an element have to arrive in one phase."""
     came: dict[int, dict[int, list[Box]]] = {}
     for t in phase.transfers:
         if t.contribution >= 0:
@@ -211,7 +211,7 @@ def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -
         raise RedistError(f"the plan claims {plan.bounds}, its source and target give {limits}")
     if busiest < limits.lb:
         raise RedistError(f"the busiest rank moves {busiest} elements, the bound is {limits.lb}")
-    # divided as the plan divides: a product of large numbers rounds
+    # compare quotients, as the plan computed its own: a product of large numbers would round
     if limits.lb and not busiest / limits.lb <= plan.volume_ratio:
         raise RedistError(f"the busiest rank moves {busiest} elements, the plan claims {plan.volume_ratio} × the bound")
 

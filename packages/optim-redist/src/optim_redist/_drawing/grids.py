@@ -1,6 +1,6 @@
-"""What there is to draw of a layout: cells of two dimensions with the ranks that own them, slice by slice.
+"""The grids that a picture of a layout shows: cells of two dimensions with the ranks that own them, slice by slice.
 
-Neighbouring indices with the same owners are one piece; of a third dimension every piece is a grid of its own.
+Neighbouring indices with the same owners form one piece; every piece of a third dimension gets a grid of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _pieces(layout: Layout, shape: Sequence[int], tensor_dim: int) -> list[tuple
     """The maximal intervals of a dimension whose indices have the same owners."""
     ends = {0, shape[tensor_dim]}
     for held in layout.index_sets(shape)[tensor_dim]:
-        # of a dimension that is dealt out, too many to list before it is refused
+        # a cyclic dimension may have too many intervals to list before it is refused
         most = max((run.repeats for run in held), default=0)
         if most > _MAX_PIECES:
             raise LayoutError(_too_large(f"{most} pieces on one rank of dimension {tensor_dim}"))
@@ -101,7 +101,7 @@ def grids_of(layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1))
 
 
 def hue(rank: int) -> float:
-    """A rank's own place on the circle of colours, in degrees: a golden angle apart from its neighbours'."""
+    """The hue of a rank's colour in degrees, a golden angle apart from those of its neighbours."""
     return rank * 137.508 % 360
 
 

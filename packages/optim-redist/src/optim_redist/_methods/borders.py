@@ -1,12 +1,13 @@
-"""How much one exchange straight from holders brings across every border, without listing a transfer.
+"""How much one exchange straight from holders brings across every border, computed without listing transfers.
 
 Each group serves its own ranks first, level by level from the innermost, as far as its holders have room below a
-limit. Of a part i with demand A(g) from ranks of group g that do not hold it, its holders in g serve S(g), so
+limit. If ranks of group g that do not hold part i ask for A_i(g) elements of it, of which its holders in g serve
+S_i(g), then
 
     In(g)  = Σ_r (what r lacks) - Σ_i S_i(g)          Out(g) = Σ_i ( what holders in g send - S_i(g) )
 
-Where all holders of every part lie in one innermost group S = A. Where they lie in several, they are dealt with one
-level at a time, as ``direct`` deals out boxes.
+If all holders of every part lie in one innermost group, S = A. If they lie in several, demands are dealt out level by
+level, as ``direct`` deals out boxes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from optim_redist.problem import Problem
 
 
 def crossings(problem: Problem, topology: Topology, limit: int | None) -> tuple[dict[str, int], int]:
-    """What crosses borders in the direct exchange in which no rank sends more than ``limit``, None for any amount.
+    """Traffic across borders in the direct exchange in which no rank sends more than ``limit`` (None: any amount).
 
-    Returns, for every level with traffic across it, the elements into or out of the group where most cross; and what
-    the busiest rank sends of parts whose holders lie in several groups.
+    Returns, for every level with traffic across borders, the elements into or out of the group where most cross; and
+    what the busiest rank sends of parts whose holders lie in several groups.
     """
     divided = problem.groups(topology)
     levels = divided.levels
@@ -71,7 +72,7 @@ def _served_at_once(places: Sequence[_Place], demand: int, limit: int | None) ->
 
 
 def _even_rest(places: Sequence[_Place], demand: int, limit: int | None) -> int | None:
-    """What holders in each group send elsewhere, if all of them do and send inside the same whole amounts."""
+    """What holders in each group send outside it, if all holders send equal whole amounts outside, and inside."""
     _, _, ranks, asked = places[0]
     count, rest = len(ranks), demand - asked * len(places)
     if asked % count or rest % (count * len(places)) or (limit is not None and demand > limit * count * len(places)):
@@ -99,7 +100,7 @@ def _deal(
 
 
 def listed(phase: Phase, topology: Topology) -> Volumes:
-    """What a list of transfers moves."""
+    """The volumes of a phase, from its transfers."""
     borders: dict[str, int] = {}
     for (level, _), crossing in border_volumes(phase, topology).items():
         borders[level] = max(borders.get(level, 0), *crossing)

@@ -1,7 +1,7 @@
-"""Whole plans before the choice: the phases of a method or a way through layouts, with what they cost and hold.
+"""Candidates, plans before the choice: the phases of a method or of a way through layouts, with time and memory.
 
-A step takes as long as its busiest rank moves bytes and as its borders let through, and packing and unpacking; each
-rank holds source, target, the buffers of one round, and what it keeps aside meanwhile.
+The time of a step is what its busiest rank or its busiest border needs, whichever is longer, plus packing and
+unpacking. Each rank holds source, target, the buffers of one round, and what it keeps aside meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
 
 
 def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Listed]:
-    """What the exchanges of a method move, each in one piece."""
+    """The exchanges of a method, each in one piece, with what they move."""
     if is_in_order(problem, method, topology):
         return [Direct(problem, topology)]
     if method == "relay":
@@ -63,7 +63,7 @@ def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[
 def one_exchange(
     request: Request, limits: Bounds, op: str = "exchange", method: Literal["direct", "nearest"] = "direct"
 ) -> Candidate:
-    """One exchange straight from holders. Bounds and sums tell what it takes, so no transfer is listed."""
+    """One exchange straight from holders; if it fits in one round, bounds and sums give its cost without transfers."""
     problem, width = request.problem, request.itemsize
     send = limits.direct_send
     borders: Mapping[str, int] = {}
@@ -116,7 +116,7 @@ def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layou
 
 
 def from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
-    """A stage of one method, in as few rounds as the memory limit allows, costed by what its exchanges move."""
+    """A stage of one method, in rounds if the memory limit requires it, costed by what its exchanges move."""
     problem, topology = request.problem, request.model.topology
     found: list[Volumes] | None = None
     rounds = 1
@@ -144,12 +144,15 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
 
 
 def _num_rounds(request: Request, exchanges: Sequence[Listed]) -> int:
-    """As few rounds as keep every rank under the memory limit; 1 without a limit or where rounds do not help."""
+    """The rounds that keep every rank under the memory limit; 1 without a limit, or if rounds do not help.
+
+    The first guess, from the memory that is left, is doubled until it suffices.
+    """
     if request.memory_limit is None:
         return 1
     buffers_of_none = _peak_bytes(request, {}, {}, _MAX_ROUNDS)
     rounds, room = 1, request.memory_limit - buffers_of_none
-    # with an element a round and rank no more rounds can help
+    # more rounds than the busiest rank has elements cannot help
     moved = [exchange.volumes for exchange in exchanges]
     volumes = [n for found in moved for counts in (found.sent, found.received) for n in counts.values()]
     while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
@@ -174,9 +177,9 @@ def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int
 
 
 def _partial_bytes(request: Request, rounds: int = 1) -> int:
-    """Bytes of a round's partial results: in fp32 for what is narrower, in fp64 for averages of fp32, else none.
+    """Bytes of a round's partial results: in fp32 for narrower types, in fp64 for averages of fp32, else none.
 
-    Wider types are combined in the target. 8-bit floats are converted before they are combined.
+    Other types are combined in the target. 8-bit types count twice, as they are also converted to fp32 first.
     """
     problem, width = request.problem, {1: 8, 2: 4}.get(request.itemsize, 0)
     if any(op == "avg" for op, _ in problem.reduced) and request.itemsize == 4:
@@ -197,12 +200,12 @@ def step_of(
     rounds: int = 1,
     combined: int = 0,
 ) -> Step:
-    """One exchange, costed: the busiest rank, every border, and packing and unpacking."""
+    """The step of one exchange, with the time of its busiest rank and borders, and of packing and unpacking."""
     model, width, problem = request.model, request.itemsize, request.problem
     moved = max(recv, send) * width
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
     for level, crossing in (borders or {}).items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
-    # adding a contribution to an fp32 partial result reads it, and reads and writes that
+    # combining reads a contribution, and reads and writes an fp32 partial result: width + 8 bytes
     seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

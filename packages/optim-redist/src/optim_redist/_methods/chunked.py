@@ -1,12 +1,12 @@
-"""An exchange in several rounds, so that the buffers of one round fit into what memory is left.
+"""An exchange in several rounds, so that the buffers of one round fit into the memory that is left.
 
-Finished values: every box is cut into as many parts as there are rounds, along its first dimension that is long enough
-and else in row-major ranges; round c moves part c of every box. Where boxes have fewer elements than there are rounds,
-their parts start at different rounds, so that rounds stay alike.
+Finished values: every box is cut into as many parts as there are rounds, along its first dimension that is long enough,
+or else into row-major ranges; round c moves part c of every box. Different boxes have their larger parts in different
+rounds, so that all rounds move about equally much.
 
-Contributions to one element have to meet in one round, and their boxes differ. There the target is cut: along its
-longest dimension what every coordinate needs is divided into equal parts, and round c moves what lies in part c of its
-receiver.
+Contributions to one element have to arrive in one round, but their boxes differ. So the target is cut instead: along
+its longest dimension what every coordinate needs is divided into equal parts, and round c moves what lies in part c of
+its receiver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optim_redist.problem import Point, Problem
 def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence[int] | None = None) -> list[Phase]:
     """The phase as ``num_rounds`` phases that together make the same transfers.
 
-    ``numbers`` are those of the transfers in the whole phase where this is one rank's part of it.
+    If ``phase`` is one rank's part of a phase, ``numbers`` are the numbers of its transfers in the whole phase.
     """
     if num_rounds == 1:
         return [phase]
@@ -43,7 +43,7 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence
 
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
-    """For every rank, the most elements that it sends and receives in one of the rounds; their boxes are not listed."""
+    """For every rank, the most elements that it sends and receives in any one round; boxes are not cut for this."""
     by_target = _sizes_by_target(problem, num_rounds) if problem.num_contributions > 1 else None
     totals: dict[int, list[int]] = {}
     for number, transfer in enumerate(phase.transfers):
@@ -64,20 +64,20 @@ def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
 
 
 def steps_of(sizes: Sequence[int], num_rounds: int) -> tuple[int, int]:
-    """(unit, steps): a box of these sizes is cut into so many steps of ``unit`` elements, which rounds share."""
+    """(unit, steps): a box of these sizes has ``steps`` steps of ``unit`` elements, which the rounds share."""
     total = prod(sizes)
     unit = next((total // length for length in sizes if length >= 4 * num_rounds), 1)
     return unit, total // unit
 
 
 def points_of(unit: int, steps: int, num_rounds: int, shift: int) -> list[int]:
-    """Where the parts of a box begin and end: with other shifts, other rounds get the larger ones."""
+    """Where the parts of a box begin and end; ``shift`` decides which rounds get the larger parts."""
     points = [unit * ((steps * c + shift) // num_rounds) for c in range(num_rounds + 1)]
     return [0, *points[1:-1], unit * steps]
 
 
 def largest_part(problem: Problem, num_rounds: int) -> Callable[[Point], int]:
-    """For every target point, the elements of the largest of the parts into which rounds of a reduction cut it."""
+    """A function from a target point to the elements of the largest part into which rounds of a reduction cut it."""
     longest = longest_dim(problem)
 
     def part(point: Point) -> int:
@@ -110,7 +110,7 @@ def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
 
 
 def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
-    """For a transfer its elements in every round, as ``_by_target`` cuts it."""
+    """A function from a transfer to its elements in every round, as ``_by_target`` cuts it."""
     longest = longest_dim(problem)
     known: dict[tuple[int, IndexSet], list[int]] = {}
 
@@ -128,7 +128,7 @@ def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], 
 
 
 def part_sizes(held: IndexSet, part: IndexSet, num_rounds: int) -> list[int]:
-    """How many indices of ``part`` lie in each of the equal parts into which rounds cut what a target holds."""
+    """How many indices of ``part`` lie in each of the equal parts into which rounds cut the indices ``held``."""
     if len(held) == 1 and held[0].repeats == 1:
         start, length = held[0].start, held[0].length
         points = [start + length * c // num_rounds for c in range(num_rounds + 1)]

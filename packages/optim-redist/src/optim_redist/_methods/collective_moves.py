@@ -1,4 +1,4 @@
-"""The collectives out of a state, and what the fullest rank receives in each.
+"""The collectives that lead out of a state, and what the fullest rank receives in each.
 
 With L elements on the fullest rank and n ranks in a group:
 
@@ -11,7 +11,7 @@ With L elements on the fullest rank and n ranks in a group:
     change of block  chunks into another division of the same factors, or back, inside   the larger L of before and
                      the group of the dimension                                          after
 
-One more, a permutation of the ranks, depends on no group; it is the search's own.
+One more move, a permutation of the ranks, has no group; ``collective_search`` adds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optim_redist._methods.collective_states import Factors, Move, Space, State,
 
 
 def collective_moves(space: Space, state: State, permuted: bool) -> Iterator[Move]:
-    """Every move but the permutation; behind it only those between divisions by chunks."""
+    """Every move but the permutation; if ``permuted``, only moves between divisions by chunks."""
     size = space.local_size(state)
     used = {*chain.from_iterable(state.dims), *state.pending}
     free = [factor for factor in range(space.num_factors) if factor not in used]
@@ -85,7 +85,7 @@ def _leave(
 
 
 def _moves_of_foreign(space: Space, state: State, tensor_dim: int, size: int) -> Iterator[Move]:
-    """A dimension that is not divided by chunks is left as a whole, or changed into chunks of the same factors."""
+    """Moves of a foreign dimension: all its factors leave, or it changes to chunks or the target's division of them."""
     factors = state.dims[tensor_dim]
     chunked, wanted = factors[:-1], space.target.dims[tensor_dim]
     n_procs = space.group_size(chunked)
@@ -107,7 +107,7 @@ def _change_block(space: Space, state: State, tensor_dim: int, new: Factors, gro
 
 
 def _reductions(space: Space, state: State, size: int) -> Iterator[Move]:
-    """Finish what the target does not keep pending, all factors of one operation together or one by one."""
+    """Finish reductions that the target does not keep pending, all factors of one operation together or one by one."""
     kept = set(space.target.pending)
     todo = [factor for factor in state.pending if factor not in kept]
     groups = {tuple(f for f in todo if space.ops[f] == op) for op in {space.ops[f] for f in todo}}

@@ -1,12 +1,12 @@
 """The cheapest sequence of plain collectives from one layout to another, by A*.
 
-States and moves are those of ``collective_states`` and ``collective_moves``, and one permutation: at most once, ranks
-may swap all they hold, which leads to any state with equal pieces and counts the L elements of the fullest rank.
+States and moves are those of ``collective_states`` and ``collective_moves``, plus one permutation: at most once, ranks
+may swap all they hold, which leads to any state with equal pieces and costs the L elements of the fullest rank.
 
-The estimate is the receive bound of what is left. If in every dimension the factors of the state and those of the
-target are one a prefix of the other, all ranks keep  K = product of n / max(P_state, P_target)  elements; else some
-rank keeps none. It then has to receive |target| - K. It is never too large where sizes divide evenly, so the result
-is a cheapest sequence there; where they do not, the volumes are those of the fullest rank.
+The estimate is the receive bound of what is left. If in every dimension the factors of the state are a prefix of the
+target's or the other way round, every rank keeps  K = product of n / max(P_state, P_target)  elements; else some rank
+keeps none (K = 0). That rank has to receive |target| - K. Where sizes divide evenly the estimate is never too large, so
+the result is a cheapest sequence; where they do not, the volumes are those of the fullest rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class CollectiveStep:
     """One collective of a sequence.
 
     Attributes:
-        op: what it is.
-        axes: axes of ``layout.mesh`` along which the ranks of a group differ; empty for a permutation, which pairs any.
+        op: which collective.
+        axes: axes of ``layout.mesh`` along which ranks of a group differ; empty for a permutation, which has no groups.
         group_size: ranks in a group.
         layout: the layout after it, on the mesh of prime factors.
-        recv: elements that the fullest rank receives, as the moves count it.
+        recv: elements that the fullest rank receives, as ``collective_moves`` counts them.
     """
 
     op: CollectiveOp
@@ -46,7 +46,8 @@ def search_collectives(
 ) -> list[CollectiveStep] | None:
     """The cheapest sequence of collectives in which no rank ever holds more than the larger of source and target.
 
-    None if the two sides are not grids over the same ranks in one order, or after ``max_expansions`` states.
+    None if the two meshes have not the same ranks in one order or no common refinement, or if ``max_expansions``
+    states are not enough.
     """
     space = Space.of(tuple(shape), src, dst)
     if space is None:
@@ -56,7 +57,7 @@ def search_collectives(
 
 
 def _as_steps(space: Space, moves: list[Move]) -> list[CollectiveStep]:
-    """The moves as steps, consecutive slices as one."""
+    """The moves as steps, with consecutive slices merged into one."""
     steps: list[CollectiveStep] = []
     for move in moves:
         axes = tuple(sorted(move.factors))
@@ -81,9 +82,9 @@ _Trail = tuple[Move, "_Trail"] | None
 class _Search:
     """A* with two layers: before and after the one permutation.
 
-    A permutation may lead to any labelling of the pieces, and moves do not care how equal factors are called. Behind
-    it, states are therefore told apart by the sizes of their factors only: each is kept with the smallest labels, and
-    the labels are put right, backwards from the target, when the sequence is known.
+    A permutation may lead to any labelling of the pieces, and moves treat factors of equal size alike. After the
+    permutation, states are therefore told apart only by the sizes of their factors: each is kept with the smallest
+    labels. Once the sequence is known, the true labels are assigned backwards from the target.
     """
 
     def __init__(self, space: Space) -> None:
@@ -95,7 +96,7 @@ class _Search:
         space = self.space
         order = count()
         best: dict[tuple[bool, State], float] = {(False, space.start): 0.0}
-        # (f, latest first, cost so far, permuted yet, state, trail)
+        # (f, tie-break: latest first, cost so far, whether permuted, state, trail)
         queue: list[tuple[float, int, float, bool, State, _Trail]] = [(0.0, 0, 0.0, False, space.start, None)]
 
         def push(cost: float, permuted: bool, move: Move, trail: _Trail) -> None:
@@ -125,7 +126,7 @@ class _Search:
         return None
 
     def estimate(self, key: tuple[bool, State]) -> float:
-        """A lower bound of what is left; infinite where a rank would hold too much."""
+        """A lower bound of what is left; infinite if a rank would hold too much."""
         if key not in self._estimates:
             permuted, state = key
             fits = self.space.local_size(state) <= self.live

@@ -3,8 +3,7 @@
 Every mesh axis is cut into prime factors, major to minor. A state says which factors split which dimension, in which
 order, and which are pending; the others replicate. A dimension is divided by nested chunks, factor after factor, so
 that its last factors can be dropped and added without moving the rest. A dimension of the source or the target that
-is divided otherwise (cyclic, ragged, …) is foreign: its factors carry a marker behind them, and it is taken or left
-as a whole.
+is divided otherwise (cyclic, ragged, …) is foreign: a marker follows its factors, and all of them come and go together.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ AS_SOURCE, AS_TARGET = -1, -2
 
 
 class State(NamedTuple):
-    """Factors of every dimension, major to minor, and those that hold contributions."""
+    """Factors of every dimension, major to minor, and the factors along which contributions are pending."""
 
     dims: tuple[Factors, ...]
     pending: Factors
@@ -97,7 +96,7 @@ class Space:
         self.started = {factor: op for factor, op in dst_pending.items() if factor not in kept}
         self.num_factors = len(sizes)
         self.even = [True] * len(shape)
-        # what the coordinates of a foreign dimension hold, and how its factors say that
+        # by foreign dimension and marker: the index sets of its coordinates, and the kind that gives them
         self.foreign: dict[tuple[int, int], tuple[Sequence[IndexSet], Kind]] = {}
         src_dims = self._dims(src, factors[0], AS_SOURCE)
         dst_dims = self._dims(dst, factors[1], AS_TARGET)
@@ -128,7 +127,7 @@ class Space:
                 if not all(map(same, Chunk().index_sets(n, sizes), held)):
                     kind = split.kind
                     if isinstance(kind, Chunk | Strided) and len(sizes) != len(split.axes):
-                        # these go from axis to axis, and here axes are in parts
+                        # these kinds cut axis by axis, and here axes are cut into factors
                         kind = simplest_kind(list(map(normal_form, held)), n, sizes)
                     self.foreign[tensor_dim, marker] = held, kind
                     used = (*used, marker)
@@ -139,7 +138,7 @@ class Space:
         return prod(self.sizes[factor] for factor in factors if factor >= 0)
 
     def length(self, tensor_dim: int, factors: Factors) -> int:
-        """The longest piece of a dimension."""
+        """The length of a dimension's longest piece."""
         key = (tensor_dim, factors)
         if key not in self._lengths:
             n = self.shape[tensor_dim]
@@ -159,11 +158,11 @@ class Space:
         return size
 
     def fits(self, tensor_dim: int, factors: Factors) -> bool:
-        """Even dimensions are only cut evenly; others as one likes."""
+        """Whether factors may divide a dimension: even dimensions are only cut evenly, others in any way."""
         return not self.even[tensor_dim] or self.shape[tensor_dim] % self.group_size(factors) == 0
 
     def least_recv(self, state: State, any_labels: bool) -> int:
-        """What some rank must still receive before the target, or one with other labels, is reached."""
+        """What some rank must still receive to reach the target, or, with ``any_labels``, one with other labels."""
         if state.pending != self.target.pending:
             return self.target_size
         kept = 1
@@ -177,9 +176,9 @@ class Space:
     # -- labels
 
     def relabelled(self, state: State) -> State:
-        """The state with the smallest labels that leave the sizes of its factors where they are.
+        """The state with each factor replaced by the smallest free label of the same size.
 
-        Factors that are pending or divide otherwise than by chunks keep their labels.
+        Pending factors and factors of foreign dimensions keep their labels.
         """
         fixed = {*state.pending, *chain.from_iterable(dim for dim in state.dims if is_foreign(dim))}
         free: dict[int, list[int]] = {}
@@ -192,10 +191,10 @@ class Space:
         return State(tuple(dims), state.pending)
 
     def permutations(self, state: State) -> set[State]:
-        """What a permutation of ranks can make of the state, with the smallest labels.
+        """The states to which a permutation of ranks can lead, with the smallest labels.
 
-        Where cuts are even, also the order of different sizes in a dimension is a matter of names. Pending factors
-        and divisions other than by chunks are brought to what the target wants before ranks are permuted.
+        Where cuts are even, it can also reorder factors of different sizes within a dimension. It is only allowed once
+        pending factors and foreign dimensions are as in the target.
         """
         if state.pending != self.target.pending:
             return set()
@@ -204,16 +203,16 @@ class Space:
                 return set()
         orders = []
         for dim, even in zip(state.dims, self.even):
-            # factors of one size are told apart by their labels alone; a marker keeps its place
+            # reordering factors of one size only changes labels; a marker keeps its place
             exchangeable = even and not is_foreign(dim) and len({self.sizes[factor] for factor in dim}) > 1
             orders.append(set(permutations(dim)) if exchangeable else {dim})
         return {self.relabelled(State(dims, state.pending)) for dims in product(*orders)}
 
     def labelled(self, moves: list[Move]) -> list[Move]:
-        """The moves with labels put right: those behind the permutation named so that they end at the target.
+        """The moves with true labels: those after the permutation are relabelled so that they end at the target.
 
-        Every move behind it keeps the labels of the state before. Going backwards, a factor that is in use after the
-        move has the name of its place there; one that the move has freed takes any free name of its size.
+        A move keeps the labels of the state before it. Going backwards, a factor that is in use after a move gets the
+        label at its place there; a factor that the move has freed gets any free label of its size.
         """
         first = next(k for k, move in enumerate(moves) if move.op == "permute")
         state, named = self.target, []

@@ -1,8 +1,8 @@
 """The direct exchange: one all-to-all in which every missing element comes straight from a holder.
 
-What a rank holds and needs stays. The holders of one source point carry the same elements, so they share what is
-asked of that point in equal parts (a share may cut a box); the busiest then sends ceil(demand / holders), which no
-plan of one step can beat. With a topology the nearest holders are asked first, as far as no rank has to send more
+What a rank both holds and needs stays there. The holders of one source point carry the same elements, so they share
+the demand on that point equally (a share may cut a box); the busiest holder then sends ceil(demand / holders), which no
+plan of one step can beat. With a topology the nearest holders are asked first, as long as no rank has to send more
 than that optimum. With a pending reduction every contribution travels to every needer.
 """
 
@@ -15,11 +15,11 @@ from optim_redist.cost import Topology
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
-Demand = tuple[int, Box]  # who needs it, and what
+Demand = tuple[int, Box]  # the rank that needs it, and the box
 
 
 def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest: bool = False) -> list[Phase]:
-    """The whole redistribution as one phase."""
+    """The whole redistribution as one phase; with ``nearest``, the nearest holders send whatever is asked of them."""
     demands = {key: demands_of(problem, *key) for key in problem.holders}
     near = topology if topology is not None and topology.levels and problem.src_replicas > 1 else None
     limit = max((-(-_total(demands[key]) // len(ranks)) for key, ranks in problem.holders.items()), default=0)
@@ -34,7 +34,7 @@ def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest
 
 
 def stays(problem: Problem, ranks: Iterable[int] | None = None) -> Iterator[Transfer]:
-    """What every rank keeps, or each of some."""
+    """What each of ``ranks`` keeps, by default every rank."""
     reduces = problem.num_contributions > 1
     for rank in problem.dst_points if ranks is None else ranks:
         src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
@@ -59,7 +59,7 @@ def _total(demands: Sequence[Demand]) -> int:
 
 
 def share(demands: Sequence[Demand], workers: Sequence[int]) -> list[tuple[int, Demand]]:
-    """Deal demands out to workers in order, equal element counts each."""
+    """Deal demands out to workers in order, in equal element counts."""
     if len(workers) == 1:
         return [(workers[0], demand) for demand in demands]
     dealt, rest = deal(demands, workers, fair_shares(_total(demands), len(workers)))
@@ -70,9 +70,9 @@ def share(demands: Sequence[Demand], workers: Sequence[int]) -> list[tuple[int, 
 def deal(
     demands: Sequence[Demand], workers: Sequence[int], shares: Sequence[int]
 ) -> tuple[list[tuple[int, Demand]], list[Demand]]:
-    """Deal demands out to workers in order, ``shares`` elements each; what is left over comes back as well.
+    """Deal demands out to workers in order, ``shares`` elements each; returns what is dealt and what is left over.
 
-    A box is cut where a share ends, once for all its parts.
+    A box is cut where shares end, into all its parts at once.
     """
     left = list(shares)
     dealt: list[tuple[int, Demand]] = []
@@ -102,8 +102,8 @@ def _share_near(
 ) -> list[tuple[int, Demand]]:
     """Deal demands out to the nearest holders that still have room below ``limit``, evenly among equally near ones.
 
-    Receivers of one group see the same near holders, so serving level after level, innermost first, keeps as much
-    as possible inside every level.
+    Receivers of one group have the same near holders, so serving level after level, innermost first, keeps as much
+    traffic as possible inside every level.
     """
     taken = dict.fromkeys(holders, 0)
     dealt: list[tuple[int, Demand]] = []
@@ -123,9 +123,10 @@ def _share_near(
 
 
 def take_more(taken: dict[int, int], ranks: Sequence[int], amount: int, limit: int | None = None) -> list[int]:
-    """Add an amount to what some ranks take, so that the largest sum stays as small as it can; the share of each.
+    """Add ``amount`` to what ``ranks`` have ``taken``, so that the largest sum is smallest; returns each rank's share.
 
-    With a limit the shares themselves are as equal as they can be, no sum is above it, and what does not fit is left.
+    With a limit the shares themselves are as equal as possible, no sum is above the limit, and what does not fit is not
+    dealt out.
     """
     before = [taken[rank] for rank in ranks]
     if before.count(before[0]) == len(before):
@@ -141,7 +142,7 @@ def take_more(taken: dict[int, int], ranks: Sequence[int], amount: int, limit: i
 
 
 def even_shares(total: int, rooms: Sequence[int]) -> list[int]:
-    """Shares as equal as the rooms allow, ``total`` together or as much as there is room for."""
+    """Shares as equal as ``rooms`` allow; their sum is ``total``, or all rooms together if that is less."""
     shares = [0] * len(rooms)
     left = min(total, sum(rooms))
     while left:
@@ -154,6 +155,6 @@ def even_shares(total: int, rooms: Sequence[int]) -> list[int]:
 
 
 def level_shares(total: int, taken: Sequence[int]) -> list[int]:
-    """Shares of a total with which the largest sum of share and what is taken already is as small as it can be."""
+    """Shares of ``total`` with which the largest sum of a share and what is already taken is smallest."""
     level = -(-(total + sum(taken)) // len(taken))
     return even_shares(total, [max(0, level - amount) for amount in taken])

@@ -1,13 +1,13 @@
-"""What exchanges move, in all and in one of several rounds: from their transfers, or the direct one's without them.
+"""What exchanges move, in all and in their fullest round; for the direct exchange, computed without its transfers.
 
-Notation: m contributions to every element, q needers, B(i, j) what source point i and target point j share. Where every
+Notation: m contributions to every element, q needers, B(i, j) what source point i and target point j share. If every
 part has one holder, a rank at source point i and target point j
 
     receives  m·|B(·, j)| - |B(i, j)|        sends  q·|B(i, ·)| - |B(i, j)|
 
 Rounds of a reduction cut what j holds along one dimension, so these sums stay products of sums over one dimension.
-Rounds of finished values cut each transfer, and its number tells which rounds get the larger parts; senders of the
-same sizes to the same receivers, with numbers that differ by a multiple of the rounds, are counted as one.
+Rounds of finished values cut each transfer, whose number decides which rounds get the larger parts; senders of the
+same sizes to the same receivers, with numbers that are equal modulo the number of rounds, are counted together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from optim_redist.problem import Point, Problem
 
 
 class Listed:
-    """An exchange whose transfers are known, or made once they are asked for."""
+    """An exchange with known volumes, whose transfers are made when first asked for."""
 
     def __init__(self, problem: Problem, volumes: Volumes, phase: Callable[[], Phase]) -> None:
         self._problem, self.volumes, self._made = problem, volumes, cache(phase)
@@ -41,7 +41,7 @@ class Listed:
         return cls(problem, listed(phase, topology), lambda: phase)
 
     def fullest_round(self, num_rounds: int) -> dict[int, int]:
-        """For every rank, the most elements that it sends and receives in one of the rounds."""
+        """For every rank, the most elements that it sends and receives in any one round."""
         if num_rounds == 1:
             sent, received = self.volumes.sent, self.volumes.received
             return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
@@ -49,7 +49,7 @@ class Listed:
 
 
 class Direct(Listed):
-    """The direct exchange, where it is dealt out in order; only rounds of what several holders share list it."""
+    """The direct exchange dealt out in order, listed only for rounds in which several holders share a part."""
 
     def __init__(self, problem: Problem, topology: Topology) -> None:
         assert is_in_order(problem, "direct", topology), "who is asked depends on who is near"
@@ -81,7 +81,7 @@ def _volumes(problem: Problem, topology: Topology) -> Volumes:
 
 
 def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
-    """``fullest_round`` of contributions with one holder each: a rank's parts lie in equal parts of its target."""
+    """``fullest_round`` of contributions with one holder each, where rounds cut every target into equal parts."""
     dim = longest_dim(problem)
     assert dim is not None, "a scalar is not cut"
     divided = problem.overlaps[dim]
@@ -99,7 +99,7 @@ def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
         _add(total, by_src[i], sent)
         _add(total, by_dst[j], received)
         if kept:
-            # neither sent nor received
+            # what a rank keeps is neither sent nor received
             _add(total, parts[i][j], -2 * kept)
         return max(total)
 
@@ -116,7 +116,7 @@ def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
 
 
 def _fullest_of_values(problem: Problem, num_rounds: int) -> dict[int, int]:
-    """``fullest_round`` of finished values with one holder each: a transfer's number tells how it is cut."""
+    """``fullest_round`` of finished values with one holder each, where a transfer's number decides how it is cut."""
     rows = Receivers(problem)
     sizes = [[tuple(row.items()) for row in o.common] for o in problem.overlaps]
     totals = {rank: [0] * num_rounds for rank in problem.ranks}
@@ -142,7 +142,7 @@ def _fullest_of_values(problem: Problem, num_rounds: int) -> dict[int, int]:
             _add(totals[rank], sent)
             number = bisect_left(receivers, rank)
             if number < len(receivers) and receivers[number] == rank:
-                # what it keeps is neither sent nor received
+                # what a rank keeps is neither sent nor received
                 _add(totals[rank], parts(steps[number], (first + number) % num_rounds), -2)
     return {rank: max(total) for rank, total in totals.items()}
 
@@ -152,5 +152,5 @@ def _steps(problem: Problem, src: Point, dst: Point, num_rounds: int) -> tuple[i
 
 
 def _add(total: list[int], more: Iterable[int], times: int = 1) -> None:
-    """Add to every entry so many times what belongs to it."""
+    """Add ``times`` times ``more`` to ``total``, entry by entry."""
     total[:] = [n + times * other for n, other in zip(total, more)]

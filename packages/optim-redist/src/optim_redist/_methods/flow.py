@@ -9,7 +9,7 @@ Network = dict[Node, dict[Node, int]]
 
 
 def add_edge(network: Network, a: Node, b: Node, capacity: int) -> None:
-    """Room for ``capacity`` more from a to b."""
+    """Add ``capacity`` to the edge from a to b."""
     out = network.setdefault(a, {})
     out[b] = out.get(b, 0) + capacity
     network.setdefault(b, {}).setdefault(a, 0)
@@ -18,7 +18,7 @@ def add_edge(network: Network, a: Node, b: Node, capacity: int) -> None:
 def saturate(network: Network, source: Node, sink: Node) -> int:
     """Push as much as possible from source to sink; the network becomes its residual. Returns the amount.
 
-    What flows from a to b is then the room that b has towards a, if it had none before.
+    The flow from a to b is then the capacity from b to a, if that was 0 before.
     """
     network.setdefault(source, {})
     total = 0
@@ -47,7 +47,7 @@ def _levels(network: Network, source: Node) -> dict[Node, int]:
 def _push(
     network: Network, node: Node, sink: Node, amount: int, levels: dict[Node, int], untried: dict[Node, Iterator[Node]]
 ) -> int:
-    """Push up to ``amount`` on from a node, one level a step; edges that lead nowhere are not tried again."""
+    """Push up to ``amount`` from a node to the sink, a level per edge; edges that lead nowhere are not tried again."""
     if node == sink or not amount:
         return amount
     pushed = 0

@@ -1,16 +1,16 @@
-"""More hops where one keeps a holder too busy: needers forward what several of them want.
+"""Several hops where a single one keeps a holder too busy: needers forward what several of them need.
 
-In one exchange the h holders of a source point send each of its elements once to every needer. Where that is more than
-h·L, L being the bound, some of an element's q needers get it from others of them: it travels along a tree whose root is
-a holder. The total stays q transfers, a needer with c children saves the holders c, and every rank receives what it
-needs, once, as before. Any out-degrees that leave the root one child or more belong to some tree, so who makes how many
-transfers is a maximum flow,
+In one exchange the h holders of a source point send each of its elements once to every needer. If that is more than
+h·L, with L the bound, some of an element's q needers get it from other needers: it travels along a tree whose root is
+a holder. It still takes q transfers in all, a needer with c children saves the holders c of them, and every rank
+receives what it needs once, as before. Any out-degrees that leave the root one child or more belong to some tree, so a
+maximum flow decides how many transfers each rank makes,
 
-    holders that send too much → what is asked of them → its needers → the holders that these are → room below h·L
+    holders that send too much → box asked of them → its needers → the holder sets they belong to → room below h·L
 
-since a forwarder may be a holder of other elements and have to pass on some of its own sending in turn. If the flow
-cannot bring every rank down to L, L is raised to the least volume to which it can: no plan in which only needers
-forward has a less busy rank.
+since a forwarder may itself hold other elements and have to leave some of its own sending to others in turn. If the
+flow cannot bring every rank down to L, L is raised to the least volume that it can reach: in no plan where only needers
+forward is the busiest rank less busy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Asked:
 
     @property
     def saved(self) -> int:
-        """Transfers that the holders save for every element that one of the ranks forwards."""
+        """Transfers that the holders save for every element that one of the ranks forwards to all others."""
         return len(self.ranks) - 1
 
 
@@ -60,11 +60,11 @@ def _asked_of(problem: Problem, point: Point) -> Iterable[Asked]:
 
 
 def relieved(asked: Sequence[Asked], target: int, sending: dict[int, int]) -> list[list[Transfer]]:
-    """Transfers from the holders, and hop by hop those of forwarders, with no rank sending more than ``target``.
+    """The transfers of each hop, first those of holders, then of forwarders, with no rank sending more than ``target``.
 
     Args:
-        asked: sets of holders are equal or disjoint.
-        target: what a rank may send, or more if forwarding does not allow for it.
+        asked: boxes with their needers; any two sets of holders are equal or disjoint.
+        target: elements that a rank may send; exceeded by as little as possible if forwarding is not enough.
         sending: what every rank sends besides; what it sends here is added.
     """
     hops: list[list[Transfer]] = [[]]
@@ -135,21 +135,21 @@ def _flows(
             add_edge(network, item.holders, k, volume(item.box) * item.saved)
             for rank in item.ranks:
                 add_edge(network, k, ("rank", rank), volume(item.box) * item.saved)
-    # a rank that nothing is asked of has all its room for forwarding
+    # a rank of which nothing is asked has all its room for forwarding
     holders_of: dict[int, Hashable] = {rank: holders for holders in demand for rank in holders}
     for rank, amount in sending.items():
         add_edge(network, ("rank", rank), holders_of.get(rank, _SINK), max(0, target - amount))
     if saturate(network, _SOURCE, _SINK) < excess:
         return None
-    # what flows into a rank is the room that has appeared behind it
+    # the flow from k into a rank is the capacity that has appeared from the rank back to k
     return [[network["rank", rank].get(k, 0) for rank in item.ranks] for k, item in enumerate(asked)]
 
 
 def _parts(item: Asked, flows: Sequence[int]) -> Iterator[tuple[Box, dict[int, int]]]:
     """A box cut into parts, each with the number of transfers that forwarders make for every element of it.
 
-    A forwarder serves all other needers of as many elements as it can, and some of them of one more. Where there are
-    too few elements for that, the ones left over have several forwarders.
+    A forwarder serves all other needers for as many elements as its flow allows, and some of them for one more element.
+    If there are too few elements for that, the remaining elements have several forwarders.
     """
     if not any(flows):
         yield item.box, {}
@@ -173,7 +173,7 @@ def _parts(item: Asked, flows: Sequence[int]) -> Iterator[tuple[Box, dict[int, i
 
 
 def _fill(rests: Sequence[tuple[int, int]], room: int) -> list[dict[int, int]]:
-    """Forwarders' transfers dealt out to as few elements as they fit in, ``room`` to each."""
+    """The forwarders' remaining transfers, packed into as few elements as possible, at most ``room`` per element."""
     found: list[dict[int, int]] = [{}]
     left = room
     for rank, rest in rests:
@@ -188,7 +188,7 @@ def _fill(rests: Sequence[tuple[int, int]], room: int) -> list[dict[int, int]]:
 
 
 def _tree(ranks: Sequence[int], degrees: Mapping[int, int]) -> Iterator[tuple[int | None, int, int]]:
-    """(sender, receiver, hop) for every rank of a shallow tree with these out-degrees; a holder is no rank, None."""
+    """(sender, receiver, hop) for every rank of a shallow tree with these out-degrees; a sender None is a holder."""
     slots: deque[tuple[int | None, int]] = deque([(None, 0)] * (len(ranks) - sum(degrees.values())))
     for rank in sorted(ranks, key=lambda rank: -degrees.get(rank, 0)):
         sender, hop = slots.popleft()
