@@ -6,10 +6,11 @@ So what enters a group is exactly In(group), the bound, and still no rank receiv
 
 The needers of one target point in one group share what the group must fetch for them in equal parts; no other rank
 could fetch it without receiving more than it needs, so the busiest one's share is the least possible. The holders
-that are asked share the sending so that, with what they have to send besides, they send equally much. Holders inside
-a group that would send more than the bound leave some of it to those who need the same: see ``forward``.
+that are asked divide the sending so that, with what they have to send besides, they send equally much. Holders inside
+a group that would send more than the bound leave some of it to needers of the same elements: see ``forward``.
 
-A transfer out of a source tensor runs in the first phase, one out of what a fetcher received in phase p in phase p+1.
+A transfer that reads a source tensor runs in the first phase; one that reads what a fetcher received in phase p runs in
+phase p+1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from optim_redist.problem import Point, Problem
 
 @dataclass(frozen=True)
 class _Available:
-    """Where a box can be had: at the source's holders (phase -1), or at one rank since a phase."""
+    """Where a box is available: at its source holders (phase -1), or at the one rank that received it in a phase."""
 
     ranks: tuple[int, ...]
     since: int
@@ -37,20 +38,20 @@ class _Available:
 def hierarchical_phases(problem: Problem, topology: Topology) -> list[Phase]:
     """One phase per level that has to fetch, and one for what is shared inside the innermost groups.
 
-    Nothing is reduced: a plan in which something is goes through layouts, see ``reduce_inside``.
+    It reduces nothing: plans with reductions go through several layouts, see ``reduce_inside``.
     """
     return _Draft(problem, topology).phases()
 
 
 class _Draft:
-    """The phases while they come about: transfers that are decided, and what is still asked of holders."""
+    """The phases under construction: transfers that are decided, and what is still asked of holders."""
 
     def __init__(self, problem: Problem, topology: Topology) -> None:
         self.problem, self.topology = problem, topology
         self.transfers: list[list[Transfer]] = [[*stays(problem)]]
-        # what is asked of the same holders is dealt out together, so that their shares are equal
+        # demands on the same holders are dealt out together, so that the holders' shares are equal
         self.asked: dict[tuple[Point, tuple[int, ...]], list[Demand]] = {}
-        # what holders inside a group are asked for by others in it
+        # boxes that ranks ask of holders in their own innermost group
         self.inside: list[Asked] = []
         # elements that ranks send so far
         self.sending = dict.fromkeys(problem.ranks, 0)
@@ -60,7 +61,7 @@ class _Draft:
             self._fetch_groups(dst, needers)
         for hop, transfers in enumerate(relieved(self.inside, bounds_of(self.problem).lb, self.sending)):
             self._in_phase(hop).extend(transfers)
-        # fewest holders first: the others can make up for what these have to send anyway
+        # fewest holders first: larger sets can make up for what smaller ones have to send anyway
         for (_, holders), demands in sorted(self.asked.items(), key=lambda item: len(item[0][1])):
             total = sum(volume(box) for _, box in demands)
             dealt, _ = deal(demands, holders, level_shares(total, [self.sending.get(rank, 0) for rank in holders]))
@@ -71,7 +72,7 @@ class _Draft:
         return [Phase.of(name, transfers) for name, transfers in zip(names, self.transfers)]
 
     def _fetch_groups(self, dst: Point, needers: list[int]) -> None:
-        """Bring all that the ranks at one target point need and do not hold."""
+        """Serve the ranks at one target point with all that they need and do not hold."""
         missing: list[tuple[Box, Point, _Available]] = []
         for src, box in self.problem.atoms_to(dst):
             missing.append((box, src, _Available(tuple(self.problem.holders[src, 0]), -1)))
@@ -105,7 +106,7 @@ class _Draft:
             self._spread(inside, members, level - 1)
 
     def _fetch(self, receiver: int, box: Box, src: Point, available: _Available) -> int:
-        """Order one transfer into a group; the phase in which it runs."""
+        """Schedule one transfer into a group; returns the phase in which it runs."""
         if available.since < 0:
             self.asked.setdefault((src, available.ranks), []).append((receiver, box))
             return 0
@@ -113,7 +114,7 @@ class _Draft:
         return available.since + 1
 
     def _share(self, box: Box, available: _Available, ranks: Sequence[int]) -> None:
-        """The one rank that has fetched a box hands it on."""
+        """Schedule the transfers of a box from the one rank that has fetched it to ``ranks``."""
         (fetcher,) = available.ranks
         self._in_phase(available.since + 1).extend(Transfer(fetcher, rank, box, "dst") for rank in ranks)
         self.sending[fetcher] += volume(box) * len(ranks)

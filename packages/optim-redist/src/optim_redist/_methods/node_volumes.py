@@ -1,16 +1,16 @@
-"""What the hierarchical exchange moves between and inside the groups of one level, without listing a transfer.
+"""What the hierarchical exchange moves between and inside the groups of one level, computed without its transfers.
 
-Notation: in group g, of the elements of target point j that m ranks of g need, h are held in g. Then
+Notation: m ranks of group g need target point j, and of its |D_j| elements h are held in g. Then
 
     fetched into g    |D_j| - h, in equal shares by the m ranks                           first exchange
     shared inside     each share again, by its fetcher to the m - 1 others                second exchange
     from inside g     h less what a needer has itself, from the holders in g              first exchange
 
-and of source part i go out, once to every target point and group without a holder,
+and of source part i its holders send, once for every target point and group without a holder,
 
     Σ_{j} (groups that need j)·|B(i, j)| - Σ_{g with a holder} Σ_{j needed in g} |B(i, j)|.
 
-Holders level what they send, counting what they share later, as the lists of transfers in ``hierarchical`` have it.
+Holders even out what they send, counting what they share later, as in ``hierarchical``'s lists of transfers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from optim_redist.problem import Point, Problem
 
 
 class Nodes(NamedTuple):
-    """The exchanges of a hierarchical plan, and of every group the elements that go into it and out of it."""
+    """The exchanges of a hierarchical plan, and for every group the elements that go into it and out of it."""
 
     exchanges: list[Volumes]
     crossed: list[tuple[Inside, int, int]]
 
 
 def node_volumes(problem: Problem, topology: Topology, target: int) -> Nodes | None:
-    """What the hierarchical plan moves; None if it takes a list of transfers to say.
+    """What the hierarchical plan moves; None if only its list of transfers tells.
 
-    That is so with several levels, and where holders inside a group would send more than ``target``, so that others
+    That is so with several levels, and if holders inside a group would send more than ``target``, so that needers
     forward for them.
     """
     levels = problem.groups(topology).levels
@@ -67,7 +67,7 @@ def node_volumes(problem: Problem, topology: Topology, target: int) -> Nodes | N
 
 
 def _fetch(problem: Problem, group: Inside, fetch: Volumes, share: Volumes, sending: dict[int, int]) -> int:
-    """Enter what the ranks of a group receive and share; what enters the group."""
+    """Record what the ranks of a group receive and share; returns the elements that enter the group."""
     kept, needed, had = problem.num_kept, problem.needed_sizes, group.had
     entering = 0
     for point, members in group.needers.items():
@@ -84,7 +84,7 @@ def _fetch(problem: Problem, group: Inside, fetch: Volumes, share: Volumes, send
 
 
 def _send(exchange: Volumes, sending: dict[int, int], ranks: Sequence[int], amount: int) -> list[int]:
-    """Deal out what ranks send together, so that their sums are level; what each of them sends."""
+    """Deal ``amount`` out to senders so that their sums are as even as possible; returns each one's share."""
     shares = take_more(sending, ranks, amount)
     for rank, more in zip(ranks, shares):
         exchange.sent[rank] = exchange.sent.get(rank, 0) + more
@@ -92,7 +92,7 @@ def _send(exchange: Volumes, sending: dict[int, int], ranks: Sequence[int], amou
 
 
 def _asked_from_outside(problem: Problem, groups: Sequence[Inside]) -> dict[Point, int]:
-    """For every source point, what goes to groups in which nobody holds it."""
+    """For every source point, the elements that go to groups in which no rank holds it."""
     times = Counter(point for group in groups for point in group.targets)
     found = dict.fromkeys(problem.held_sizes, 0)
     for count in set(times.values()):

@@ -1,14 +1,15 @@
-"""One rank's transfers of the direct exchange and of relays, without listing those of the others.
+"""One rank's transfers of the direct exchange and of relays, without listing those of other ranks.
 
-All of them together are as many as the square of the number of ranks, and each rank needs only its own. Two numbers
-depend on the others' transfers. The holders of a source point i share what is asked of it in the order of target
-points and needers, so which of them sends a box depends on where it begins: for the k-th of q needers of target point j
+All ranks together may have as many transfers as the square of their number, and each rank needs only its own. Two
+numbers depend on other ranks' transfers. The first is where a box begins in the demand on source point i: the holders
+divide this demand in the order of target points and needers, so the begin decides who sends the box. For the k-th of q
+needers of target point j
 
-    begin(i, j, k) = q · Σ_{j' < j} |B(i, j')| + k · |B(i, j)| - (what is before it and holders keep)
+    begin(i, j, k) = q · Σ_{j' < j} |B(i, j')| + k · |B(i, j)| - (elements before it that holders keep)
 
     Σ_{j' < j} |B(i, j')| = Σ_d  Π_{c<d} n_c(i_c, j_c) · Σ_{j' < j_d} n_d(i_d, j') · Π_{c>d} |A_c(i_c)|
 
-And which round begins with the larger part of a box depends on the box's number in the whole phase.
+The second is a box's number in the whole phase, which decides which rounds get the larger parts of the box.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from optim_redist.problem import Point, Problem
 
 
 def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) -> tuple[list[Phase], list[bool]] | None:
-    """What one rank takes part in, round by round, with whether the round brings contributions, to any rank.
+    """One rank's transfers, round by round, and for every round whether it brings contributions to any rank.
 
-    None where it depends on all transfers: where holders are asked by nearness, up to what all of them can send; in
-    rounds of what several holders share, which are numbered behind the pieces of all others; and where forwarders and
-    groups level what ranks send.
+    None if they depend on all transfers: if holders are asked by nearness, up to what all of them can send; in rounds
+    of parts that several holders share, whose pieces are numbered after those of all other senders; and for methods
+    that even out what ranks send, "forward" and "hierarchical".
     """
     reduces = problem.num_contributions > 1
     if stage.method == "relay":
@@ -48,7 +49,7 @@ def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) ->
 
 
 def is_in_order(problem: Problem, method: str, topology: Topology) -> bool:
-    """Whether a method is one exchange in which holders of a part share what is asked of it in order."""
+    """Whether a method is one exchange in which the holders of a part divide the demand on it in order."""
     return method in ("direct", "nearest", "packed") and not (topology.levels and problem.src_replicas > 1)
 
 
@@ -76,12 +77,12 @@ def _dealt(problem: Problem, rank: int) -> Iterator[Transfer]:
 
 
 def _ends(problem: Problem, part: Part) -> list[int]:
-    """Where each holder's share of what is asked of a part ends."""
+    """Where each holder's share of the demand on a part ends."""
     return list(accumulate(fair_shares(problem.demand(part), len(problem.holders[part]))))
 
 
 def _pieces(box: Box, begin: int, holders: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """A box that begins so many elements behind the first that is asked for, cut where shares end."""
+    """(holder, piece) of a box that begins ``begin`` elements into the demand, cut where the holders' shares end."""
     if len(holders) == 1:
         yield holders[0], box
         return
@@ -109,7 +110,7 @@ def _begin(problem: Problem, part: Part, rank: int) -> int:
 
 
 def _numbers(problem: Problem, phase: Phase) -> list[int]:
-    """The numbers of transfers in the whole phase, in which every pair of ranks has one box at most."""
+    """The numbers of these transfers in the whole phase, where every pair of ranks has at most one box."""
     rows = Receivers(problem)
     return [
         rows.first_number[t.sender] + bisect_left(rows.of(problem.src_points[t.sender]), t.receiver)
@@ -118,15 +119,15 @@ def _numbers(problem: Problem, phase: Phase) -> list[int]:
 
 
 class Receivers:
-    """Who gets something from whom, itself included, where every element has one holder.
+    """The ranks that receive from each sender, itself included, where every element has one holder.
 
     Attributes:
-        first_number: for every sender, the number of transfers of those before it.
+        first_number: for every sender, how many transfers the senders before it have.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._needers = problem.needers
-        # who meets the same target coordinates has the same receivers
+        # senders that meet the same target coordinates have the same receivers
         self._met = [[tuple(row) for row in o.common] for o in problem.overlaps]
         self._known: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         self.first_number: dict[int, int] = {}

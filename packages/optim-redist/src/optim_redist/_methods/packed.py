@@ -1,12 +1,12 @@
-"""A donated source packed as a whole before the target takes memory: one exchange where others need rounds.
+"""The memory of the packed exchange: a donated source is packed as a whole and freed before the target is allocated.
 
 Notation, in elements of one rank: S held, D needed, K of these kept, U sent and I received. The direct exchange holds
-source, target and buffers, S + D + U + I, and in rounds S + D and smaller buffers. Packed first,
+source, target and buffers, S + D + U + I, or in rounds S + D and smaller buffers. The packed exchange holds
 
-    max( S + U + K,   U + K + D + I )
+    max( S + U + K,   U + K + D + I ):
 
-are held: the source with all that is taken out of it, then that and the target with what arrives. Over all ranks U + K
-sums to what D sums to, so this is not below S + D; but it takes one exchange.
+first the source and all that is taken out of it, then what was taken out, the target and what arrives. Over all ranks
+U + K sums to what D sums to, so this is not below S + D; but it takes one exchange where others need rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optim_redist.problem import Problem
 
 
 def packed_peak(problem: Problem, exchange: Volumes, *, given: bool = False) -> int:
-    """Elements that the fullest rank holds; with the target ``given``, that is held beside the source, too."""
+    """Elements that the fullest rank holds; a ``given`` target is held beside the source, too."""
     sent, received, kept = exchange.sent, exchange.received, problem.num_kept
     most = 0
     for rank, (src, dst) in problem.num_stored.items():

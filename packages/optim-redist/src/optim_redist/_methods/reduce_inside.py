@@ -1,17 +1,18 @@
 """Reductions that cross the border of a group once: first inside every group, then between them.
 
-Mesh axes that split no dimension are cut into their prime factors. Level by level from the innermost, those factors
-along which ranks stay in one group of the level split a dimension: pending ones by a reduce-scatter, replicating ones
-by a slice. Of k groups that contribute each then holds every element once, and in one place. Of N elements with k
-contributions left, that q groups need, there cross borders at most
+Mesh axes that split no dimension are cut into their prime factors. Level by level from the innermost, the factors
+along which ranks stay in one group of the level come to split a dimension: pending factors by a reduce-scatter,
+replicating ones by a slice. Each of the k groups that contribute then holds every element once, on one rank. For N
+elements with k contributions left that q groups need, borders are crossed by at most
 
-    k·q·N        straight to the needers, if no two of an element are in one group
+    k·q·N        straight to the needers, if no two needers of an element are in one group
     (k + q)·N    scattered over the pending factors too, then fetched once by every group
 
-less what stays inside. So what enters or leaves a group does so once a contribution, or once finished. The dimension
-that is split is the one that leaves most elements where the target wants them.
+elements, less what stays inside. So an element crosses a group's border once per contribution, or once when finished.
+The dimension that is split is the one that leaves most elements where the target needs them.
 
-Values are rounded to the tensor's type after each of these steps, so plans that must reduce in rank order do without.
+Values are rounded to the tensor's type after each of these steps, so plans that must reduce in rank order do not use
+this method.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ Way = list[tuple[str, str, Layout]]  # operation, method, layout after it
 def ways_to_reduce(
     shape: tuple[int, ...], src: Layout, dst: Layout, topology: Topology
 ) -> tuple[Layout, list[Way]] | None:
-    """The source, on a mesh with cut axes, and the ways from there to the target; None if no dimension can be split.
+    """The source on a mesh with cut axes, and the ways from there to the target; None if no dimension can be split.
 
-    The target has nothing pending.
+    The target must have nothing pending.
     """
     start = cut_axes(src)
     chosen: tuple[int, int, int, list[Layout]] | None = None
@@ -41,7 +42,7 @@ def ways_to_reduce(
         if inside is not None:
             problem = Problem(shape, inside[-1] if inside else start, dst)
             score = sum(problem.num_kept.values()), -max(held for held, _ in problem.num_stored.values())
-            # the first of equals is kept
+            # of dimensions with equal scores the first is kept
             if chosen is None or score > chosen[:2]:
                 chosen = (*score, tensor_dim, inside)
     if chosen is None:
@@ -68,7 +69,7 @@ def _inside(shape: tuple[int, ...], src: Layout, tensor_dim: int, levels: Sequen
     layout = src
     for level in levels:
         free = [axis for axis in _free_axes(layout) if _stays_inside(layout.mesh, axis, level)]
-        # replicas share what they send as long as something is left to reduce
+        # as long as something is left to reduce, replicating axes are split, too, so that replicas share the sending
         if not free or not layout.partial:
             continue
         split = split_further(shape, layout, tensor_dim, free)
@@ -95,7 +96,7 @@ def _stays_inside(mesh: Mesh, mesh_axis: int, level: Level) -> bool:
 
 
 def split_further(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: Sequence[int]) -> Layout | None:
-    """The layout with a dimension divided further, over axes that are then pending no more."""
+    """The layout with a dimension split further over ``mesh_axes``, no longer pending; None if it is not in chunks."""
     split, n = layout.dims[tensor_dim], shape[tensor_dim]
     axes = split.axes if split else ()
     if split:

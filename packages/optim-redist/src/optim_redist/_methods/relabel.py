@@ -1,7 +1,7 @@
-"""Which rank plays which part of the target, so that most data stays where it is.
+"""Which rank gets which part of the target, so that most data stays where it is.
 
-Ranks of the target may be renamed freely if the caller only cares for the grid. The best renaming is a linear
-assignment: part p (a place of the target's mesh) to rank r gains |S_r ∩ D_p|, and the sum is to be largest.
+Ranks of the target may be permuted freely if the caller only cares for the grid. The best permutation is a linear
+assignment: giving part p (a place of the target's mesh) to rank r gains |S_r ∩ D_p|, and the sum is to be largest.
 Solved by the Hungarian method with potentials, O(n³) for n ranks; above ``_EXACT`` ranks greedily, largest gain first.
 """
 
@@ -14,7 +14,7 @@ _EXACT = 128
 
 
 def relabelled(problem: Problem) -> Layout:
-    """The target with its mesh's ranks permuted so that the fewest elements have to move; itself if nothing gains."""
+    """The target with its mesh's ranks permuted so that the fewest elements have to move; unchanged if none gains."""
     ranks = list(problem.dst.mesh.ranks)
     sizes = problem.dst_points
     points = [sizes.get(rank) for rank in ranks]

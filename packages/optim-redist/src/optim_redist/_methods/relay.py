@@ -1,8 +1,8 @@
 """A reduction in two hops: each element is combined at one rank, which hands it on to whoever else needs it.
 
 With m contributions and q needers of an element, sending every contribution to every needer costs m·q transfers, two
-hops cost m + q - 1. The owner is chosen among the needers: those that contribute, since theirs need not travel, or
-all of them in equal shares, whichever keeps the busiest rank less busy.
+hops cost m + q - 1. The owners are chosen among the needers: either those that contribute, since their contributions
+need not travel, or all needers; the owners get equal shares. The choice that keeps the busiest rank less busy is taken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _phases(problem: Problem, prefer_contributors: bool, rank: int | None = None
 
 
 def _atoms(problem: Problem, rank: int | None) -> Iterator[tuple[Point, Point, Box]]:
-    """Target points with the source points that they meet and what they share, or those at which a rank is."""
+    """(target point, source point, shared box) for all points that meet, or only for pairs with ``rank`` at a point."""
     points = problem.needers if rank is None else [problem.dst_points[rank]] if rank in problem.dst_points else []
     for dst in points:
         yield from ((dst, src, box) for src, box in problem.atoms_to(dst))

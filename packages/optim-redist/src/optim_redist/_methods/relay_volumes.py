@@ -1,8 +1,8 @@
-"""What a reduction in two hops moves, without listing a transfer.
+"""What a reduction in two hops moves, computed without its transfers.
 
 Notation: source point i and target point j share |B| elements with m contributions and q needers. An owner o receives
-its share f(o) of them from every contributor and hands it on to every needer, itself excepted. With f(g), m(g) and q(g)
-summed and counted in group g, this brings
+its share f(o) of them from every contributor and hands it on to every needer, itself excepted. With f(g) the sum of f
+over owners in group g, and m(g) and q(g) the numbers of contributors and needers in g, this moves
 
     reduce    f(g)·(m - m(g))  into g,    m(g)·(|B| - f(g))  out of it
     share     q(g)·(|B| - f(g)),          f(g)·(q - q(g)).
@@ -28,7 +28,7 @@ _FLAT = Topology()
 
 
 def relay_volumes(problem: Problem, topology: Topology = _FLAT) -> tuple[bool, list[Volumes]]:
-    """The better choice of owners, whether contributors are preferred, and what its two exchanges move."""
+    """The better choice of owners: whether contributors are preferred, and what the two exchanges then move."""
     choices = [(choice, _volumes(problem, topology, choice)) for choice in (True, False)]
     return min(choices, key=lambda found: most_moved([v.sent for v in found[1]], [v.received for v in found[1]]))
 
@@ -39,7 +39,7 @@ def most_moved(sent: Sequence[Mapping[int, int]], received: Sequence[Mapping[int
 
 
 def owners_of(problem: Problem, src: Point, needers: Sequence[int], prefer_contributors: bool) -> Sequence[int]:
-    """Who combines what a source point and a target point share."""
+    """The ranks that combine what a source point and a target point share."""
     if not prefer_contributors:
         return needers
     points = problem.src_points
@@ -52,7 +52,7 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
     # into and out of each group of each level
     borders = [[[Counter[int](), Counter[int]()] for _ in topology.levels] for _ in ("reduce", "share")]
     givers = {src: [problem.holders[src, c] for c in range(count)] for src, _ in problem.holders}
-    # of every level, how many of the k-th holders of a source point's contributions are in each group
+    # by level, source point and k: how many of the k-th holders of its contributions are in each group
     grouped = [
         {src: [Counter(map(level.group_of, ranks)) for ranks in zip(*giving)] for src, giving in givers.items()}
         for level in topology.levels
@@ -88,7 +88,7 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
                         if (there := level.group_of(rank)) != here:
                             reducing[0][here] -= amount
                             reducing[1][there] -= amount
-                # from owners, the other way
+                # owners send here, so into and out of are exchanged
                 _cross(sharing[::-1], _summed(groups, shares.values()), needed, total)
     widest = [
         {
@@ -106,7 +106,7 @@ def _volumes(problem: Problem, topology: Topology, prefer_contributors: bool) ->
 
 @lru_cache(maxsize=64)
 def _parts(sizes: tuple[int, ...], num_owners: int, replicas: int) -> tuple[list[int], list[int], list[list[int]]]:
-    """What each holder of a contribution sends of a box to all owners, what each owner gets, and from each holder."""
+    """Of a box: what each holder of a contribution sends, what each owner gets, and what it gets from each holder."""
     box = tuple(interval(0, size) for size in sizes)
     shares = cut(box, [0, *accumulate(fair_shares(volume(box), num_owners))])
     # a share may be several boxes, and each of these is dealt out
@@ -123,7 +123,7 @@ def _summed(groups: Iterable[int], amounts: Iterable[int]) -> Counter[int]:
 
 
 def _cross(crossing: Sequence[Counter[int]], owned: Counter[int], others: Counter[int], total: int) -> None:
-    """Enter what goes from others, counted by group, to owners in other groups, what is owned being ``total``."""
+    """Record what crosses borders if each of ``others``, counted by group, sends every owner its part of ``total``."""
     into, out = crossing
     count = sum(others.values())
     for group, amount in owned.items():

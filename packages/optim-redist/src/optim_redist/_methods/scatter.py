@@ -1,13 +1,15 @@
 """A reduction scattered over its contributors: each combines a part, and finished parts move on.
 
-Notation: S elements on a rank, k contributions to each, n elements that a rank needs. Straight to the needers, a rank
-receives up to k·n elements. Scattered, a contributor receives (k-1)·S/k of them and a needer then n, and nobody sends
-more than (k-1)·S/k + S/k = S, what its part of the source demands anyway. So scattering pays where needers are few, or
-have nothing to contribute. Where contributions are replicated, their holders may share the combining too.
+Notation: S elements on a rank, k contributions to each, n elements that a rank needs. If contributions go straight to
+the needers, a rank receives up to k·n elements. If they are scattered, a contributor receives (k-1)·S/k and a needer
+then n, and no rank sends more than (k-1)·S/k + S/k = S, which its part of the source demands anyway. So scattering pays
+if needers are few, or have nothing to contribute. If contributions are replicated, their holders may share the
+combining, too.
 
-Axes are cut into their prime factors, each of which divides the dimension that stays most even; of equal ones, that
-which leaves the neediest rank least to fetch. Contributions that the target keeps are told by the axes along which they
-lie, so that axes stay whole where the way through cut ones would take them elsewhere, or reduce them.
+Axes are cut into their prime factors. Each factor splits the dimension that stays most even; among equally even ones,
+the dimension that leaves the neediest rank least to fetch. Contributions that the target keeps are identified by the
+axes along which they lie. So axes stay whole if the way through cut axes would bring these contributions to other
+ranks, or reduce them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from optim_redist.problem import Point, Problem
 
 
 def scattered(problem: Problem) -> list[Layout]:
-    """The layouts with the reduced axes of the source splitting dimensions, without and with its replicating axes."""
+    """Layouts in which the source's reduced axes split dimensions, first alone, then with its replicating axes."""
     found = _scattered_from(problem, cut_axes(problem.src))
     return found if all(_keeps_alike(problem, layout) for layout in found) else _scattered_from(problem, problem.src)
 
@@ -37,7 +39,7 @@ def _scattered_from(problem: Problem, start: Layout) -> list[Layout]:
 
 
 def _keeps_alike(problem: Problem, layout: Layout) -> bool:
-    """Whether on the way through a layout the target keeps what it keeps without it, at the same ranks."""
+    """Whether the way through ``layout`` keeps the same contributions, on the same ranks, as the way without it."""
     if not problem.dst.partial:
         return True
     there, onwards = Problem(problem.shape, problem.src, layout), Problem(problem.shape, layout, problem.dst)
@@ -50,7 +52,7 @@ def _keeps_alike(problem: Problem, layout: Layout) -> bool:
 
 
 def _kept_places(problem: Problem, points: dict[int, Point]) -> dict[int, Point]:
-    """Which of the contributions that stay each rank has: the coordinates behind those of tensor dimensions."""
+    """Which kept contribution each rank has: its coordinates behind those of the tensor dimensions."""
     return {rank: point[len(problem.shape) :] for rank, point in points.items()}
 
 

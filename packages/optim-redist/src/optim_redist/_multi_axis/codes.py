@@ -1,17 +1,18 @@
-"""What a lower bound needs to know of a multi-axis distribution on its way from a start to a target, in one integer.
+"""What a lower bound needs to know of a multi-axis distribution between a start and a target, in one integer: its code.
 
-An axis of size s lies at stride σ of a dimension if that has blocks of b: σ = b · (sizes of the axes behind it). It
-covers the strides [σ, σ·s). Axes that come to the front of a dimension or leave it keep the block, at the back the
-block is divided or multiplied by just what comes or leaves. So an axis keeps its place, a dimension and a stride, until
-a move touches it. Of its place one digit is kept:
+In a dimension with blocks of b, an axis of size s lies at stride σ = b · (sizes of the axes behind it) and covers the
+strides [σ, σ·s). If axes come or leave at the front of a dimension, its block stays; at the back, the block is divided
+or multiplied by just the size of what comes or leaves. So an axis keeps its place, a dimension and a stride, until a
+move touches it. The code keeps one digit for the place of each axis:
 
     FREE   it splits nothing                  START   it lies where the start had it, and that is known to matter
     HOME   it lies where the target has it    ACROSS  it lies where the target has another axis of its size
-    AWAY   it lies anywhere else              OPEN    it is in use, and HOME, ACROSS or AWAY as is best
+    AWAY   it lies anywhere else              OPEN    it is in use: HOME, ACROSS or AWAY, whichever is best
 
-START matters where another axis has its home across that place, so that one cannot come before the other has left.
-ACROSS matters as a permutation brings an axis home only if the other one is there. Where two others have homes it does
-not say at which of them an axis is; such axes are vague, and ACROSS wherever they are AWAY.
+START matters if another axis has its home across that place, so that the other cannot come home before this one has
+left. ACROSS matters because a permutation brings an axis home only if the axis that it is exchanged with lies at its
+home. If two others of an axis's size have homes, ACROSS does not say at which of them the axis lies; such axes are
+vague, and their digit is ACROSS in place of AWAY.
 
 The code is the sum of ``digit << 3 * axis``. A set of axes is the sum of ``1 << 3 * axis``; so the low bits of a code
 are the axes that are astray (in use and not at home), and the low and middle bits together are the axes in use.
@@ -34,7 +35,7 @@ class Codes:
 
     Attributes:
         home: the places of the axes that the target uses.
-        goal: the target's code; ``at_ease``: that of all axes with a home that wait for nothing.
+        goal: the target's code; ``at_ease``: the settled code of all axes with a home, if none waits for another.
         all, with_home: sets of axes.
         equal_axes: pairs of axes of equal size; ``alike``: for each axis the set of the others of its size.
         across: the axes that can be ACROSS; ``across_at_start``: those that the start has there; ``vague``: those that
@@ -49,16 +50,16 @@ class Codes:
         for axis in home:
             self.with_home |= 1 << 3 * axis
         self.goal = self.with_home << 1
-        # for each axis the homes of others of its size
+        # for each axis the homes of other axes of its size
         self._crosses: dict[int, list[Place]] = {}
         self.equal_axes: list[tuple[int, int]] = []
         self.alike = [0] * num_axes
         self.across = self.across_at_start = self.vague = self._paired = 0
         if len(set(sizes)) < num_axes:
             self._pair_equal_axes()
-        # the code with every axis FREE that has a home, once settled
+        # the code in which all axes with a home are FREE, once it is settled
         self.at_ease = self.goal | (self.with_home & self._paired) << 2
-        # (an axis, those that exclude, at START, that it is HOME or ACROSS), and all of which START is told
+        # (an axis, the axes whose START excludes that it is HOME or ACROSS), and all axes that can be at START
         self._home_excluded: list[tuple[int, int]] = []
         self._across_excluded: list[tuple[int, int]] = []
         self._told = 0
@@ -98,7 +99,7 @@ class Codes:
     def _find_who_excludes(
         self, axis: int, place: Place, leaving: Sequence[tuple[int, Place]], excluded: list[tuple[int, int]]
     ) -> None:
-        """Enter those of the axes ``leaving`` that cannot be where the start has them while ``axis`` is at a place."""
+        """Record the axes of ``leaving`` that cannot be where the start has them while ``axis`` is at ``place``."""
         tensor_dim, stride = place
         excluding = 0
         for other, (other_dim, other_stride) in leaving:
@@ -124,7 +125,7 @@ class Codes:
     # -- codes of states
 
     def code_of(self, tensor_dim: int, axes: Axes, blocks: tuple[int, ...]) -> int:
-        """The digits of the axes of a dimension that has one of ``blocks``: what stands for all of them."""
+        """The digits of a dimension's axes; with several possible ``blocks``, the digits that stand for all of them."""
         code = 0
         if len(blocks) == 1:
             stride = blocks[0]
@@ -148,11 +149,11 @@ class Codes:
         return self._blurred(code)
 
     def _blurred(self, code: int) -> int:
-        """``code`` with axes that are AWAY as if they were ACROSS where they are vague."""
+        """``code`` with ACROSS in place of AWAY for vague axes."""
         return code | (code & ~(code >> 1) & self.vague) << 2
 
     def arrivals(self, tensor_dim: int) -> list[int]:
-        """What stands for all that each axis can be, in its place in the code, when it comes to a dimension."""
+        """For each axis that comes to a dimension, the digit (shifted to its place) for all that it can be there."""
         found = []
         for axis in range(len(self.sizes)):
             at_home = axis in self.home and self.home[axis][0] == tensor_dim
@@ -161,11 +162,11 @@ class Codes:
         return found
 
     def arriving(self, axes: int) -> int:
-        """What stands for all that a set of axes can become by a move."""
+        """The digits that stand for all that a set of axes can become by a move."""
         return axes & ~self.with_home | (axes & self.with_home) << 1 | (axes & self.across) << 2
 
     def excluded(self, code: int) -> tuple[int, int]:
-        """The axes that cannot be HOME, and those that cannot be ACROSS, as axes are at START."""
+        """The axes that cannot be HOME, and those that cannot be ACROSS, because of axes that are at START."""
         at_start = code & code >> 1 & self._told
         found = self._excluded_by.get(at_start)
         if found is None:
@@ -176,14 +177,14 @@ class Codes:
         return found
 
     def settled(self, code: int) -> int:
-        """``code`` with axes in use that are FREE to be home, and AWAY that cannot be before another has left."""
+        """``code`` with FREE axes that can be at home put in use, and axes made AWAY that wait for another to leave."""
         low, middle, high = code, code >> 1, code >> 2
         not_home = 0
         if low & middle & self._told:
             not_home, not_across = self.excluded(code)
             across = low & high & not_across
             at_home = middle & ~low & not_home
-            # ACROSS gets AWAY; HOME gets AWAY; OPEN gets ACROSS, or AWAY
+            # ACROSS becomes AWAY; HOME becomes AWAY; OPEN becomes ACROSS, or AWAY
             code ^= across << 2 | at_home << 1 | at_home | (at_home & high & (not_across | ~self.across)) << 2
             if self.vague:
                 code = self._blurred(code)
@@ -197,7 +198,7 @@ class Codes:
         return bool(self.with_home & ~(code | code >> 1) & self.excluded(code)[0])
 
     def taking(self, axis: int, other: int, digit: int) -> int:
-        """What ``axis`` is at the place of ``other``, of which ``digit`` is known."""
+        """The digit of ``axis`` at the place of ``other``, whose digit there is ``digit``."""
         if digit in (FREE, AWAY):
             return self._blurred(digit << 3 * axis) >> 3 * axis
         home, crosses = self.home.get(axis), self._crosses.get(axis, ())
@@ -210,7 +211,7 @@ class Codes:
 
 
 def _either(at_home: bool, across: bool) -> int:
-    """The digit of an axis that may be HOME, may be ACROSS, and may be AWAY in any case."""
+    """The digit of an axis that may be AWAY in any case, and HOME or ACROSS as given."""
     return (OPEN if across else HOME) if at_home else ACROSS if across else AWAY
 
 

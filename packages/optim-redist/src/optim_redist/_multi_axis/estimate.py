@@ -1,28 +1,29 @@
 """The least that a path between multi-axis distributions can cost, from where each mesh axis is.
 
-All that is left of a state is its code (``codes``): whether each axis is FREE, AWAY, HOME, at START, ACROSS
-or OPEN. A move is charged with the sizes of its axes and with what a rank holds at least, given which axes are in use;
-and what it makes of the digits is the best it could:
+Only the code of a state counts (``codes``): whether each axis is FREE, AWAY, HOME, at START, ACROSS or OPEN. A move is
+charged for the sizes of its axes and the least that a rank can hold, given which axes are in use; and it changes the
+digits in the best way that is possible:
 
     split       FREE -> AWAY, ACROSS or HOME           allgather   astray -> FREE, one axis or all
     alltoall    astray -> HOME, ACROSS or AWAY, any axes at once
-    permute     two axes of equal size take each other's place: who comes where one was that is ACROSS comes home, who
-                comes where one was at home is ACROSS, and where one was AWAY it is AWAY
+    permute     two axes of equal size take each other's place: in the place of an axis that was ACROSS the other one is
+                HOME, in the place of one that was HOME it is ACROSS, and in the place of one that was AWAY it is AWAY
 
-HOME may be called AWAY for nothing, and OPEN what it stands for. So h(HOME) <= h(AWAY), h(ACROSS) <= h(AWAY) and
-h(OPEN) <= both, whatever the other axes, and a state of which less is known may be given the digit that is worth more.
+A HOME axis may be called AWAY for nothing, and an OPEN one any digit that OPEN stands for. So h(HOME) <= h(AWAY),
+h(ACROSS) <= h(AWAY) and h(OPEN) <= both, whatever the other axes, and if less is known of a state, the digit with the
+lower h is used.
 The cost h of a cheapest path to the target over these codes never exceeds the true one, if no collective gets cheaper
-with more elements: every real move is one of the above, at no higher price. An all-to-all of several axes stands for
-itself only if it is cheaper than one for each: those could be moved from the top down where strides grow, from the
-bottom up where they shrink, and never be in each other's way. ``exchange_*`` is charged for at least what the target
-holds; its price caps h.
+with more elements: every real move is one of the above, at no higher price. An all-to-all of several axes is a move of
+its own only if it is cheaper than one for each axis: single axes could be moved from the top down where strides grow,
+from the bottom up where they shrink, and never be in each other's way. ``exchange_*`` is charged for at least what the
+target holds; its price caps h.
 
-A code is settled: what is FREE and could be at home without delay is in use, OPEN. That costs nothing and leaves less
-to move. It takes one move away, a permutation that puts an axis out of use by bringing a FREE one to its place; so OPEN
-takes part in permutations as FREE, charged for what is held without it.
+Codes are settled: an axis that is FREE and could be at home without delay counts as in use, OPEN. That costs nothing
+and leaves less to move. But it rules out one move, a permutation that puts an axis out of use by bringing a FREE one to
+its place; so OPEN axes take part in permutations as FREE, charged for what is held without them.
 
-h is found by A* over settled codes, guided by ``floor``, for each code when it is asked for and no further
-than it is asked for.
+A* over settled codes, guided by ``floor``, finds h for each code when it is asked for, and only up to the cost that is
+asked about.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Estimate:
         self, shape: tuple[int, ...], codes: Codes, prices: Prices, memory_limit: float, target_size: int
     ) -> None:
         self.codes, self._prices = codes, prices
-        # an exchange costs at least this much, and what is left at most
+        # an exchange costs at least this much, and no bound is above it
         self.cap = prices["alltoall", prod(codes.sizes), target_size]
         self._least = _Least(shape, codes.sizes, memory_limit)
         self.floor = Floor(codes, self._least, prices, self.cap)
-        # by code what is left at least, and the codes for which that is exact
+        # the bound by code, and the codes for which it is exact
         self.at_least = _AtLeast(codes, self.floor)
         self._exact = {codes.goal}
         self._onward: dict[int, list[tuple[float, int]]] = {}
@@ -67,7 +68,7 @@ class Estimate:
     # -- the graph of codes
 
     def _search(self, root: int, enough: float) -> float:
-        """The cost of a cheapest path from ``root``, or what it exceeds ``enough`` by at least."""
+        """The cost of a cheapest path from ``root``, or, if that exceeds ``enough``, a lower bound above ``enough``."""
         exact, at_least, floor, beyond, everything = self._exact, self.at_least, self.floor, self.cap, self.codes.all
         queue, order = [(0.0, 0, root, 0.0)], 0
         spent, before = {root: 0.0}, dict[int, int]()
@@ -76,7 +77,7 @@ class Estimate:
             if cost > spent[code]:
                 continue
             if code in exact or not code & everything:
-                # all on the way are exact from now on
+                # from now on the bound is exact for all codes on the path
                 f = cost + at_least[code]
                 exact.add(code)
                 while code != root:
@@ -133,7 +134,7 @@ class Estimate:
                 if bit & across:
                     found.append((0.0, rest | ACROSS * bit))
             elif alike & astray:
-                # only an axis that is astray could make use of this one where it has its home
+                # this axis may give up HOME or OPEN to swap with one of its size that is astray
                 if digit == OPEN:
                     found.append((0.0, rest | HOME * bit))
                 elif not bit & codes.vague:
@@ -144,11 +145,11 @@ class Estimate:
                 found.append((0.0, rest | HOME * bit))
         for i, j in codes.equal_axes:
             here, there, held = code >> 3 * i & 7, code >> 3 * j & 7, used
-            # with none that is astray, or two that are AWAY, nothing is gained
+            # nothing is gained if neither is astray, or both are AWAY
             if not (here | there) & 1 or here == there == AWAY:
                 continue
             rest = code ^ (here << 3 * i | there << 3 * j)
-            # what is OPEN may be as FREE as it was before it was settled
+            # an OPEN axis may take part as FREE, which it was before the code was settled
             if here == OPEN:
                 here, held = FREE, used ^ 1 << 3 * i
             elif there == OPEN:
@@ -167,7 +168,7 @@ class Estimate:
         return found
 
     def _worth_moving_together(self, used: int, astray: int) -> list[tuple[int, float]]:
-        """Several axes whose all-to-all is cheaper than one for each, and its price."""
+        """Sets of axes whose common all-to-all is cheaper than one for each axis, and its price."""
         prices, among = self._prices, astray if self._prices.grow else used
         if not among & among - 1:
             return []
@@ -184,7 +185,7 @@ class Estimate:
         return found
 
     def _worth_gathering_at_once(self) -> list[tuple[int, float]]:
-        """Axes that are cheaper to gather at once than one after the other, and what that costs."""
+        """Sets of axes that are cheaper to gather at once than one after the other, and the price."""
         if self._at_once is None:
             self._at_once = []
             prices, least = self._prices, self._least
@@ -193,7 +194,7 @@ class Estimate:
                     at_once, singly, left = prices["allgather", n_procs, least[axes]], 0.0, axes
                     for bit, size, _ in self.floor.axes:
                         if bit & axes:
-                            # one after the other they may not pass below the limit
+                            # one after the other may lead through states above the memory limit
                             singly += prices["allgather", size, least[left]] if least[left] else inf
                             left ^= bit
                     if at_once < singly:
@@ -202,7 +203,7 @@ class Estimate:
 
 
 class _AtLeast(dict[int, float]):
-    """What is left at least, by code: the floor as long as nobody has searched, infinite for what cannot be."""
+    """The bound by code: the floor until a search finds more, infinite for codes of no state."""
 
     def __init__(self, codes: Codes, floor: Floor) -> None:
         super().__init__({codes.goal: 0.0})
@@ -221,7 +222,7 @@ class _AtLeast(dict[int, float]):
 
 
 class _Least(dict[int, int]):
-    """The least that a rank can hold by axes in use, worked out when it is first asked for."""
+    """The least that a rank can hold, by axes in use; computed when it is first asked for."""
 
     def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> None:
         super().__init__()

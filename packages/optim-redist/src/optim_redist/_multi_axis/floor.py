@@ -1,18 +1,19 @@
-"""A lower bound from which axes have to be touched, and the least that a rank can hold.
+"""A lower bound of the cost to the target, from which axes have to be touched and the least that a rank can hold.
 
 An axis is astray if it is in use and not where the target has it. A path to the target touches every axis that is
-astray: with a home it has to be moved or gathered, without one it has to go out of use. Let S be the axes without a
-home that are ever in use. A rank holds least with all homes and S in use, and more from the moment that S gets
-smaller. So with
+astray: an axis with a home has to be moved or gathered, one without a home has to go out of use. Let S be the axes
+without a home that are ever in use on the path. A rank holds least while all axes with homes and all of S are in use,
+and more as soon as S gets smaller. So with
 
     touch(A, S) = min over moves, each charged for least(homes and S):  price + touch(A and S without what it touches)
 
 the path costs at least the minimum of touch(A, S) over every S that contains what is in use now. A gather touches one
-axis or several, an all-to-all as well, if they have homes. A permutation brings an axis home if the other one is
-ACROSS, at the first one's home (``codes``), and the other one too if both are. Else it only puts another
-axis where the first one was, which then has to be touched for as much; and to go ACROSS by an all-to-all is no cheaper
-than to go home by it. A permutation puts an axis out of use for one that was not in use, and is charged for what is
-held without that. A gather after which no rank could hold what it has to within the limit is none.
+axis or several; so does an all-to-all, of axes with homes. A permutation brings an axis home if the other one is
+ACROSS, that is, at the first one's home (``codes``), and brings both home if both are ACROSS. Else it only puts another
+axis where the first one was, and touching that one then costs as much; and going ACROSS by an all-to-all is no cheaper
+than going home by one. A permutation can also put an axis out of use in exchange for an unused one; it is charged for
+what is held while that one is unused. A gather that leaves no axes in use with which a rank could stay within the
+limit is not considered.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from optim_redist._multi_axis.codes import Codes
 class Prices(Protocol):
     """(collective, n_procs, elements of the most loaded rank before) -> scalar cost.
 
-    ``grow`` says that no collective gets cheaper with more processes; with more elements none may.
+    ``grow``: whether no collective gets cheaper with more processes. No collective may get cheaper with more elements.
     """
 
     grow: bool
@@ -36,11 +37,11 @@ class Prices(Protocol):
 
 
 class Floor:
-    """The bound by code, of which it reads which axes are astray, and which of them are ACROSS.
+    """The bound by code; it depends only on which axes are astray, and which of these are ACROSS.
 
     Args:
-        least: by axes in use, what a rank holds at least, 0 for those that cannot be.
-        cap: what is left at most.
+        least: the least that a rank can hold, by axes in use; 0 for sets of axes that cannot be in use.
+        cap: the largest value of the bound.
     """
 
     def __init__(self, codes: Codes, least: Table[int, int], prices: Prices, cap: float) -> None:
@@ -55,7 +56,7 @@ class Floor:
         self._touched = {0: 0.0}
 
     def __call__(self, code: int, enough: float = inf) -> float:
-        """The bound from ``code``, computed in full whatever is ``enough``."""
+        """The bound from ``code``, computed in full whatever ``enough`` is."""
         astray = code & self._all
         across = astray & (code >> 2 | code >> 1 & self._across_at_start)
         key = astray | across << 1
@@ -74,12 +75,12 @@ class Floor:
         return found
 
     def holds(self, used: int) -> int:
-        """Whether there is a state with no other axes in use: one within the limit, or the target."""
+        """Whether there is a state with no axes in use but ``used``: one within the limit, or the target."""
         return self._least[used] or used == self._with_home
 
     @property
     def several(self) -> list[tuple[int, int]]:
-        """Two or more axes, and their processes together."""
+        """All sets of two or more axes, each with the product of their sizes."""
         if not self._several:
             together = [(0, 1)]
             for bit, size, _ in self.axes:
@@ -117,7 +118,7 @@ class Floor:
                                 found, swap + left(astray ^ bit ^ both, across & ~(bit | other & (both | ~self._vague)))
                             )
                 elif partners and least[used ^ (partners & -partners)]:
-                    # it goes out of use for one that was not in use
+                    # a swap puts this axis out of use in exchange for an unused one
                     swap = prices["permute", 2, least[used ^ (partners & -partners)]]
                     if not bit & across:
                         swap += prices["alltoall", size, elements]
@@ -133,7 +134,7 @@ class Floor:
                 for collective, touched in (("allgather", axes & astray), ("alltoall", axes & astray & with_home)):
                     if touched and (collective == "alltoall" or self.holds(0)):
                         price = prices[collective, n_procs, elements]
-                        # often one by one is cheaper than these alone
+                        # often touching all one by one costs less than this price alone
                         if price < found:
                             found = min(found, price + left(astray ^ touched, across & ~touched))
         self._touched[key] = found
@@ -141,9 +142,9 @@ class Floor:
 
 
 def least_of_subsets(least: dict[int, int]) -> dict[int, int]:
-    """The least that a rank can hold with any of some axes in use, 0 if there is no such state.
+    """By set of axes, the least that a rank can hold with any subset of them in use; 0 if there is no such state.
 
-    ``least`` has all sets of axes, those with the k-th axis 2^k places behind those without.
+    ``least`` lists all sets of axes; a set with the k-th axis comes 2^k places behind the same set without it.
     """
     found = list(least.values())
     if all(found):
@@ -160,9 +161,9 @@ def least_of_subsets(least: dict[int, int]) -> dict[int, int]:
 
 
 def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float) -> dict[int, int]:
-    """The least that the most loaded rank can hold with axes in use, 0 if that is above ``limit``.
+    """By set of axes in use, the least that the most loaded rank can hold; 0 if that is above ``limit``.
 
-    By the set of axes. With dimensions taken one by one, N the length of the last,
+    With dimensions taken one by one, N the length of the last,
 
         least(dimensions, used) = min over axes P of used:  least(those before the last, used without P) · ceil(N/P)
     """
@@ -177,7 +178,7 @@ def least_elements(shape: tuple[int, ...], sizes: tuple[int, ...], limit: float)
         total = prod(shape)
         least = [total // together for together in n_procs]
     else:
-        # with each set the sets in it, of which there are three to the power of all axes together
+        # the subsets of each set, 3^(number of axes) in all
         subsets = [[0]]
         for k in range(len(sizes)):
             subsets += [inner + [part | 1 << k for part in inner] for inner in subsets]

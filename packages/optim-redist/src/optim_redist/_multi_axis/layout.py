@@ -1,4 +1,4 @@
-"""Multi-axis distributions as general layouts, and the layouts that are multi-axis distributions."""
+"""Multi-axis distributions as general layouts, and general layouts as multi-axis distributions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def from_layout(layout: Layout, shape: Sequence[int] | None = None) -> MultiAxis
         else:
             sizes = layout.axis_sizes(tensor_dim)
             sets = split.kind.index_sets(shape[tensor_dim], sizes)
-            # the first run is the first block, as far as a block length can say it at all
+            # if any block length fits, it is the length of the first run
             block = max(1, sets[0][0].length if sets[0] else 1)
             if not all(map(same, sets, Cyclic(block).index_sets(shape[tensor_dim], sizes))):
                 raise NotRepresentableError(f"dimension {tensor_dim} of {layout} is not dealt out in equal blocks")

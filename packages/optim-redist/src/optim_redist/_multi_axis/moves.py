@@ -1,8 +1,8 @@
 """The moves between multi-axis distributions, on plain tuples: one collective each.
 
 A dimension of N elements that is split over mesh axes of total size P in blocks of b keeps block j (elements j·b up to
-(j+1)·b) on the linear coordinate j mod P, row-major over its axes. From that rule follow four facts, and every move
-below is made of them. With an axis of size s, old coordinate c:
+(j+1)·b) on the linear coordinate j mod P, row-major over its axes. From that rule follow four facts, of which every
+move is composed. For an axis of size s:
 
     drop the last axis     j mod P div s     = (j div s) mod (P/s)    the rest holds blocks of b·s
     drop the first axis    j mod P mod (P/s) = j mod (P/s)            the rest holds blocks of b
@@ -33,7 +33,7 @@ class State(NamedTuple):
 class Move(NamedTuple):
     """One step: its printed name, the collective it is charged as, where it leads, and the size of its group.
 
-    ``elements`` are those of the most loaded rank after it.
+    ``elements``: how many the most loaded rank holds after it.
     """
 
     name: str
@@ -56,7 +56,7 @@ def split_fits(length: int, n_procs: int, block: int) -> bool:
 def local_length(length: int, n_procs: int, block: int, coordinate: int = 0) -> int:
     """How many of ``length`` elements a coordinate holds; coordinate 0 never holds fewer than another.
 
-    Complete rounds of P blocks give b elements each, and the rest R < P·b gives this one what lies behind c·b.
+    Complete rounds of P blocks give b elements each; of the R < P·b left, coordinate c gets up to b, from c·b on.
     """
     rounds, rest = divmod(length, n_procs * block)
     if not coordinate:

@@ -1,19 +1,19 @@
 """The least number of moves from one multi-axis distribution to another, dimension by dimension.
 
-Axes come to a dimension and leave it at its ends, so what stays is a run of its axes, with its strides. So a dimension
+Axes come to a dimension and leave it at its ends, so what stays is a run of consecutive axes, with their strides. So a
+dimension
 
-    has to be left     unless its axes are such a run of the target's, or none
-    has to be entered  unless the target's are such a run of its own, or none
+    has to be left     unless it has no axes, or its axes are such a run of the target's
+    has to be entered  unless the target has no axes there, or the target's axes are such a run of its own
 
-Moves that gather or exchange leave one dimension, those that split or exchange enter one, a change of block does both
-to one. With e dimensions to be entered, l to be left, and u axes of the target that are not in use, each of which takes
-a split,
+A gather or all-to-all leaves one dimension, a split or all-to-all enters one, a change of block does both to one. With
+e dimensions to be entered, l to be left, and u axes of the target that are not in use, each of which takes a split,
 
-    moves >= max(e, u + l),  and >= 2 if a dimension has to be both, and no change of its block is all it takes.
+    moves >= max(e, u + l),  and >= 2 if a dimension has to be both, unless a change of its block is enough.
 
-Permutations rename axes in all that follows, so they may as well come last: the least is taken over the targets
-that become the target by none or one of them, or it is 2 where more are possible. Gathering everything leaves
-splits alone.
+A permutation only renames axes in all moves after it, so permutations may as well come last: the bound is the least
+over the targets that become the target by no permutation or by one, and at most 2 where more are possible. It is at
+most 1 + the number of the target's axes, since after gathering everything only splits are left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from optim_redist._multi_axis.moves import Axes, State, axes_size, swap_axes
 from optim_redist._multi_axis.parts import Part
 
-# a byte of each for every target: dimensions to be entered, to be left, and to be both by two moves
+# three counters of a byte for every target: dimensions to be entered, to be left, and to be both by two moves
 _ENTER, _LEAVE, _BOTH, _BITS = 1, 1 << 8, 1 << 16, 24
 
 
@@ -36,7 +36,7 @@ class MovesLeft:
         self._used = [sum(1 << 3 * axis for axes in one.mapping for axis in axes) for one in targets]
         most = 1 + sum(map(len, target.mapping))
         self._most = min(most, 2) if len(equal_axes) > 1 else most
-        # for each dimension the axes and blocks that targets have there, and which targets: 1 in the first byte of each
+        # for each dimension, by axes and block, the targets that have these there: 1 in the first byte of each of them
         self._goals: list[dict[tuple[Axes, int], int]] = [{} for _ in target.blocks]
         for number, one in enumerate(targets):
             for goals, goal in zip(self._goals, zip(*one)):
@@ -45,7 +45,7 @@ class MovesLeft:
         self._known: dict[tuple[int, int], int] = {}
 
     def __call__(self, parts: tuple[Part, ...], in_use: int) -> int:
-        """The bound from a state by its parts; ``in_use`` is its set of axes."""
+        """The bound from the state of these parts; ``in_use`` is its set of axes in use."""
         to_do = 0
         for goals, part in zip(self._goals, parts):
             counts = self._to_do.get(part)
@@ -68,7 +68,7 @@ class MovesLeft:
         return found
 
     def _counts(self, part: Part, axes: Axes, block: int) -> int:
-        """What is to do in a dimension that is to have these axes in blocks of ``block``, and has not."""
+        """The counters of a dimension that is to have these axes in blocks of ``block``, and does not have them."""
         if not part.axes:
             return _ENTER
         if not axes:

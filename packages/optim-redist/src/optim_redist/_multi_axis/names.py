@@ -1,4 +1,4 @@
-"""Names of operations between multi-axis distributions, as plans print them: found, and replayed.
+"""Names of operations between multi-axis distributions, as plans print them: naming moves and replaying names.
 
 split_{dim}_{axis}_{block}      split_minor_…         at the back of the dimension's axes
 alltoall_{from}_{to}_{block}    alltoall_minor_…      the last axis, to the back of ``to``

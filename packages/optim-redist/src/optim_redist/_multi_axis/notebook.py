@@ -4,8 +4,8 @@ Notation: p processes in a group, L elements on the most loaded rank before an o
 
     sum over operations of  ceil(log2 p) + (p - 1)·L      (a permutation 1 + p·L, a split 0),
 
-the notebook's own model, ``IdealLowerBoundsCM``. That is not what a plan takes: an all-to-all is charged p times what a
-rank sends, so sequences of small groups win. A plan made of the sequence is costed in seconds like any other.
+the notebook's own model, ``IdealLowerBoundsCM``. That is not the time of a plan: it charges an all-to-all p times what
+a rank sends, so sequences of small groups win. A plan made of the sequence is costed in seconds like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def notebook_layouts(
     """The operations from ``src`` to ``dst`` by their printed names, each with the layout after it.
 
     Args:
-        max_elements: what a rank may hold at a layout between the two.
+        max_elements: elements that a rank may hold at a layout between the two.
 
     Raises:
         NotRepresentableError: if ``MultiAxisDist`` cannot express the two on one mesh, or leaves a process empty.
@@ -37,12 +37,12 @@ def notebook_layouts(
     start, target = _ends(shape, src, dst)
     rows, _ = OptimalRedist(IdealLowerBoundsCM(), memory_limit=max_elements).redistribute(shape, start, target)
     found = [(name, Layout(src.mesh, dist.to_layout().dims)) for name, dist, _ in rows[1:]]
-    # the last row is the target; the plan ends in it as given
+    # the last row is the target; the plan ends in the target as the caller gave it
     return [*found[:-1], (found[-1][0], dst)]
 
 
 def notebook_charges(shape: tuple[int, ...], stages: Sequence[Stage]) -> tuple[float, float]:
-    """What the notebook's model charges the operations of ``stages``, and gathering everything and splitting."""
+    """What the notebook's model charges for the operations of ``stages``, and for gathering all and splitting."""
     start, target = _ends(shape, stages[0].src, stages[-1].dst)
     model, total, dist = IdealLowerBoundsCM(), Cost(), start
     for stage in stages:

@@ -1,8 +1,8 @@
-"""How one tensor dimension is split, its block length left open for as long as the choice makes no difference.
+"""How one tensor dimension is split, with its block length left open as long as the choice makes no difference.
 
-A dimension that is split afresh may take any of several block lengths. Those that give the most loaded rank equally
-many elements cost the same until a later move tells them apart, so they are one ``Part``. Moves map it block by block,
-by the four facts of ``moves``; where the results differ in their elements it falls into several.
+A dimension that is split afresh may take any of several block lengths. Block lengths that give the most loaded rank
+equally many elements cost the same until a later move tells them apart, so they are one ``Part``. A move maps a part
+block by block, by the four facts of ``moves``; if the results differ in elements, the part falls into several.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Part:
     """How one dimension is split: axes, the block lengths it may have, elements of the most loaded rank.
 
     ``Dimension`` makes one object for each pair of axes and blocks, so parts are equal if they are identical.
-    ``code`` is what the caller's ``code_of`` says of it.
+    ``code`` is what the caller's ``code_of`` returns for it.
     """
 
     __slots__ = ("axes", "blocks", "changed", "code", "entered", "left", "share")
 
     def __init__(self, axes: Axes, blocks: tuple[int, ...], share: int, code: int) -> None:
         self.axes, self.blocks, self.share, self.code = axes, blocks, share, code
-        # what moves make of it, as far as asked for
+        # the parts that moves make of it, as far as they have been asked for
         self.entered: dict[Axes, list[Part]] = {}
         self.left: dict[Axes, list[Part]] = {}
         self.changed: list[Part] | None = None
@@ -98,7 +98,7 @@ class Dimension:
         return found
 
     def enter(self, part: Part, moved: Axes) -> list[Part]:
-        """``part`` with further axes: with any block if it was unsplit, else in front or at the back."""
+        """``part`` with further axes: in any block if it was unsplit, else with the axes in front or at the back."""
         found = part.entered.get(moved)
         if found is None:
             if not part.axes:
@@ -124,7 +124,7 @@ class Dimension:
         return found
 
     def change(self, part: Part) -> list[Part]:
-        """The same axes with other blocks that are multiples or divisors."""
+        """The same axes with other blocks that are multiples or divisors of the old ones."""
         if part.changed is None:
             others = [
                 new

@@ -2,18 +2,17 @@
 
 Four of five pairs need no search: ``straight`` finds a sequence that costs no more than the bound.
 
-For the others entries of a queue are taken in the order of f = g + h, where g is the cost so far and h a lower bound of
-what is left: the first time the target is taken its path is a cheapest one. The steps out of a state wait in one entry,
-sorted by the best they could lead to, those of equal price and bound as one. What they make is worked out when their
+For the other pairs, queue entries are taken in the order of f = g + h, where g is the cost so far and h a lower bound
+of what is left: when the target is first taken, its path is a cheapest one. The steps out of a state wait in one entry,
+sorted by the best they could lead to; steps of equal price and bound are one. What they lead to is computed when their
 turn comes. Block lengths stay open (``parts``) until the path is known, and are filled in from its end.
 
-The bound is what ``estimate`` knows of a code: the floor, or what the search for a straight path has found
-out. To search over codes for more would take longer than to follow the states that it saves.
+The bound is what ``estimate`` knows of a code: the floor, or what the search for a straight path has found out.
+Searching over codes for a better bound would take longer than following the states that it would save.
 
-``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves
-only if the target is no larger; so that the search cannot buy a growing one for the price of a small one, it is
-proposed only where nothing grows. It also guarantees a plan: if no other sequence stays inside the limits, it is
-the plan.
+``exchange_*`` straight to the target is charged for what a rank holds before it, which is what it really moves only if
+the target is no larger. It is proposed only then, so that the search cannot buy a growing exchange for the price of a
+small one. It also guarantees a plan: if no other sequence stays inside the limits, it is the plan.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Node(NamedTuple):
 
 # (price and bound, bound, price, steps) of the steps out of a state, in this order
 Onward = list[tuple[float, float, float, Candidate]]
-# of the queue, see below
+# an entry of the queue, see ``cheapest_moves``
 Entry = tuple[float, float, int, int, float, int, Node, Onward, int]
 
 
@@ -67,10 +66,10 @@ def cheapest_moves(
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
-    Start and target are two; ``elements`` are those of the most loaded rank at each.
+    Start and target differ; ``elements`` are those of the most loaded rank at each.
     Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
-    No others are worth trying: as long as a dimension is split, its block changes by factors that are sizes of axes,
-    and of the lengths that allow the same steps the shortest leaves no rank with more.
+    Other lengths are not worth trying: as long as a dimension is split, its block changes by factors that are sizes of
+    axes, and of the lengths that allow the same steps the shortest leaves no rank with more.
     The target itself is always wanted.
     """
     start_size, target_size = elements
@@ -88,18 +87,18 @@ def cheapest_moves(
     most_moves = inf if max_depth is None else max_depth
     first, goal = move_set.parts(start), move_set.parts(target)
     leap: Candidate = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
-    # what a sequence has to stay below: the cheapest that is known so far, which the first may equal
+    # sequences must cost less: than the cheapest that is known, or at first no more than an exchange
     below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
     onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
 
     root = Node(first, start_size, sum(part.code for part in first))
-    # the bound says nothing of a start that is above the limit itself
+    # the bound does not hold for a start that is above the limit itself
     left = estimate.at_least[root.code] if start_size <= memory_limit else 0.0
-    # An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the one
-    # that is estimated nearest to the target goes first, of those the one that holds least. It stands for all steps
-    # from that one on, without any for the node.
+    # An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the
+    # entry estimated nearest to the target goes first, then the one that holds least. An entry stands for the node's
+    # steps from ``which`` on; without steps it stands for the node itself.
     order, at_least, every_axis = count(), estimate.at_least, codes.all
     homes, goal_code = ~(codes.all << 2), codes.goal
     queue: list[Entry] = [(left, left, start_size, 0, 0.0, 0, root, [], 0)]
@@ -113,7 +112,7 @@ def cheapest_moves(
                 continue
             steps = onward(node)
         entered, nearer = -next(order), False
-        # as long as steps lead to nothing that comes next, one after the other
+        # take one step after the other until one leads to a state that is next in the queue
         while which < len(steps) and not nearer and cost + steps[which][0] <= f:
             _, _, price, candidate = steps[which]
             _, n_procs, _, _, alike = candidate
@@ -143,7 +142,7 @@ def cheapest_moves(
                     else:
                         left = at_least[code]
                     if spent + left < below:
-                        # of arrivals that cost no less only those by fewer moves stay
+                        # arrivals that cost no less than this one stay only if they took fewer moves
                         better = (
                             [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
                         )
@@ -161,7 +160,7 @@ def cheapest_moves(
 
 
 class _StepsByBound:
-    """The steps out of a state, those first that could lead to the target at the least cost."""
+    """The steps out of a state, sorted by the least cost at which they could lead to the target."""
 
     def __init__(
         self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
@@ -173,7 +172,7 @@ class _StepsByBound:
     def __call__(self, node: Node) -> Onward:
         """The steps out of ``node``, kept for all states that differ from it in their blocks alone.
 
-        Their bounds are those of what they make at best: what a step really makes is asked for when its turn comes.
+        A step's bound is that of the best it could lead to; what it really leads to is computed when its turn comes.
         """
         mapping, elements, code = tuple([part.axes for part in node.parts]), node.elements, node.code
         found = self._known.get((mapping, elements, code))
@@ -193,7 +192,7 @@ class _StepsByBound:
 
 
 def _commutes(before: Step, split: Step) -> bool:
-    """Whether a split that follows a step can as well come before it, where the step finds less to move.
+    """Whether a split that follows a step can as well come before it, so that the step has less to move.
 
     It can if the step touches neither the dimension nor the axis; of two splits the one with the smaller numbers goes
     first.
@@ -207,9 +206,9 @@ def _commutes(before: Step, split: Step) -> bool:
 
 
 def _is_detour(node: Node, split: Step, prices: Prices) -> bool:
-    """Whether a split brings an axis that was just gathered to another dimension, as one all-to-all does for no more.
+    """Whether a split brings a just gathered axis to another dimension, which one all-to-all does for no more.
 
-    That moves the last axis of a dimension: one that was gathered from the front could not have gone alone.
+    An all-to-all moves the last axis of a dimension: an axis gathered from the front could not have gone alone.
     """
     source, target, moved = node.step
     before, made_by = node.before, node.made_by
@@ -227,7 +226,7 @@ def _covers(parts: Parts, goal: Parts) -> bool:
 
 
 def _dominated(front: list[tuple[float, int]], cost: float, depth: int) -> bool:
-    """Whether one of (cost, moves) is as good as arriving at ``cost`` by one move more than ``depth``."""
+    """Whether some (cost, moves) of ``front`` is as good as arriving at ``cost`` by ``depth`` + 1 moves."""
     return any(known <= cost and moves <= depth + 1 for known, moves in front)
 
 
@@ -249,7 +248,7 @@ def _moves_to(node: Node, sizes: tuple[int, ...], start: State, target: State) -
 
 
 def _block_before(sizes: tuple[int, ...], step: Step, tensor_dim: int, part: Part, axes: Axes, block: int) -> int:
-    """The block of ``part`` with which a step makes it one over ``axes`` in blocks of ``block``."""
+    """The block that ``part`` must have so that ``step`` makes it a split over ``axes`` in blocks of ``block``."""
     source, target, moved = step
     if source is None and target is None and not moved:
         return part.blocks[0]

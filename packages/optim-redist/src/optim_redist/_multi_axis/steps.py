@@ -1,4 +1,4 @@
-"""The moves out of a distribution: first which axes go from where to where, then, where it matters, what they make.
+"""The moves out of a distribution: first which axes go from where to where, then, on demand, where that leads.
 
 A ``Step`` is (source, target, moved), with dimensions as numbers:
 
@@ -23,10 +23,10 @@ Parts = tuple[Part, ...]
 Step = tuple[int | None, int | None, Axes]
 
 
-# Steps out of a mapping that are worth the same: what they are charged as ("split", "allgather", "alltoall", "permute"
-# or "exchange") and for how many processes (0 for a split, which is free), and what they can make of a state's code at
-# best: ``code & kept | arrived``, digits of the axes that stay and the best of those that move.
-# (collective, processes, kept, arrived, steps)
+# Steps out of a mapping with equal price and bound: (collective, processes, kept, arrived, steps). They are charged as
+# the collective ("split", "allgather", "alltoall", "permute" or "exchange") of so many processes (0 for a split, which
+# is free). The best that they can make of a state's code is ``code & kept | arrived``: the digits of axes that stay,
+# and the best digits of axes that move.
 Candidate = tuple[str, int, int, int, list[Step]]
 
 
@@ -37,7 +37,7 @@ class MoveSet:
         blocks: for each dimension, block lengths to consider, with their multiples and divisors by sizes of axes.
         code_of: the code of a dimension with these axes in one of these blocks.
         arrivals: for each dimension, the best code of each axis that comes to it.
-        merged: whether states may leave blocks open that cost the same.
+        merged: whether states may leave open which of several blocks that cost the same a dimension has.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MoveSet:
         merged: bool = False,
     ) -> None:
         self._sizes, self._arrivals = sizes, arrivals or [[0] * len(sizes)] * len(shape)
-        # for each axis the dimensions where it arrives as the same
+        # for each axis, the dimensions grouped by the digit with which the axis arrives there
         self._places: list[dict[int, list[int]]] = [{} for _ in sizes]
         for tensor_dim, digits in enumerate(self._arrivals):
             for places, arrived in zip(self._places, digits):
@@ -62,17 +62,17 @@ class MoveSet:
         ]
         self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
         self._candidates: dict[Mapping, list[Candidate]] = {}
-        # those of unused axes, those out of one dimension, and permutations, which many mappings have in common
+        # splits of unused axes, steps out of one dimension, and permutations: many mappings have them in common
         self._splits: dict[Axes, list[Candidate]] = {}
         self._departures: dict[tuple[int, Axes], list[Candidate]] = {}
         self._permutations: dict[tuple[int, int | None, int, int | None], Candidate] = {}
 
     def parts(self, state: State) -> Parts:
-        """A compatible state by its parts."""
+        """The parts of a compatible state."""
         return tuple([dim.parts(axes, (block,))[0] for dim, axes, block in zip(self._dims, *state)])
 
     def candidates(self, mapping: Mapping) -> list[Candidate]:
-        """Every step out of the states with a mapping."""
+        """Every step out of the states with this mapping."""
         found = self._candidates.get(mapping)
         if found is None:
             where = {axis: tensor_dim for tensor_dim, axes in enumerate(mapping) for axis in axes}
@@ -94,7 +94,7 @@ class MoveSet:
         return found
 
     def _list_splits(self, unused: Axes) -> list[Candidate]:
-        """Each axis goes to each dimension, or all the others are gathered."""
+        """Each unused axis goes to each dimension, or all axes in use are gathered."""
         found: list[Candidate] = [
             ("split", 0, -1, arrived, [(None, target, (axis,)) for target in targets])
             for axis in unused

@@ -1,15 +1,16 @@
-"""Sequences of moves that cost no more than the least that is possible: most pairs have one, which needs no search.
+"""Sequences of moves that cost no more than the lower bound: most pairs have one, and it is found without a search.
 
-From a state only moves are tried that bring axes to where the target has them, or out of their way, and of those only
-the ones after which cost so far and bound of the rest are still no more than the bound from the start. What arrives at
-the target is then a cheapest sequence. If nothing does, or too many states were looked at, nothing is known.
+From a state only moves are tried that bring axes to where the target has them, or out of the way, and of those only
+moves after which the cost so far and the bound of the rest are still no more than the bound from the start. A sequence
+that arrives at the target is then a cheapest one. If none does, or too many states were looked at, nothing is known.
 
     split      an unused axis comes to its home, or anywhere if the rest is cheaper with it in use
     alltoall   the last axis of a dimension comes home, or all of them do; or blocks become those of the target
     allgather  the first or the last axis of a dimension leaves
     permute    two axes of equal size change places
 
-An axis comes home to an unsplit dimension in blocks of its stride there, else only at the end where that is its stride.
+An axis comes home to an unsplit dimension in blocks of its stride at home; to a split one, only at an end where it gets
+that stride.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from optim_redist._multi_axis.moves import (
 )
 from optim_redist._multi_axis.names import name_of
 
-# a search is the better choice after so many states
+# after so many states a search is the better choice
 _MOST_STATES = 8
 
 
 # how a dimension is split: axes, block, their processes, elements of the most loaded rank, digits of the axes
 Split = tuple[Axes, int, int, int, int]
 Splits = list[Split]
-# (dimension, axes, block) to be
+# (dimension, its new axes, its new block)
 Change = tuple[int, Axes, int]
 # collective, processes of a group, what it changes
 Attempt = tuple[str, int, tuple[Change, ...]]
 
 
 class StraightPath:
-    """A path from one distribution to another on which nothing is lost, if there is one.
+    """A path from one distribution to another that costs no more than the bound, if there is one.
 
     Args:
         memory_limit, wanted, max_depth: as in ``cheapest_moves``.
@@ -74,7 +75,7 @@ class StraightPath:
         found = [self._split(d, axes, block) for d, (axes, block) in enumerate(zip(*start))]
         splits = [split for split in found if split is not None]
         code, floor = sum(digits for *_, digits in splits), -1.0
-        # often the floor, which takes no search over codes, is the bound; it does not know of axes that wait for others
+        # the floor takes no search over codes and is often equal to the bound, but ignores axes that wait for others
         bounds = (self._estimate.floor.__call__, self._estimate.__call__)
         for left in bounds[1:] if self._codes.waits(code) else bounds:
             bound = left(code, self._estimate.cap)
@@ -96,7 +97,7 @@ class StraightPath:
         left: Callable[[int, float], float],
         depth: int = 1,
     ) -> bool:
-        """Whether the target can be reached; then the moves are known, the last one first."""
+        """Whether the target can be reached; if so, ``_moves`` has the moves, the last one first."""
         self._seen.add(state)
         for collective, n_procs, changes in self._attempts(splits, code):
             through = cost
@@ -170,7 +171,7 @@ class StraightPath:
                     yield "split", 0, (change,)
 
     def _departures(self, d: int, splits: Splits) -> Iterator[Attempt]:
-        """Moves of axes of a dimension, not all of which are at home."""
+        """Moves out of a dimension whose axes are not all at home."""
         axes, block, n_procs, _, code = splits[d]
         if axes == self._target.mapping[d]:
             new = self._target.blocks[d]
@@ -192,7 +193,7 @@ class StraightPath:
 
 
 def _entering(d: int, split: Split, moved: Axes, size: int, stride: int | None = None) -> Iterator[Change]:
-    """A dimension with axes that come to it, the last of them at ``stride`` or wherever it can be."""
+    """The ways in which axes can come to a dimension, the last of them at ``stride`` or, if None, at either end."""
     axes, block, n_procs, *_ = split
     if not axes:
         yield d, moved, stride or 1

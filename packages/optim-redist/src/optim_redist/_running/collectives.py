@@ -1,6 +1,6 @@
-"""The only place where moving a tensor calls ``torch.distributed``: who takes part, the exchange, comparing plans.
+"""The only place where moving a tensor calls ``torch.distributed``: teams of ranks, exchanges, comparison of plans.
 
-Names differ between versions of torch; what is deprecated in one is chosen here by what the installed one has.
+Some functions have other names in other versions of torch; the ones of the installed version are chosen here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroup, Work
 from optim_redist._lazy import lazy
 from optim_redist.errors import PlanMismatchError, UnsupportedError
 
-# keeps our messages on the world's group apart from those of others
+# keeps this package's messages on the world's group apart from those of other code
 _TAG = 0x0ED15
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
-# members and digests of what was compared, by group; ranks evict programs and plans at different times, and a rank that
-# compared again alone would wait for ever, so nothing is forgotten while the group lives
+# by group, the members and digests of texts that were compared. Ranks evict programs and plans at different times, and
+# a rank that compared again alone would wait for ever, so nothing is forgotten while the group lives
 _compared: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[tuple[int, ...], bytes]]] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +38,7 @@ def my_rank() -> int:
 
 
 def world() -> object:
-    """The default process group, None without one: programs compiled for one are void for the next."""
+    """The default process group, None without one; programs compiled for one default group are void for the next."""
     return dist.group.WORLD if is_initialized() else None
 
 
@@ -47,7 +47,7 @@ class Team:
     """The ranks that exchange with each other, and the group they use.
 
     Attributes:
-        group: its members may be more than the team; only the team calls.
+        group: may have more members than the team; only the team's ranks call.
         members: global ranks of the team, in group order.
     """
 
@@ -56,10 +56,10 @@ class Team:
 
     @classmethod
     def of(cls, ranks: Iterable[int], group: ProcessGroup | None = None) -> Team:
-        """The team of all members of a given group, else of exactly these ranks.
+        """The team of all members of ``group``; without one, of exactly these ranks.
 
-        A team smaller than the world sends and receives pair by pair on the world. NCCL needs a communicator of all
-        ranks for that, which only a world bound to devices has from its start; without it the team gets a group of its
+        A team smaller than the world sends and receives pair by pair on the world's group. NCCL needs a communicator of
+        all ranks for that, which only a world bound to devices has from its start. Else the team gets a group of its
         own, which its members alone make. torch names such a group by the number of groups that a member is in.
         """
         needed = tuple(sorted(ranks))
@@ -99,7 +99,7 @@ class Team:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether every message may have a buffer of its own; gloo wants them all in one."""
+        """Whether every message may have a buffer of its own; gloo's all-to-all wants all messages in one."""
         return self.is_nccl or not self.is_whole or self.members != tuple(sorted(self.members))
 
     @lazy
@@ -116,7 +116,7 @@ class Team:
         *,
         async_op: bool = False,
     ) -> Waitable | None:
-        """One all-to-all of flat byte buffers; sizes by global rank, buffers in the order of members."""
+        """One all-to-all of flat byte buffers, laid out in the order of members; sizes are by global rank."""
         if not self.is_whole:
             incoming, outgoing = (
                 dict(zip(sizes, buffer.split(list(sizes.values()))))
@@ -140,8 +140,8 @@ class Team:
         *,
         async_op: bool = False,
     ) -> Waitable | None:
-        """The same with one buffer a peer, anywhere in the device's memory; peers not named exchange nothing."""
-        # a group with NCCL has gloo for tensors of the CPU, and gloo no all-to-all of lists
+        """One all-to-all with one buffer per peer, anywhere in memory; peers that are not named exchange nothing."""
+        # a group with NCCL uses gloo for CPU tensors, and gloo has no all-to-all of lists
         if self.is_whole and self.is_nccl and device.type != "cpu":
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
             return dist.all_to_all(
@@ -172,7 +172,7 @@ class Team:
         return scatter(target.view(-1), parts, op=_reduce_op(op), group=self.group, async_op=True)
 
     def compare(self, text: str) -> None:
-        """Raise on every member unless all of them bring the same text; only the first time that they bring it.
+        """Raise on every member unless all of them bring the same text; a text that was compared is not compared again.
 
         Digests travel first; texts only if they differ, so that the error can say where.
 
@@ -228,7 +228,7 @@ class Waitable(Protocol):
     """What an asynchronous exchange returns."""
 
     def wait(self) -> Any:
-        """Return when its buffers may be used."""
+        """Return when the exchange's buffers may be used."""
 
 
 class _Works:
@@ -256,7 +256,7 @@ def device_of(where: Team | ProcessGroup | None) -> torch.device:
 
 
 def _has_nccl(group: ProcessGroup) -> bool:
-    # a backend that init_process_group was left to choose has the name "undefined", only its configuration tells
+    # if init_process_group chose the backend, its name is "undefined", and only its configuration tells
     return "nccl" in dist.get_backend_config(group)
 
 

@@ -1,9 +1,9 @@
 """Reductions that one library collective does: every rank of the team contributes to every element.
 
 all-reduce: the target is replicated. reduce-scatter: the target is divided evenly; the input holds the members' parts
-one after the other, which is the source itself where they lie in it in that order. The library chooses the order of
-summation and rounds in the tensor's own type, so plans that ask for ``deterministic`` do not come here; nor do the
-operations in which it is not torch's.
+one after the other, and is the source itself if the parts lie in it in that order. The library chooses the order of
+summation and rounds in the tensor's own type, so ``deterministic`` plans do not come here; nor do operations whose
+results would differ from torch's by more than rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optim_redist.index_sets import aligned_runs
 from optim_redist.moves import Which
 from optim_redist.problem import Problem
 
-# what NCCL adds and compares; it has no integers of 16 bits, and torch lends it no 8-bit floats to reduce
+# dtypes that NCCL adds and compares: it has no 16-bit integers, and torch gives it no 8-bit floats to reduce
 _REDUCED = {
     torch.uint8,
     torch.int8,
@@ -37,10 +37,10 @@ _REDUCED = {
 
 
 def _is_faithful(ops: set[str], dtype: torch.dtype) -> bool:
-    """Whether the library combines floats as torch does, but for rounding.
+    """Whether the library combines floats as torch does, up to rounding.
 
-    NCCL's minimum and maximum are those of CUDA's fminf and fmaxf, which pass over NaN; torch's keep it. The sum on the
-    way to an average may be beyond the type's range where the average is not, as fp16's is narrow.
+    NCCL's minimum and maximum are those of CUDA's fminf and fmaxf, which ignore NaN; torch's propagate it. In fp16,
+    with its narrow range, the sum on the way to an average may overflow where the average does not.
     """
     return not (ops & {"min", "max"} or ("avg" in ops and dtype == torch.float16))
 
@@ -51,7 +51,7 @@ class NativeReduction:
 
     Attributes:
         kind: which collective.
-        op: what combines; sum for averages.
+        op: the operation that combines; sum for averages.
         scale: divisor of the result.
         parts: the members' parts of the source, for reduce-scatter.
     """
@@ -93,7 +93,7 @@ class NativeReduction:
         return cls("reduce_scatter", op, scale, parts)
 
     def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
-        """Start the collective; its work, and the buffer to keep until it is done."""
+        """Start the collective; returns its work, and the buffer to keep until that is done."""
         if self.kind == "all_reduce":
             target.copy_(x)
             return team.all_reduce(target, self.op), target
@@ -101,7 +101,7 @@ class NativeReduction:
         return team.reduce_scatter(target, packed, self.op), packed
 
     def finish(self, target: Tensor) -> None:
-        """Turn the sum into the average where that was asked for."""
+        """Turn the sum into an average if that was asked for."""
         if self.scale != 1:
             target.div_(self.scale)
 

@@ -1,9 +1,9 @@
-"""One rank's part of a plan: which views of its tensors go into which message, and where what arrives belongs.
+"""One rank's part of a plan: which views of its tensors go into which message, and where arriving pieces belong.
 
 A phase of a plan becomes, on one rank, a list of messages out, a list of messages in and a list of local copies. A
 message is a list of pieces; a piece is evenly spaced in the tensor, so it is one ``as_strided`` view and one slot of
-the flat buffer, and packing is one copy a piece. Everything that depends on layouts is decided here once; what depends
-on the strides of the tensors that come is decided at the first call with such strides.
+the flat buffer, and packing takes one copy per piece. Everything that depends on layouts is decided here once; what
+depends on the strides of tensors is decided at the first call with such strides.
 
 The same code packs and unpacks for a process group and for a simulation of all ranks in one process.
 """
@@ -41,11 +41,11 @@ def _as_view(piece: Piece, strides: Sequence[int]) -> View:
 
 @dataclass
 class Message:
-    """What travels between this rank and one other in one phase; with ``peer`` this rank itself, a local copy.
+    """What travels between this rank and ``peer`` in one phase; with ``peer`` = -1, what is copied within this rank.
 
     Attributes:
         pieces: places in the tensor, in the order in which they lie in the buffer.
-        read: which of the sender's tensors the pieces lie in, for each piece.
+        read: for each piece, in which of the sender's tensors it lies.
         contributions: which contribution each piece carries, -1 for finished values.
         num_elements: elements of all pieces.
     """
@@ -75,8 +75,8 @@ class Bound:
     """One phase for tensors of given shapes and strides: every buffer and view it needs.
 
     Attributes:
-        sends, receives: for every buffer that goes to the exchange, the tensor whose memory it is (None: one of the
-            phase's own) and its flat view there.
+        sends, receives: for every buffer of the exchange, the tensor in whose memory it lies (None: the phase's own
+            buffer), and its flat view there.
         packs, num_packed: copies into the phase's own buffer for sending, and its elements.
         unpacks, num_unpacked: copies out of its buffer for receiving, and its elements.
         stays: copies from source to target.
@@ -105,8 +105,9 @@ class RankPhase:
     def bind(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> Bound:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
-        With ``separate`` every message may have a buffer of its own, so that each one that lies in a piece of memory
-        travels from there and to there; else all of them share one. ``in_place`` allows receiving in the target.
+        With ``separate`` every message has a buffer of its own, and a message whose pieces are one piece of memory is
+        sent and received there without a copy; else all messages share one buffer. ``in_place`` allows receiving
+        straight into the target.
         """
         known = self._bound.get((src, dst, separate, in_place))
         if known is None:

@@ -1,9 +1,9 @@
 """Combining contributions in a fixed order, so that every run and every rank count gives the same bits.
 
-Contributions are combined by ascending number, 16-bit and narrower floats (those of complex numbers, too) in fp32, and
-rounded once at the end:
+Contributions are combined by ascending number. 16-bit and narrower floats (also as parts of complex numbers) are
+combined in fp32 and rounded once at the end:
 
-    target = scale · ( … ((c₀ ∘ c₁) ∘ c₂) … ),     scale = 1 / contributions of avg axes.
+    target = ( … ((c₀ ∘ c₁) ∘ c₂) … ) / scale,     scale = number of contributions along avg axes.
 
 Averages of fp32 are added in fp64, so that the average of equal values is that value, as it is for narrower floats.
 """
@@ -54,7 +54,7 @@ class Reduction:
         """The reduction over axes with these operations and sizes.
 
         Raises:
-            UnsupportedError: for averages of integers, orders of complex numbers, and types without arithmetic.
+            UnsupportedError: for averages of integers, min and max of complex numbers, and types without arithmetic.
         """
         ops = {op for op, _ in reduced}
         for op in sorted(ops):
@@ -71,7 +71,7 @@ class Reduction:
     def combine(
         self, phase: RankPhase, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor
     ) -> None:
-        """Write to ``dst`` the combination of what came and of this rank's own contribution."""
+        """Write to ``dst`` the combination of the contributions that arrived and this rank's own."""
         parts: list[_Part] = []
         for message, slot in arrived:
             values, place = slot.view(dst.dtype), 0
@@ -88,9 +88,10 @@ class Reduction:
             self._combine_by_contribution(parts, dst)
 
     def _combine_by_contribution(self, parts: list[_Part], dst: Tensor) -> None:
-        """One contribution after the other, each cut as it came.
+        """Combine one contribution after the other, each in the pieces in which it arrived.
 
-        Partial results of a wider type have memory of their own, as large as the box around all parts: a round's share.
+        Partial results of a wider type take memory of their own, as large as the box around all parts, which is one
+        round's share of the target.
         """
         low, high = _around([part.piece for part in parts])
         box = dst[tuple(map(slice, low, high))]
@@ -108,7 +109,7 @@ class Reduction:
                 region.copy_(value)
                 finished.append((view_of(dst, part.view(dst.stride())), region))
             else:
-                # 8-bit floats take part in no promotion
+                # torch does not promote 8-bit floats
                 combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
         if sum(region.numel() for _, region in finished) == total.numel():
             finished = [(box, total)]
@@ -120,7 +121,7 @@ class Reduction:
 
 
 class _Part(NamedTuple):
-    """One piece of one contribution: its values, and which piece of a message tells where in the target they belong."""
+    """One piece of one contribution: its values, and which piece of a message has their place in the target."""
 
     contribution: int
     value: Tensor
@@ -137,10 +138,10 @@ class _Part(NamedTuple):
 
 
 def _combined_in_place(reduction: Reduction, parts: list[_Part], dst: Tensor) -> bool:
-    """Combine straight into ``dst`` where that rounds no more often: one operation on pairs, or in its own type.
+    """Combine straight into ``dst`` if that rounds no more often: two contributions, or partial results in its type.
 
-    Only where every piece has all contributions. Pieces that overlap without being the same, as replicas that share the
-    sending cut them, would overwrite each other.
+    Only if every piece has all contributions: pieces that overlap without being the same, as replicas that share the
+    sending cut them, would overwrite each other. Returns whether it did.
     """
     if dst.dtype.is_floating_point and dst.element_size() == 1:
         return False
@@ -168,14 +169,14 @@ def _around(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
 
 
 def fill_identity(dst: Tensor, op: str) -> None:
-    """Fill with the value that changes nothing when it is combined."""
+    """Fill with the identity of ``op``, the value that changes nothing when it is combined."""
     if op in ("sum", "avg"):
         dst.zero_()
     elif op == "product":
         dst.fill_(1)
     else:
         limits = torch.finfo(dst.dtype) if dst.dtype.is_floating_point else torch.iinfo(dst.dtype)
-        # 8-bit floats called fn are finite
+        # 8-bit floats with "fn" in their names have no infinities
         infinite = dst.dtype.is_floating_point and "fn" not in str(dst.dtype)
         low, high = (float("-inf"), float("inf")) if infinite else (limits.min, limits.max)
         dst.fill_(low if op == "max" else high)

@@ -1,7 +1,7 @@
 """One stage of a plan on one rank: what its phases pack, send, keep, receive and unpack.
 
-A stage's target is allocated by whoever runs it. Packed first, a stage of one phase takes everything it sends or keeps
-out of the source before the target is made; the source may be freed in between.
+The caller allocates a stage's target. In a packed stage, which has one phase, everything that it sends or keeps is
+copied out of the source before the target is allocated, so that the source can be freed in between.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StageProgram:
         dst: Layout,
         separate: bool,
     ) -> None:
-        """``reducing``: for every phase, whether it brings contributions; on ranks that take no part in one, too.
+        """``reducing``: for every phase, whether it brings contributions to any rank, even if not to this one.
 
-        ``src`` and ``dst`` are the problem's layouts as the caller writes them: shapes of empty parts may differ.
-        With ``separate`` every message has a buffer of its own, else all of a phase share one.
+        ``src`` and ``dst`` are the problem's layouts as the caller wrote them, in which empty parts may have other
+        shapes. With ``separate`` every message has a buffer of its own, else all messages of a phase share one.
         """
         self.dtype = dtype
         self.separate = separate
@@ -63,7 +63,7 @@ class StageProgram:
         return self.src_shape == self.dst_shape
 
     def only_view(self) -> tuple[slice, ...] | None:
-        """The slices of the source that are the target, if one piece of it is all of the target."""
+        """The slices of the source that are the target, if one piece of the source is all of it."""
         pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
         if self.reduction is not None or self.identity_op is not None or len(pieces) != 1:
             return None
@@ -81,7 +81,7 @@ class StageProgram:
     def begin(
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Pack phase k: the buffers to send, those to receive into, and the phase's own buffer behind the latter."""
+        """Pack phase k; returns the buffers to send, those to receive into, and the phase's own receive buffer."""
         bound = self._bind(k, src, dst)
         tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
         packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
@@ -92,7 +92,7 @@ class StageProgram:
     def receive_buffers(
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], Tensor]:
-        """The buffers to receive phase k into, and the phase's own buffer behind them; of the source only its form."""
+        """The buffers to receive phase k into, and the phase's own receive buffer; of ``src`` only the form is read."""
         bound, target = self._bind(k, src, dst), _bits(dst)
         unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
         return [
@@ -100,7 +100,7 @@ class StageProgram:
         ], unpacked
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """What the only phase sends, and what it keeps, in memory of its own; nothing reads the source after that."""
+        """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
         like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
         bound, source, stays = self._bind(0, src, like), _bits(src), self.phases[0].stays_from
         packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
@@ -124,7 +124,7 @@ class StageProgram:
         return any(self._reducing)
 
     def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
-        """What phase k copies within the rank; reductions do this when they finish."""
+        """Copy what phase k moves within the rank; a phase that reduces does this in ``finish``."""
         copies = self.staying(k, src, dst)
         copy_views([target for target, _ in copies], [source for _, source in copies])
 
@@ -146,12 +146,12 @@ class StageProgram:
         self.end(k, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
-        """Reduce what came in phase k and this rank's own contributions into the target."""
+        """Reduce what arrived in phase k and this rank's own contributions into the target."""
         assert self.reduction is not None, "only reductions combine"
         self.reduction.combine(self.phases[k], arrived, src, dst)
 
     def end(self, k: int, dst: Tensor | None) -> None:
-        """After the last phase, start the pending reduction that the target asks for."""
+        """After the last phase, fill the target with the identity if this rank starts a pending reduction with it."""
         if k == len(self.phases) - 1 and dst is not None and self.identity_op is not None:
             fill_identity(dst, self.identity_op)
 
@@ -171,9 +171,9 @@ class StageProgram:
     def finish_messages(
         self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
     ) -> list[Copy]:
-        """Reduce messages that came in any buffers, each with its flat bits, or return the copies that unpack them.
+        """Reduce messages, given with their flat bits in any buffers, or return the copies that unpack them.
 
-        The caller makes those, then calls ``end``.
+        The caller makes these copies, then calls ``end``.
         """
         if not self._reduces(k):
             return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]

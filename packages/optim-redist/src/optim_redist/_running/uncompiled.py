@@ -1,4 +1,4 @@
-"""What a compiled caller calls as it is."""
+"""Functions that ``torch.compile`` leaves as they are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, at which ``torch.compile`` breaks the graph; inside, process groups would be errors of its own.
+    """The function as a graph break of ``torch.compile``, whose tracing would fail at process groups inside.
 
-    ``torch.compiler.disable`` comes with imports that take a second, so it is applied only where something compiles.
+    ``torch.compiler.disable`` comes with imports that take a second, so it is applied only while something compiles.
     """
 
     @wraps(function)

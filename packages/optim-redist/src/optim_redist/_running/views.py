@@ -1,7 +1,7 @@
 """Views of tensors' memory, and copies between them as wide as their alignment allows.
 
 A view is sizes, strides and an offset relative to a tensor's first element. Tensors are copied as integers of their
-width, so that every bit arrives.
+elements' width, so that every bit arrives.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def arrived(tensor: Tensor | None) -> Tensor | None:
-    """The tensor that a functional collective of torch's gives, waited for; others as they are.
+    """The tensor, waited for if it is the result of a functional collective of torch.
 
-    Until then it is a wrapper, which has no memory of its own to read in place or to give up.
+    Until it is waited for, such a result is a wrapper without memory of its own to read in place or to give up.
     """
-    # who has one has imported its class
+    # there is no such tensor unless its class has been imported
     package = sys.modules.get("torch.distributed._functional_collectives")
     if package is not None and isinstance(tensor, package.AsyncCollectiveTensor):
         return cast(Tensor, tensor.wait())
@@ -46,24 +46,24 @@ def arrived(tensor: Tensor | None) -> Tensor | None:
 
 
 def refuse_dtensor(tensor: Tensor | None, what: str) -> None:
-    """Raise LayoutError for a DTensor, which shows the shape of the whole where a rank's part is meant."""
-    # who has one has imported its class, which takes seconds
+    """Raise LayoutError for a DTensor: its shape is that of the whole tensor, not of the rank's part that is needed."""
+    # there is no DTensor unless its class has been imported, which takes seconds
     package = sys.modules.get("torch.distributed.tensor")
     if package is not None and isinstance(tensor, package.DTensor):
         raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
 
 
 def resolved(tensor: Tensor | None) -> Tensor | None:
-    """The tensor with its values in its memory, without its history.
+    """The tensor with its values in its memory and without autograd history.
 
-    Conjugation or negation may be pending on a view of a complex one, and torch refuses to combine contributions of
-    which one requires a gradient.
+    A view of a complex tensor may have a conjugation or negation pending, and torch refuses to combine contributions
+    of which one requires a gradient.
     """
     return None if tensor is None else tensor.detach().resolve_conj().resolve_neg()
 
 
 def refuse_unwritable(out: Tensor, what: str) -> None:
-    """Raise LayoutError for a tensor whose elements cannot all be written to its memory, each as it is."""
+    """Raise LayoutError for a tensor with several elements in one place, or whose memory holds other values."""
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise LayoutError(f"{what} is expanded, with several of its elements in one place; give memory for each")
     if out.is_conj() or out.is_neg():
@@ -74,7 +74,7 @@ def refuse_unwritable(out: Tensor, what: str) -> None:
 
 
 def extent(tensor: Tensor) -> tuple[int, int] | None:
-    """Where the tensor's first byte is, and the one behind its last; None if it has none."""
+    """The addresses of the tensor's first byte and of the byte behind its last; None if it has no bytes."""
     if tensor.is_meta or not tensor.numel():
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -157,11 +157,12 @@ def _widened(view: View, lane: int) -> View | None:
 def buffers_of(
     messages: Sequence[Sequence[tuple[Which, View]]], *, separate: bool, in_place: bool, shared: bool = False
 ) -> tuple[list[tuple[Which | None, View]], list[tuple[Which, View, View]], int]:
-    """The exchange's buffers for these messages; copies (tensor, view there, slot) into or out of our own; its size.
+    """The exchange's buffers for these messages; copies (tensor, view, slot) into or out of our own buffer; its size.
 
-    Groups of messages that already are one piece of memory stay where they are. ``separate`` makes every message a
-    group, else all of them are one. With ``shared``, groups of the same views share a buffer: what several replicas get
-    is packed once. Contributions to one place arrive in the same views, each in a buffer of its own.
+    With ``separate`` every message is a group, else all messages are one group. With ``in_place``, a group that is one
+    piece of memory needs no copy and is its own buffer. With ``shared``, groups of the same views share a buffer, so
+    that what several replicas get is packed once; when receiving, contributions to one place have the same views and
+    need a buffer each.
     """
     groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
     buffers: list[tuple[Which | None, View]] = []
@@ -196,7 +197,7 @@ def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dense_span(views: Sequence[View]) -> View | None:
-    """The one flat view that all views together are, if they lie in memory in their order."""
+    """The one flat view that all views together are, if they lie in memory one after the other in this order."""
     end = start = views[0][2]
     for sizes, strides, offset in views:
         if offset != end or not _is_dense(sizes, strides):
@@ -214,12 +215,12 @@ def copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def copy_together(copies: Iterable[Copy]) -> None:
-    """Make copies between views of one shape each, in a call or two for all dense ones of a dtype."""
+    """Make copies, each between views of equal shape, in one call for all contiguous ones of a dtype."""
     Together(copies).run()
 
 
 class Together:
-    """Copies between views of one shape each, in a call or two for all dense ones of a dtype."""
+    """Copies, each between views of equal shape, made in one call for all contiguous ones of a dtype."""
 
     def __init__(self, copies: Iterable[Copy]) -> None:
         self._others: list[Copy] = []
@@ -233,7 +234,7 @@ class Together:
                 self._others.append((target, source))
 
     def run(self) -> None:
-        """Make them; again and again, if the tensors stay."""
+        """Make the copies; can be repeated as long as the tensors stay."""
         for target, source in self._others:
             target.copy_(source)
         for targets, sources in self._dense.values():
