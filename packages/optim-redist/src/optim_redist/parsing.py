@@ -79,7 +79,7 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
 def format_layout(layout: Layout, notation: Notation = "own", shape: Sequence[int] | None = None) -> str:
     """The layout as text in ``notation``, which ``parse_layout`` reads back.
 
-    ``shape`` is needed where the notation lacks one of the layout's kinds: for some shapes a kind that it has is equal.
+    ``shape`` is needed if the notation lacks a kind of the layout: for that shape a kind that it has may be equal.
 
     Raises:
         NotRepresentableError: if the notation cannot express the layout.

@@ -249,7 +249,7 @@ def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tenso
     # as torch does, count sizes of 0 as 1 in strides
     dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
     stride = dtensor.stride() if stays else dense
-    # outside the mesh from_local empties the part; it takes a shape of () for none given, and reads that of the part
+    # outside the mesh from_local empties the part; a scalar's shape () counts as not given, and is read from the part
     part = moved if moved is not None else local.new_empty(0 if shape else ())
     if moved is local and not stays:
         part = local.clone(memory_format=torch.contiguous_format)

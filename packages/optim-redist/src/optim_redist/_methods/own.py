@@ -2,8 +2,8 @@
 
 All ranks together may have as many transfers as the square of their number, and each rank needs only its own. Two
 numbers depend on other ranks' transfers. The first is where a box begins in the demand on source point i: the holders
-divide this demand in the order of target points and needers, so the begin decides who sends the box. For the k-th of q
-needers of target point j
+divide this demand in the order of target points and needers, so this decides which holder sends the box. For the k-th
+of q needers of target point j
 
     begin(i, j, k) = q · Σ_{j' < j} |B(i, j')| + k · |B(i, j)| - (elements before it that holders keep)
 

@@ -87,7 +87,7 @@ def cheapest_moves(
     most_moves = inf if max_depth is None else max_depth
     first, goal = move_set.parts(start), move_set.parts(target)
     leap: Candidate = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
-    # sequences must cost less: than the cheapest that is known, or at first no more than an exchange
+    # sequences must cost less than this: the cheapest one known, or at first the least price above an exchange's
     below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
