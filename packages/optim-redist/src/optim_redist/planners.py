@@ -43,7 +43,7 @@ Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why
 
 
 def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = None) -> tuple[list[Candidate], Losers]:
-    """The planners' candidates, in a fixed order, and the planners that were not asked, with the reason."""
+    """The planners' candidates, in a fixed order, and the applicable planners that were not asked, with the reason."""
     if asked is not None and set(asked) - {"local", *_PLANNERS}:
         raise RedistError(f"planners are {['local', *_PLANNERS]}, got {list(asked)}")
     if limits.lb == 0 and request.problem.num_contributions == 1:

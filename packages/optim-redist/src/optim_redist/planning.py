@@ -81,8 +81,8 @@ def plan(
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
         UnsupportedError: for an unknown dtype, and if the target has a reduction pending that elements of this dtype
             cannot start.
-        RedistError: for unknown ``planners``, if none of the named planners fits this redistribution, and for a
-            ``cost_model``, ``topology`` or ``memory_limit`` of another type.
+        RedistError: for unknown ``planners``, if none of the named planners fits this redistribution, and for an
+            invalid ``cost_model``, ``topology`` or ``memory_limit``.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)

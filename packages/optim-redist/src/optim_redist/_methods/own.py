@@ -32,7 +32,7 @@ def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) ->
     """One rank's transfers, round by round, and for every round whether it brings contributions to any rank.
 
     None if they depend on all transfers: if holders are asked by nearness, up to what all of them can send; in rounds
-    of parts that several holders share, whose pieces are numbered after those of all other senders; and for methods
+    of parts that several holders share, whose pieces are numbered after those of all senders before; and for methods
     that even out what ranks send, "forward" and "hierarchical".
     """
     reduces = problem.num_contributions > 1

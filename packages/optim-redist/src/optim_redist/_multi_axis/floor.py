@@ -12,8 +12,7 @@ axis or several; so does an all-to-all, of axes with homes. A permutation brings
 ACROSS, that is, at the first one's home (``codes``), and brings both home if both are ACROSS. Else it only puts another
 axis where the first one was, and touching that one then costs as much; and going ACROSS by an all-to-all is no cheaper
 than going home by one. A permutation can also put an axis out of use in exchange for an unused one; it is charged for
-what is held while that one is unused. A gather that leaves no axes in use with which a rank could stay within the
-limit is not considered.
+what is held while that one is unused. A gather is not considered if it leads to no state within the limit.
 """
 
 from __future__ import annotations
