@@ -1,9 +1,9 @@
-"""The one door to Triton: what kernels need beside ``triton.language``, compiled and interpreted alike.
+"""Triton for the kernel modules: what they need beside ``triton.language``, compiled and interpreted alike.
 
-Kernel modules import ``triton`` and ``tl`` from here, and nothing imports them before a kernel is wanted: the package
-works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks three things,
-and each has one helper: products of bf16 (``dot``), rounding when a value is narrowed (``narrow``), and the types of
-arguments (``wide``). Nothing is autotuned: tiles are chosen by shape.
+Kernel modules import ``triton`` and ``tl`` from here, and are themselves imported only when a kernel is needed: the
+package works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks three
+things, each with a helper here: products of bf16 (``dot``), rounding when a value is narrowed (``narrow``), and the
+types of arguments (``wide``). Nothing is autotuned: tiles are chosen by shape.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ __all__ = [
 
 INTERPRETED = tl.constexpr(is_interpreted())
 # An option of every launch: ``a * b + c`` is rounded once, whatever Triton's own default is (it changes with 3.10, and
-# by environment variable). All bits and times of this package are of kernels so compiled.
+# by environment variable). All bits and times that this package states are of kernels compiled this way.
 FUSED: dict[str, Any] = {"enable_fp_fusion": True}
-# But where a formula is to have the bits of plain torch, which rounds every product, and costs nothing beside memory.
+# The exception: elementwise formulas that have to give the bits of plain torch, which rounds every product. Memory
+# bounds them, so this costs no time.
 UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 
 TRITON_DTYPES = {
@@ -73,19 +74,19 @@ def sqrt_rn(x):
     return tl.sqrt_rn(x)
 
 
-# How a launch with ``launch_pdl=True`` (Hopper and newer), which may start under the end of the one before, shares the
-# device with that one and with the next: not at all; as far as any kernel may; or as the first or a later one of
-# launches that do not need each other, and so may run side by side.
+# How a launch overlaps with its neighbours (``launch_pdl=True``, Hopper and newer: it may start before the launch
+# before it has ended): not at all; as far as any kernel may; or as the first or a later one of launches that do not
+# depend on each other, and so may run side by side.
 NO_OVERLAP, ALONE, FIRST, LATER = range(4)
 _ALONE, _FIRST, _LATER = map(tl.constexpr, (ALONE, FIRST, LATER))
 
 
 @triton.jit
 def after_previous(OVERLAP: tl.constexpr):
-    """Wait until what this launch needs is complete; every such kernel calls this before it touches memory.
+    """Wait until what this launch depends on is complete; kernels with OVERLAP call this before they touch memory.
 
-    Usually that is the launch before, and the next one may get ready in the meantime. The first of several that are
-    independent lets the next one start when its own wait is over, so that that one need not wait.
+    Usually that is the launch before, and the next launch may get ready in the meantime. The FIRST of several
+    independent launches lets the next one start only when its own wait is over, so that LATER ones need not wait.
     """
     if OVERLAP == _FIRST:
         gdc_wait()
@@ -98,31 +99,31 @@ def after_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def before_next(OVERLAP: tl.constexpr):
-    """The end of every such kernel: a launch that has not waited is complete only when the ones before it are."""
+    """The end of every kernel with OVERLAP: a LATER launch, which has not waited, must not end before earlier ones."""
     if OVERLAP == _LATER:
         gdc_wait()
 
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """The start of a launch that overlaps with its neighbours: what it needs is complete."""
+    """Wait, in a launch that overlaps with its neighbours, until the launch before is complete."""
     if OVERLAP:
         gdc_wait()
 
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Where such a launch has little left to do: the next one's programs may come to the device, and wait there."""
+    """Let the next launch's programs come to the device as soon as there is room, and wait there."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def fetch(address, size):
-    """Bring ``size`` bytes (int32, a multiple of 16) from ``address`` (int64, of 16) to L2, without waiting.
+    """Prefetch ``size`` bytes (int32, a multiple of 16) at ``address`` (int64, a multiple of 16) to L2; does not wait.
 
-    L2 is what all launches read and write, so this may be done before ``after_previous``: what an earlier launch has
-    yet to write it will write there. Hopper and newer.
+    All launches read and write through L2, so this may come before ``after_previous``: what an earlier launch has yet
+    to write goes to L2 as well. Hopper and newer.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -147,8 +148,8 @@ def dot(a, b, acc):
     """``acc + a @ b``, accumulated in fp32; or multiplied and accumulated in fp64, where ``acc`` is fp64.
 
     With sums in fp32, fp32 operands are each taken as the sum of two tf32 numbers, which keep 23 of 24 bits: three
-    products on the tensor cores, of which the two small ones are added first. Their sums are closer to fp64 than those
-    of FMA are.
+    products on the tensor cores, of which the two small ones are added first. Such sums are closer to fp64 than those
+    of fp32 FMAs.
     """
     if acc.dtype == tl.float64:
         acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, input_precision="ieee", out_dtype=tl.float64)
@@ -175,55 +176,55 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def wide(number):
-    """The 64-bit number that an argument is annotated as; the interpreter gives it the type of its value."""
+    """``number`` as int64: the compiler takes that type from the annotation, the interpreter from the value."""
     return number.to(tl.int64)
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the device's current stream, by the short way that Triton takes at every launch."""
+    """The handle of the device's current stream, by the short path that Triton takes at every launch."""
     stream: int = triton.runtime.driver.active.get_current_stream(device.index)
     return stream
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether launches on the device may start under the end of the ones before them."""
+    """Whether a launch on the device may start before the one before it has ended."""
     is_compiled = device.type == "cuda" and not INTERPRETED.value
     return is_compiled and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Triton's versions whose compiled kernels are launched by
+# The first and last version of Triton whose compiled kernels are launched by
 #     run(grid x, grid y, grid z, stream, function, packed metadata, launch metadata, enter hook, exit hook, *arguments)
 # with (warps, programs of a cluster, bytes of shared memory) packed.
 SHORT_LAUNCH = ((3, 5), (3, 9))
 
 
 def has_short_launch(version: str) -> bool:
-    """Whether `Launch` may call a compiled kernel of this version of Triton past ``kernel[grid]``, and in clusters."""
+    """Whether `Launch` may bypass ``kernel[grid]`` with this version of Triton, and launch kernels in clusters."""
     first, last = SHORT_LAUNCH
     return first <= tuple(int(part) for part in version.split(".")[:2]) <= last
 
 
 def has_launch_hooks() -> bool:
-    """Whether someone wants to hear of launches, a profiler say; Triton keeps two chains of hooks, mostly empty."""
+    """Whether a launch hook is set, by a profiler say; Triton keeps two chains of hooks, mostly empty."""
     knobs = triton.knobs.runtime
     enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
-    # what is no chain is a hook itself, or none
+    # a value without ``calls`` is a single hook, or None
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class Cluster(NamedTuple):
-    """How a kernel that is compiled for programs by themselves is launched in clusters of them.
+    """How to launch a kernel in clusters of programs, although Triton has compiled it for single programs.
 
     Args:
-        size: programs of a cluster; grids count clusters then.
-        bytes: of each program's shared memory, behind what Triton has given out: the kernel's own.
+        size: programs of a cluster; the grid then counts clusters.
+        bytes: shared memory of each program for the kernel's own use, behind what Triton has allocated.
     """
 
     size: int
     bytes: int
 
     def apply(self, compiled: Any) -> None:
-        """Launch this compiled kernel so from now on; `has_short_launch` says whether Triton does."""
+        """Make this compiled kernel launch in clusters from now on, where `has_short_launch` says that Triton can."""
         warps, _, _ = compiled.packed_metadata
         shared = -(-compiled.metadata.shared // 16) * 16 + self.bytes
         compiled.packed_metadata = (warps, self.size, shared)
@@ -233,13 +234,13 @@ class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
     Triton binds and specialises arguments on every launch, which costs tens of microseconds; here only the first launch
-    does, later ones hand addresses to the compiled kernel. So arguments keep their types from launch to launch, and
-    tensors that are not always aligned to 16 bytes are named in the kernel's ``do_not_specialize``. The compiled
-    kernel's own ``kernel[grid]`` prepares for hooks whether there are any or not, and takes longer for it than for the
-    launch; where there are none, launches go past it.
+    does, later ones pass addresses to the compiled kernel. So arguments have to keep their types from launch to launch,
+    and tensors that are not always aligned to 16 bytes have to be named in the kernel's ``do_not_specialize``. The
+    compiled kernel's own ``kernel[grid]`` prepares for hooks whether there are any or not, which takes longer than the
+    launch; where there are none, launches bypass it.
 
     Args:
-        cluster: programs are launched in clusters.
+        cluster: how programs are launched in clusters, if they are.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Launch:
         # the compiled kernel, bound to the grid; the device it was loaded on
         self._run: Any = None
         self._device = -1
-        # the same without hooks: a function, what it takes before and after the stream, and how to ask for that
+        # the same without hooks: the function, its arguments behind the stream, and how to get the stream
         self._run_short: Any = None
         self._loaded: tuple[Any, ...] = ()
         self._stream: Callable[[int], int]
@@ -275,7 +276,7 @@ class Launch:
         overlap: int = ALONE,
         **options: Any,
     ) -> Launch:
-        """One under whose end the next may start, where the device can do that; how is the kernel's last constant."""
+        """A launch that overlaps with others where the device can; ``overlap`` is the kernel's last constant."""
         if not can_overlap(device):
             return cls(kernel, grid, (*constants, NO_OVERLAP), **options)
         return cls(kernel, grid, (*constants, overlap), launch_pdl=True, **options)
@@ -302,7 +303,7 @@ class Launch:
             self._keep(compiled, number)
 
     def _keep(self, compiled: Any, device: int) -> None:
-        """Launch this compiled kernel from now on, which is loaded on the device of this number."""
+        """Launch this compiled kernel from now on; it is loaded on the device of this number."""
         self._device = device
         self._run = compiled[self._grid]
         if has_short_launch(triton.__version__):
@@ -311,7 +312,7 @@ class Launch:
             self._stream = triton.runtime.driver.active.get_current_stream
 
     def again(self, arguments: Sequence[Any]) -> None:
-        """Launch, not for the first time, with tensors by their addresses."""
+        """Launch with the tensors' addresses; for launches after the first."""
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 self.again(arguments)

@@ -1,17 +1,17 @@
 """One AdamW step over a list of tensors in one launch.
 
 The formula is in ``_kernels.adamw_update``, the storage formats in ``_kernels.adamw_tiles``, a program's work in
-``_kernels.adamw_chunk``; here is which program does what. Tensors are cut into chunks, one program each
-(``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then what is left over, tails and unaligned views. A
-program reads which tensor and elements are its own, and in the tensor's record addresses and everything that stays
+``_kernels.adamw_chunk``; this module assigns the work to programs. Tensors are cut into chunks, one program each
+(``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then tails and unaligned views. A program reads the
+tensor and the elements of its chunk, and from the tensor's record the addresses and everything that stays the same
 between steps; gradients and hyperparameters change, so they have tables of their own. A list of one tensor needs no
 table: ``adamw_kernel_of_one`` takes the record as arguments.
 
 Step counts live on the device. A program announces that it has read its count (``counters``); the last one to do so
 stores the next count and clears the counter. So the whole step, counts included, is one launch.
 
-What can be loaded without knowing anything else is loaded before the first wait: the way from chunk to tensor to
-addresses to elements is a chain of latencies, and the only one a small model feels.
+Loads that depend on no other load are issued before the first wait: chunk, tensor, addresses and elements form a chain
+of dependent loads, and its latency is the only one that a small model feels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Record(NamedTuple):
-    """A tensor's row in the record table: addresses (0: none) and what stays between steps, as int64."""
+    """A tensor's row in the record table: addresses (0: none) and what stays the same between steps, as int64."""
 
     param: int
     exp_avg: int
@@ -43,24 +43,24 @@ class Record(NamedTuple):
     max_exp_avg_sq: int
     master: int
     step: int
-    # an fp32 number, zero if the tensor is to be left alone
+    # address of an fp32 number that is zero if the tensor is to be left alone
     present: int
     numel: int
-    # the place of the step count's counter, and the programs that announce themselves there
+    # index of the step count's counter, and how many programs announce themselves there
     slot: int
     slot_chunks: int
     group: int
-    # of the random bits: the parameter's place, the first element's index in it, and the key
+    # for random bits: the parameter's number, the index in it of the tensor's first element, and the key
     place: int
     start: int
     seed: int
-    # where the scales of 8-bit moments are
+    # addresses of the scales of 8-bit moments
     exp_avg_scale: int = 0
     exp_avg_sq_scale: int = 0
 
 
 RECORD_SIZE = len(Record._fields)
-# fp64 numbers of a slot that carry bias corrections from step to step
+# fp64 numbers of a slot's two memos, which carry bias corrections from step to step
 MEMOS_SIZE = 2 * MEMO_SIZE
 
 # Positions in the row, for the kernel.
@@ -106,7 +106,7 @@ def adamw_kernel(
     F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Update one chunk; the last ones go first, for clipping has just read their gradients and L2 still has them."""
+    """Update one chunk, the last chunks first: clipping has just read their gradients, so L2 still has them."""
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     tensor, first, size = read_chunk(chunks, chunk)
@@ -203,7 +203,7 @@ def adamw_kernel_of_one(
     F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As ``adamw_kernel`` for a list of one tensor in chunks of one size, whose elements can be asked for at once."""
+    """As ``adamw_kernel`` for one tensor in chunks of one size: elements can be loaded at once, without tables."""
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
@@ -214,7 +214,7 @@ def adamw_kernel_of_one(
         first,
         end,
         chunk < num_full,
-        # the tensor's last chunk is its first in the launch, so nobody waits for what it leaves
+        # the tensor's last chunk is the launch's first program, so the memo that it leaves delays no one
         end == numel,
         (found_inf, wide(present).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),

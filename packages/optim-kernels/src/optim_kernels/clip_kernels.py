@@ -1,4 +1,4 @@
-"""The norm of many gradients in one launch, and their scaling in another that does nothing when nothing is to do.
+"""The norm of many gradients in one launch, and their scaling in another, which returns at once if none is due.
 
     total  = Σ |g|^p, p = 1 or 2, or max |g| for p = inf;  norm = total^(1/p)
     factor = min(1, max_norm / (norm + 1e-6))
@@ -9,7 +9,7 @@ overflow nor lose digits. Each program writes one fp64 partial; the last one to 
 programs, so the result is the same bits in every run. The maximum is taken over the bit patterns of |g|, which order
 like the values with NaN above infinity.
 
-A tensor's row in the table is ``address, numel``; what a chunk is, ``multi_tensor`` says.
+A tensor's row in the table is ``address, numel``; ``multi_tensor`` defines chunks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ROW_SIZE = tl.constexpr(ROW_SIZE)
 INF_NORM = 0
 _INF_NORM = tl.constexpr(INF_NORM)
 
-# Tiles that a thread adds up in fp32: with 8 elements of a tile in a thread, 32 squares.
+# Tiles that a thread adds up in fp32: it has 8 elements of each tile, so 32 squares.
 _RUN = tl.constexpr(4)
 
 
 @triton.jit
 def _tile_magnitudes(pointer, lanes, end, dtype: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr):
-    """|g|, g² or the bit pattern of |g| for one tile, as the norm wants it."""
+    """|g|, g² or the bit pattern of |g| for one tile: for the norms 1, 2 and inf."""
     if MASKED:
         x = tl.load(pointer + lanes, mask=lanes < end, other=0.0).to(tl.float32)
     else:
@@ -90,7 +90,7 @@ def norm_kernel(
     """Write the fp64 ``total``, norm and factor of all chunks; ``PARTIALS`` >= number of programs."""
     CHUNK: tl.constexpr = _RUN * TILE
     if OVERLAP != 0 and tl.program_id(0) < num_full:
-        # tables are copied to the device, so they are there before any kernel that comes after them starts
+        # tables are copied, not written by a kernel: they are complete before any later kernel starts
         tensor, start, _ = read_chunk(chunks, tl.program_id(0))
         SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
         fetch(tl.load(rows + tensor * _ROW_SIZE) + start * SIZE, CHUNK * SIZE)
@@ -111,11 +111,11 @@ def norm_kernel(
     else:
         partial = tl.sum(accumulator, axis=0)
     tl.store(partials + tl.program_id(0), partial)
-    # release the partial, and acquire everyone's in the last program
+    # release this partial; the last program acquires all of them
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counter, 0)
         programs = tl.arange(0, PARTIALS)
-        # past L1, which may hold partials of an earlier launch
+        # bypass L1, which may hold partials of an earlier launch
         found = tl.load(partials + programs, mask=programs < tl.num_programs(0), other=0.0, cache_modifier=".cg")
         if NORM == _INF_NORM:
             # patterns of non-negative fp64 numbers order like the numbers, NaN last
@@ -127,7 +127,7 @@ def norm_kernel(
             if NORM == 2:
                 norm = tl.sqrt(norm)
         norm = norm.to(tl.float32)
-        # as torch divides a number by a tensor: the reciprocal first
+        # the reciprocal first, as torch divides a number by a tensor
         found_factor = div_rn(tl.where(norm == norm, 1.0, norm), norm + 1e-6) * max_norm
         tl.store(norm_result, norm)
         tl.store(factor, tl.where(found_factor > 1.0, 1.0, found_factor))
@@ -135,7 +135,7 @@ def norm_kernel(
 
 @triton.jit
 def _tile_address(word, part, rows, dtype: tl.constexpr, TILE: tl.constexpr):
-    """Where tile ``part`` of the chunk of this word starts."""
+    """The address of tile ``part`` of the chunk that ``word`` describes."""
     tensor, start, _ = fields_of_chunk(word)
     return tl.load(rows + tensor * _ROW_SIZE) + (start + part * TILE) * (dtype.primitive_bitwidth // 8)
 
@@ -147,7 +147,7 @@ def _tile_pointer(address, dtype: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _read_tile(address, wanted, dtype: tl.constexpr, TILE: tl.constexpr):
-    # all lanes alike, so that loads stay wide; the launch does not read again what it writes
+    # one condition for all lanes, so that loads stay wide; evict first, as no tile is read twice
     mask = tl.full([TILE], wanted, tl.int32) != 0
     return tl.load(_tile_pointer(address, dtype, TILE), mask=mask, eviction_policy="evict_first")
 
@@ -166,8 +166,8 @@ def scale_kernel(
 ):
     """Multiply all tensors by ``factor``; a factor of 1 or more leaves them unread and unwritten.
 
-    Few programs that stay, so that to find nothing to do costs nothing; each asks ahead, for a chunk's word, then where
-    it is, then its elements, a turn apart, so that a turn waits for none of them.
+    The grid is small and its programs persistent, so a launch with nothing to scale costs nothing. Each program
+    prefetches: a chunk's word three turns ahead, its address two, its elements one, so that no turn waits for a load.
     """
     PARTS: tl.constexpr = CHUNK // TILE
     after_previous(OVERLAP)
@@ -175,7 +175,7 @@ def scale_kernel(
     if scale >= 1.0:
         return
     turn = tl.num_programs(0)
-    # last tiles first: the norm has just read those, and L2 still has them
+    # last tiles first: the norm has just read them, and L2 still has them
     i = num_full * PARTS - 1 - tl.program_id(0)
     word = tl.load(chunks + tl.maximum(i, 0) // PARTS)
     address = _tile_address(word, i % PARTS, rows, dtype, TILE)

@@ -4,7 +4,7 @@
     symmetric_matmul    alpha a b + beta c     likewise, for symmetric operands that commute
     matmul_add          alpha a b + beta c     b rectangular
 
-Below them are `symmetric_product` and `general_product`: the launches, on batches that the copy engine can read.
+They are built on `symmetric_product` and `general_product`, the launches on batches that the copy engine can read.
 """
 
 from __future__ import annotations

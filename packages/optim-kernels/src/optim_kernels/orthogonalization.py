@@ -2,7 +2,7 @@
 
     X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
-What can be chosen is said in `_newton_schulz.config`, how it is computed in `_newton_schulz.iterations`; on CUDA
+The options are documented in `_newton_schulz.config`, the computation in `_newton_schulz.iterations`; on CUDA
 `_newton_schulz.plan` runs it. One step X' = aX + SX, S = bA + cA², has the derivative, given dX',
 
     D = dX' Xᵀ,  E = D + Dᵀ,  F = bE + c(EA + AE),  dX = a dX' + S dX' + F X
@@ -111,16 +111,16 @@ def newton_schulz(
     ``dtype``).
 
     Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
-    used. The row factors of ``"aol4"`` have none, and are refused in the backward pass. ``torch.func`` transforms it
-    too (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape, any dtype and strides) receives the
+    used. The row factors of ``"aol4"`` have no gradient: the backward pass raises. ``torch.func`` transforms it too
+    (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape, any dtype and strides) receives the
     result.
 
-    A list gives a list. On CUDA its matrices of one shape are done together where that is faster, and their results
-    are parts of one tensor.
+    A list gives a list. On CUDA its matrices of one shape run as a batch where that is faster; their results are views
+    of one tensor.
 
     Raises:
         ValueError: fewer than two dimensions, or a bad option.
-        TypeError: integer, complex, 8-bit, quantised or sparse input, a DTensor, or what is no tensor.
+        TypeError: integer, complex, 8-bit, quantised or sparse input, a DTensor, or no tensor at all.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_impl(impl)
@@ -132,7 +132,7 @@ def newton_schulz(
             return results
         if len(out) != len(results):
             raise ValueError(f"out has {len(out)} tensors for {len(results)} matrices")
-        # all of them before the first is written
+        # check all targets before the first is written
         targets = [_checked_out(target, result) for target, result in zip(out, results)]
         return [target.copy_(result) for target, result in zip(targets, results)]
     result = _one(x, values, impl)
@@ -170,7 +170,7 @@ def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
         return _forward(x, values, impl)
     _check(x)
     if not torch.compiler.is_compiling():
-        # says what is wrong with an option; of traced ones the operator's fake does
+        # raises if an option is bad; while tracing the operator's fake does that
         config_of(*values)
     result: Tensor = _operator(x, *_taken_apart(*values), impl)
     return result
@@ -183,7 +183,7 @@ def _check(x: Tensor) -> None:
         raise TypeError(f"newton_schulz takes floating-point matrices of 16 bits or more, got {x.dtype}")
     if x.layout is not torch.strided:
         raise TypeError(f"newton_schulz takes dense matrices, got layout {x.layout}; call to_dense() first")
-    # what is traced may stand for anything
+    # a traced tensor may stand for anything
     if not torch.compiler.is_compiling() and is_dtensor(x):
         raise TypeError(
             f"newton_schulz takes matrices that are whole, got a DTensor of shape {tuple(x.shape)}; give its "
@@ -192,7 +192,7 @@ def _check(x: Tensor) -> None:
 
 
 def _many(xs: Sequence[Tensor], values: Values, impl: Impl) -> list[Tensor]:
-    """`_one` of each, small ones of one shape as a batch."""
+    """`_one` of each tensor; small matrices of one shape run as a batch."""
     others = [x for x in xs if not isinstance(x, Tensor)] if isinstance(xs, Sequence) else [xs]
     if others:
         raise TypeError(f"newton_schulz takes a tensor or a sequence of tensors, got a {type(others[0]).__name__}")
@@ -219,14 +219,14 @@ def _gains_by_batches(x: Tensor, values: Values, impl: Impl) -> bool:
     return plan.is_small(x.shape, config_of(*values))
 
 
-# What computes matrices of a kind (shape, strides, dtype, device, alignment, options), the latest last.
+# Plans keyed by the kind of matrix (shape, strides, dtype, device, alignment, options), the latest used last.
 _plans: OrderedDict[Any, Callable[[Tensor], Tensor]] = OrderedDict()
 NUM_PLANS = 256
 
 
 def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
-    """Contiguous, or for tall matrices the transpose of what is."""
-    # a kernel would not see that an imaginary part of a conjugate is stored with the other sign
+    """The result, contiguous, or for tall matrices the transpose of a contiguous tensor."""
+    # kernels do not know torch's negative bit (an imaginary part of a conjugate is stored with the other sign)
     x = x.resolve_neg()
     kind = (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, values, impl)
     plan = _plans.get(kind)
@@ -236,7 +236,7 @@ def _forward(x: Tensor, values: Values, impl: Impl) -> Tensor:
         if len(_plans) > NUM_PLANS:
             _plans.popitem(last=False)
     else:
-        # not move_to_end: another thread may have dropped it
+        # not move_to_end: another thread may have dropped the plan
         _plans.pop(kind, None)
         _plans[kind] = plan
     return plan(x)
@@ -274,7 +274,7 @@ def _by_torch(x: Tensor, config: NSConfig) -> Tensor:
 def _taken_apart(
     coefficients: Any, steps: int, method: str, dtype: torch.dtype | None, restarts: Any, *norm: Any
 ) -> Any:
-    """The values as an operator may take them: coefficients as a name and numbers, restarts as numbers."""
+    """The values in types that an operator's schema has: coefficients as a name and numbers, restarts as numbers."""
     name = coefficients if isinstance(coefficients, str) else ""
     triples = () if name else coefficients
     numbers = [number for triple in triples for number in (triple if isinstance(triple, tuple) else (triple,))]
@@ -301,7 +301,7 @@ def _operator(x: Any, *apart_and_impl: Any) -> Any:
 
 @_operator.register_fake
 def _(x: Tensor, *apart_and_impl: Any) -> Tensor:
-    # bad options are found where they are traced
+    # raises for bad options while they are traced
     _put_together(*apart_and_impl[:-1])
     if x.shape[-2] > x.shape[-1]:
         return x.new_empty(x.mT.shape).mT
@@ -331,7 +331,7 @@ def _(_: Any, in_dims: Sequence[int | None], x: Tensor, *apart_and_impl: Any) ->
 
 
 class _Transformed(torch.autograd.Function):
-    """The operator inside the transforms of ``torch.func``: torch makes operators that these cannot differentiate."""
+    """The operator for the transforms of ``torch.func``, which cannot differentiate operators of ``torch.library``."""
 
     @staticmethod
     def forward(x: Tensor, config: NSConfig, impl: Impl) -> Tensor:

@@ -1,6 +1,6 @@
-"""The updates in plain torch, in any floating dtype: the truth that kernels and tests agree with.
+"""The updates in plain torch, in any floating dtype: the definition that kernels are tested against.
 
-No formula of this package is written anywhere else, except in the kernels.
+No formula of an update is written anywhere else, except in the kernels.
 """
 
 from optim_kernels.reference.adamw import adamw_, adamw_update, gradient_scale

@@ -1,4 +1,4 @@
-"""AdamW in plain torch: what the kernels compute, said once, in any floating dtype.
+"""AdamW in plain torch: the definition of what the kernels compute, in any floating dtype.
 
 For step t of one parameter p with gradient g and moments m, v (w with ``amsgrad``):
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 # Streams of random bits (counter word 2 of the packed Philox stream): which stored tensor they round.
 STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
-# How a parameter's full precision is kept: by itself, in an fp32 master, in the int16 half that a bf16 one lacks.
+# Where a parameter's full precision is kept: in itself, in an fp32 master, or beside it in the int16 low half that a
+# bf16 parameter lacks.
 NO_MASTER, FP32_MASTER, SPLIT16 = 0, 1, 2
 MASTER_KINDS: dict[torch.dtype | None, int] = {None: NO_MASTER, torch.float32: FP32_MASTER, torch.int16: SPLIT16}
 
@@ -145,7 +146,7 @@ def _is_present(present: Sequence[Tensor | None] | None, i: int) -> bool:
 
 
 def steps_of(steps: Tensor | Sequence[Tensor], count: int) -> list[Tensor]:
-    """One step count a tensor: those given, or the shared one."""
+    """One step count per tensor: those given, or the shared one."""
     return [steps] * count if isinstance(steps, Tensor) else list(steps)
 
 
@@ -158,7 +159,7 @@ def scalars_of(
     weight_decay: float | Sequence[float],
     maximize: bool | Sequence[bool],
 ) -> list[AdamWScalars]:
-    """The hyperparameters of each of ``count`` tensors, from values that are shared or one a tensor."""
+    """The hyperparameters of each of ``count`` tensors, from values that are shared or given per tensor."""
     shared_betas = not isinstance(betas[0], Sequence)
     pairs = cast("Sequence[Betas]", [betas] * count if shared_betas else betas)
     return [
@@ -176,9 +177,9 @@ def scalars_of(
 
 
 def gradient_scale(clip_factor: Tensor | None, grad_scale: Tensor | None) -> Tensor | None:
-    """What gradients are multiplied with before anything else: ``clip_factor / grad_scale``, without dimensions."""
+    """The factor that multiplies gradients first: ``clip_factor / grad_scale``, a 0-d tensor."""
     if clip_factor is not None and clip_factor.ndim:
-        # one with a dimension would give it to a gradient that has none
+        # a factor with a dimension would broadcast a 0-d gradient to it
         clip_factor = clip_factor.reshape(())
     if grad_scale is None:
         return clip_factor
@@ -187,7 +188,7 @@ def gradient_scale(clip_factor: Tensor | None, grad_scale: Tensor | None) -> Ten
 
 
 def summed_gradient(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient of ``param``; one with a dimension more is a stack of slices, summed in order in fp32."""
+    """The gradient of ``param``; a ``grad`` with one more dimension is a stack of slices, summed in order in fp32."""
     if grad.dim() == param.dim():
         return grad
     total = grad[0].to(torch.promote_types(grad.dtype, torch.float32))
@@ -197,7 +198,7 @@ def summed_gradient(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def next_step(step: Tensor) -> Scalar:
-    """The number of the step about to be taken: on the host if the count is there, otherwise a tensor."""
+    """The number of the step about to be taken: a number if the count is on the host, otherwise a tensor."""
     return step.item() + 1 if step.device.type == "cpu" else step.double() + 1
 
 
@@ -208,7 +209,7 @@ def advance(steps: Sequence[Tensor]) -> None:
 
 
 def read_param(p: Tensor, master: Tensor | None) -> Tensor:
-    """The parameter at full precision: itself widened, its fp32 master, or the master its int16 low half completes."""
+    """The parameter at full precision: widened, its fp32 master, or joined with its int16 low half."""
     if master is None:
         return p.to(torch.promote_types(p.dtype, torch.float32))
     return join_master(p, master) if master.dtype == torch.int16 else master
@@ -220,7 +221,7 @@ def read(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_param(p: Tensor, master: Tensor | None, value: Tensor, bits: Rounding | None) -> None:
-    """Store ``value`` in the parameter and, where there is one, the rest of it in the master."""
+    """Store ``value`` in the parameter and, where there is one, in its master (an int16 master takes the low half)."""
     if master is None:
         write(p, value, bits, STREAM_PARAM)
     elif master.dtype == torch.int16:
@@ -261,12 +262,12 @@ def _each(value: T | Sequence[T], count: int) -> Sequence[T]:
 
 
 def _fp64(x: Scalar) -> Scalar:
-    """``x`` in fp64, on the host unless it is a tensor of a device."""
+    """``x`` in fp64, a float unless it is a tensor of a device."""
     if not isinstance(x, Tensor):
         return float(x)
     return float(x) if x.device.type == "cpu" else x.reshape(()).double()
 
 
 def _rounded(x: Scalar, like: Tensor) -> Scalar:
-    """``x`` in the dtype of ``like``; torch itself rounds a Python float once, when it meets the tensor."""
+    """``x`` in the dtype of ``like``; a Python float stays one, as torch rounds it once when it meets the tensor."""
     return x.to(like.dtype) if isinstance(x, Tensor) else x

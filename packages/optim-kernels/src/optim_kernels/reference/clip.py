@@ -23,7 +23,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the tensors' norms, which is that of all as one vector unless p is 0: 0-d fp32, or fp64 if one is."""
+    """The norm of the tensors' norms: 0-d fp32, or fp64 if any tensor is.
+
+    Unless p is 0 it is the norm of all elements as one vector.
+    """
     if not tensors:
         return torch.tensor(0.0)
     if norm_type == 2:

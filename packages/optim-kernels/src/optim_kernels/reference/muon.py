@@ -1,4 +1,4 @@
-"""Muon in plain torch: what the kernels compute, said once, in any floating dtype.
+"""Muon in plain torch: the definition of what the kernels compute, in any floating dtype.
 
 For one matrix (r × c) with parameter p, gradient g, momentum buffer B and, with ``beta2``, second moment V:
 
@@ -42,8 +42,8 @@ class MuonRule:
 
     Args:
         nesterov: U looks one step ahead.
-        scale: what the learning rate is multiplied by: ``"original"`` √max(1, r/c), ``"match_rms_adamw"``
-            0.2 √max(r, c), ``"keller"`` √max(1, r/c) of the last two dimensions of the whole parameter, ``"none"`` 1.
+        scale: the factor of the learning rate: ``"original"`` √max(1, r/c), ``"match_rms_adamw"`` 0.2 √max(r, c),
+            ``"keller"`` √max(1, r/c) of the last two dimensions of the whole parameter, ``"none"`` 1.
         row_equilibrate, renormalize, cautious: see the module's formulas.
         maximize: climb instead of descend.
     """
@@ -67,13 +67,13 @@ class MuonRule:
 
 
 def check_scale(rule: str) -> None:
-    """Raise ``ValueError`` for what is no `ScaleRule`."""
+    """Raise ``ValueError`` unless ``rule`` is a `ScaleRule`."""
     if rule not in get_args(ScaleRule):
         raise ValueError(f"scale must be one of {get_args(ScaleRule)}, got {rule!r}")
 
 
 def lr_scale(rule: ScaleRule, matrix_shape: Sequence[int], param_shape: Sequence[int]) -> float:
-    """What the learning rate of a matrix ``(..., r, c)`` inside a parameter of ``param_shape`` is multiplied by."""
+    """The learning rate's factor for a matrix ``(..., r, c)`` inside a parameter of ``param_shape``."""
     rows, columns = (param_shape if rule == "keller" else matrix_shape)[-2:]
     if rows == 0 or columns == 0 or rule == "none":
         return 1.0
@@ -122,13 +122,13 @@ def renormalize(o: Tensor) -> Tensor:
 
 
 def second_moment_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of V for matrices ``(..., r, c)``: a value a row if r ≥ c, else a value a column."""
+    """The shape of V for matrices ``(..., r, c)``: one value per row if r ≥ c, else one per column."""
     *batch, rows, columns = shape
     return (*batch, rows, 1) if rows >= columns else (*batch, 1, columns)
 
 
 def normalize_variance_(o: Tensor, second_moment: Tensor, beta2: Scalar) -> Tensor:
-    """Update V in place from ``o [..., r, c]`` and return O divided by √V, at the norm that it had (NorMuon)."""
+    """Update V in place from ``o [..., r, c]`` and return O / √V, rescaled to the norm of O (NorMuon)."""
     if o.numel() == 0:
         return o  # the mean of no numbers is NaN, which V would keep
     mean_squares = o.square().mean(dim=-1 if o.shape[-2] >= o.shape[-1] else -2, keepdim=True)

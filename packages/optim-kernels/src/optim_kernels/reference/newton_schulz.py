@@ -3,8 +3,8 @@
     X₀ = G / N,   N = max(s‖G‖, eps)  or  s‖G‖ + eps,   ‖·‖ the Frobenius norm, s ``norm_scale``
     X ← aX + (bA + cA²)X,   A = XXᵀ                     for each triple (a, b, c)
 
-For G = UΣVᵀ the result is U p(Σ/N) Vᵀ with p the composition of the odd polynomials ax + bx³ + cx⁵. With row factors
-X₀ is multiplied by D = diag(rsqrt(Σ_j |A_ij|)), of its own A, and ‖DX₀‖₂ ≤ 1.
+For G = UΣVᵀ the result is U p(Σ/N) Vᵀ with p the composition of the odd polynomials ax + bx³ + cx⁵. With row factors X₀
+is first multiplied by D = diag(rsqrt(Σ_j |A_ij|)), A = X₀X₀ᵀ, which makes ‖DX₀‖₂ ≤ 1.
 """
 
 from __future__ import annotations
