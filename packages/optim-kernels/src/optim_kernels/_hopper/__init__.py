@@ -1,1 +1,1 @@
-"""Products of Newton–Schulz for Hopper, in Gluon: device code alone, launched from ``_newton_schulz``."""
+"""Kernels of Newton–Schulz's products for Hopper, in Gluon; ``_newton_schulz`` and ``functional`` launch them."""

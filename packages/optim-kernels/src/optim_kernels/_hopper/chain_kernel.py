@@ -1,24 +1,24 @@
 """All products of a Newton–Schulz iteration on many matrices in one launch, for Hopper in Gluon.
 
 The products of one matrix depend on each other, those of different matrices do not. So tiles of all products are put
-into one list (`_newton_schulz.chain_list`), in an order in which whatever a tile reads comes before it, and two
-programs at a time take two of them from there (`pairs`):
+into one list (`_newton_schulz.chain_list`), in an order in which whatever a tile reads comes before it, and pairs of
+programs draw two tiles at a time from it (`pairs`):
 
-    scout          draws the next two tiles with the other program's, waits until `done` of its own's matrix says that
-                   what it reads is there, and posts it (`mail`)
+    scout          draws the next two tiles together with the other program's scout, waits until `done` of its own
+                   tile's matrix says that what the tile reads is stored, and posts the tile (`mail`)
     producer       copies the operands of posted tiles, as in `ping_pong_kernels` (`chain_producer`)
     consumer 0, 1  multiply in turn, as there, and put results into a buffer (`chain_tiles`)
-    porter 0, 1    call for C, into that buffer; store what a consumer puts there; and when a tile is in memory add 1 to
+    porter 0, 1    request C, into that buffer; store what a consumer puts there; and when a tile is in memory add 1 to
                    the matrix's `done`
 
-The scout is up to two tiles ahead, so nobody waits for its three round trips to memory.
+The scout is up to two tiles ahead, so no other role waits for its three round trips to memory.
 
-No launch waits for the last tile of the one before it. It cannot deadlock, however many of its programs the chip
-holds: of all unfinished tiles the first was drawn by two programs that run, that have finished every tile they drew
-before, and of whose two tiles neither waits for the other or for a later one.
+So no product waits for the last tiles of the one before it on other matrices, as separate launches would. The kernel
+cannot deadlock, however few programs the chip holds: the first unfinished tile was drawn by two programs that run and
+have finished every tile they drew before, and of their two tiles neither waits for the other or for a later one.
 
 Matrices share their short side. X is [matrices, m, n], or where they differ in length [panels, m, BLOCK]: each matrix
-in as many panels of BLOCK columns as it has, whose last columns may be left over.
+in as many panels of BLOCK columns as it needs; the last columns of its last panel may be unused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scout(mail, schedule, flags: gl.constexpr):
     entries, jobs, matrices, state, counter, total = schedule
     me = rank()
     join_pair(total)
-    # nobody touches memory before the first post
+    # no other role touches memory before the first post
     wait_for_previous(total)
     step = 0
     number = 0
@@ -83,7 +83,7 @@ def _scout(mail, schedule, flags: gl.constexpr):
             a = place_in_job(numbers, A) + gl.where(kind == GRAM, 0, squares)
             b = place_in_job(numbers, B) + gl.where((kind == SQUARE) | (kind == FULL), squares, 0)
             K = place_in_job(numbers, LENGTH)
-            # as far as A is there as it is; from then on it is read in its mirror image
+            # up to ``of_a`` along K A is stored as it is; from there on its mirror image is read
             is_whole = (kind == GRAM) | (place_in_job(numbers, IS_WHOLE) != 0)
             of_a = gl.where(is_whole, K, gl.minimum(row + BLOCK, K))
             needed = place_in_job(numbers, NEEDED)
@@ -143,7 +143,7 @@ def _consume(
     join_pair(turns)
 
 
-# the second row of scales is aligned or not, which would compile everything twice
+# the second row of scales may be aligned or not: specialised on that, everything would be compiled twice
 @gluon.jit(do_not_specialize=["scales", "squared_scales", "side", "counter", "total"])
 def chain_kernel(
     square_load,
@@ -179,13 +179,13 @@ def chain_kernel(
 ):
     """All jobs of matrices that share their short side.
 
-    ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next tile. ``diagonals``:
-    ``side`` numbers for each matrix.
+    ``state``: how many tiles of each matrix are done, and at ``counter`` the number of the next pair of tiles.
+    ``diagonals``: ``side`` numbers for each matrix.
     """
     # slots of A, then slots of B
     blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
     buffers = blocks_of(square_tile, 2)
-    # of each consumer: C is there, its buffer is filled, the buffer is free again; it may multiply
+    # barriers of each consumer: C has arrived, its buffer is filled, its buffer is free again; it may multiply
     page, turn = (barriers(2), barriers(2), barriers(2)), barriers(2)
     mail = allocate_mail()
     open_pair(total)

@@ -1,6 +1,6 @@
 """Where X is in `chain_kernel`: [matrices, m, n], or [panels, m, BLOCK], a matrix in panels of BLOCK columns.
 
-There are three buffers of X; in panels 0 and 2 are one.
+There are three buffers of X; in panels buffers 0 and 2 are one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The porter of a consumer in `chain_kernel`: whatever the copy engine does with the consumer's buffer.
+"""The porter of a consumer in `chain_kernel`: all copies from and to the consumer's buffer.
 
-    C comes into it before a tile's products are done
+    C comes into the buffer before a tile's products are done
     the consumer puts a result there, and hands the buffer over (``filled``)
     the porter stores it, and gives the buffer back when it has been read (``free``); as often as the tile has results
-    when all are in memory, the count of the tile's matrix goes up
+    when all results are in memory, the count of the tile's matrix goes up
 
-So a consumer waits for none of this but the reading, and multiplies its next tile meanwhile.
+So a consumer waits for a result to be read, never for it to be stored, and multiplies its next tile meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ JOB_FIELDS = gl.constexpr(chain.JOB_FIELDS)
 
 @gluon.jit
 def _give_back(mine, fills):
-    """Wait until the buffer has been read; how often that was."""
+    """Give the buffer back when it has been read; return how often that was."""
     _buffer, _c_ready, _filled, free = mine
     tma.store_wait(0)
     barrier()
@@ -50,7 +50,7 @@ def _give_back(mine, fills):
 
 @gluon.jit
 def _carry_square(desc, to, also, row, column, mine, fills):
-    """Store what comes next as a tile of square ``to``, and where ``also`` ≥ 0 there too."""
+    """Store the consumer's next result as a tile of square ``to``, and of square ``also`` too if that is ≥ 0."""
     buffer, _c_ready, filled, _free = mine
     mbarrier.wait(filled, fills & 1)
     store(desc, [to, row, column], buffer)

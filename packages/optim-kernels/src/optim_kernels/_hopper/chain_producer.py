@@ -1,8 +1,8 @@
 """The producer of `chain_kernel`: copies the operands of posted tiles into the ring.
 
-A step is short, .3 µs, and one warp calls for all of them: whatever it decides in between makes the ring shallower. So
-it decides once a tile, or where a row of a symmetric matrix goes on in its mirror image, and has a loop without
-branches for each way to copy.
+A step is short, .3 µs, and one warp requests the blocks of all steps: whatever it decides in between makes the ring
+shallower. So it decides once per tile, or where a row of a symmetric matrix goes on in its mirror image, and has a loop
+without branches for each way to copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optim_kernels._hopper.turns import BLOCK
 
 @gluon.jit
 def _empty_slot(ring, step, BYTES: gl.constexpr, flags: gl.constexpr):
-    """The slot of a step, once it has been read, and its barrier, which opens when BYTES are there."""
+    """The slot of a step, once it has been read, and its barrier, which opens when BYTES have arrived."""
     STAGES: gl.constexpr = flags[1]
     _blocks, _upright, ready, empty = ring
     slot = step % STAGES
@@ -33,7 +33,7 @@ def _empty_slot(ring, step, BYTES: gl.constexpr, flags: gl.constexpr):
 
 @gluon.jit
 def _copy_square(descs, at, line, k, full, slot, ring, UPRIGHT: gl.constexpr):
-    """Lines of a square matrix, or where they are its mirror image's columns."""
+    """Copy rows of a square matrix, or with UPRIGHT the columns that mirror them."""
     blocks, upright, _ready, _empty = ring
     if UPRIGHT:
         load(descs[1], [at, k, line], full, upright.index(slot))
@@ -54,7 +54,7 @@ def _fill_squares(
     SINGLE: gl.constexpr,
     flags: gl.constexpr,
 ):
-    """Steps of A Bᵀ from ``first`` to ``end`` along K; the step after them."""
+    """Fill the steps of A Bᵀ from ``first`` to ``end`` along K; return the step after them."""
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     BYTES: gl.constexpr = descs[0].block_type.nbytes * (1 if SINGLE else 2)
@@ -70,7 +70,7 @@ def _fill_squares(
 
 @gluon.jit
 def _fill_grams(desc, place, ring, step, K, SINGLE: gl.constexpr, flags: gl.constexpr):
-    """Steps of X Xᵀ."""
+    """Fill the steps of X Xᵀ."""
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     PANELS: gl.constexpr = flags[2]
@@ -89,7 +89,7 @@ def _fill_grams(desc, place, ring, step, K, SINGLE: gl.constexpr, flags: gl.cons
 
 @gluon.jit
 def _fill_with_x(descs, x_desc, place, ring, step, first, end, A_UPRIGHT: gl.constexpr, flags: gl.constexpr):
-    """Steps of A X from ``first`` to ``end`` along K."""
+    """Fill the steps of A X from ``first`` to ``end`` along K; return the step after them."""
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     BYTES: gl.constexpr = descs[0].block_type.nbytes + x_desc.block_type.nbytes
@@ -154,7 +154,7 @@ def _square_tile(descs, place, ring, step, K, of_a, flags: gl.constexpr):
         _fill_squares(descs, place, ring, step, of_a, K, True, True, True, flags)
     else:
         of_b = gl.minimum(column + BLOCK, K)
-        # as `chain_products` reads them
+        # in the order in which `chain_products` reads them
         step = _fill_squares(descs, place, ring, step, 0, gl.minimum(of_a, of_b), False, False, False, flags)
         step = _fill_squares(descs, place, ring, step, of_b, of_a, False, True, False, flags)
         step = _fill_squares(descs, place, ring, step, of_a, of_b, True, False, False, flags)

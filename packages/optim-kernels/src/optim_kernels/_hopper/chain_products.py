@@ -1,7 +1,8 @@
 """The sums of a tile in `chain_kernel`: which blocks of the ring are read as they are, and which upright.
 
-Of a symmetric matrix only the tiles on and below the diagonal are in memory. So a row of it is there as far as the
-diagonal, and its columns are from there on: blocks [K, rows] in place of [rows, K], which the tensor cores read too.
+Of a symmetric matrix only the tiles on and below the diagonal are in memory. So a row is stored up to the diagonal;
+from there on it is read upright, from the column that mirrors it: blocks [K, rows] in place of [rows, K], which the
+tensor cores read too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from optim_kernels._hopper.turns import add, begin, end
 
 @gluon.jit
 def multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, second, flags: gl.constexpr):
-    """Sums of A Bᵀ: A is there up to ``of_a`` along K, B up to ``of_b``; beyond, their mirror images are.
+    """Sums of A Bᵀ: A is stored up to ``of_a`` along K, B up to ``of_b``; beyond, their mirror images are.
 
-    B is in a step's slot + ``second``.
+    B is in the step's slot + ``second``.
     """
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
@@ -35,7 +36,7 @@ def multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, s
 
 @gluon.jit
 def multiply_x(ME: gl.constexpr, ring, turn, step, turns, K, of_a, flags: gl.constexpr):
-    """Sums of A X: A is there up to ``of_a`` along K; beyond, its mirror image is."""
+    """Sums of A X: A is stored up to ``of_a`` along K; beyond, its mirror image is."""
     DEPTH: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[1]
     blocks, upright, ready, empty = ring

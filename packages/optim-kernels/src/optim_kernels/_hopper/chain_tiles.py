@@ -1,13 +1,13 @@
-"""What a consumer of `chain_kernel` does with a tile: multiply, finish, and what the step ends with.
+"""What a consumer of `chain_kernel` does with a tile: multiply, finish, and the ending of the last product.
 
     D = s (α A Bᵀ + β C),  Q = D + ω I     A Aᵀ, and symmetric matrices that commute: tiles on and below the diagonal;
-                                           or all tiles. Q may also be what rounding took from D, and D's diagonal
-                                           apart from it
-    D = s (α A B + β C)                    rectangular; the last one's tiles are O: parameters are updated with it, or
-                                           sums of O² left behind for an update that needs all of O first
+                                           or all tiles. Q may also be the rounding error of D, and D's diagonal
+                                           stored apart from it
+    D = s (α A B + β C)                    rectangular; the last product is O: parameters are updated with it, or sums
+                                           of O² stored for an update that needs all of O first
 
-Results go into the consumer's buffer, from which its porter stores them while the consumer goes on: it waits for the
-porter only before it puts something there again.
+Results go into the consumer's buffer, from which its porter stores them while the consumer goes on: the consumer waits
+for the porter only before it fills the buffer again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_SCALE, SCALE = gl.constexpr(chain.Scale.NONE.value), gl.constexpr(chain.Scale
 STORE, UPDATE, SQUARES = (gl.constexpr(ending.value) for ending in chain.Ending)
 C, D, Q, WHICH_SCALE, ALPHA, BETA, OMEGA, IS_LAST = (gl.constexpr(field) for field in range(8))
 IS_LOW, IS_APART = gl.constexpr(13), gl.constexpr(14)
-# Addresses in the list of those that only the last product needs.
+# Places in ``addresses``, the list of what only the last product needs.
 TABLE, HYPER, CONTROL, LR_SCALES, PARTS = (gl.constexpr(place) for place in range(5))
 # Lines whose squares are added at a time.
 _LINES = gl.constexpr(32)
@@ -53,7 +53,7 @@ def place_in_job(job, field: gl.constexpr):
 
 @gluon.jit
 def await_c(job, c_ready, loads):
-    """Wait for C if there is one; how often that was."""
+    """Wait for C if there is one; return how often that was."""
     if place_in_job(job, C) >= 0:
         mbarrier.wait(c_ready, loads & 1)
         loads += 1
@@ -62,14 +62,14 @@ def await_c(job, c_ready, loads):
 
 @gluon.jit
 def await_free(mine, fills):
-    """Wait until what was put into the buffer before has been read."""
+    """Wait until the porter has read the buffer's last content."""
     _buffer, _c_ready, _filled, free = mine
     mbarrier.wait(free, (fills & 1) ^ 1)
 
 
 @gluon.jit
 def hand_over(mine, fills):
-    """What all have put into the buffer is the porter's to store; how often that was."""
+    """Hand the buffer, filled by all threads, over to the porter; return how often that was."""
     _buffer, _c_ready, filled, _free = mine
     fence_async_shared()
     barrier()
@@ -91,14 +91,14 @@ def finish(acc, beta, job, matrix, tile, scales):
 
 @gluon.jit
 def _diagonal_of(diagonals, matrix):
-    """Where the diagonal of a matrix's factor is."""
+    """A pointer to the diagonal of a matrix's factor."""
     start, side = diagonals
     return start + matrix.to(gl.int64) * side
 
 
 @gluon.jit
 def _put_apart(wide, at):
-    """A tile on the diagonal without its diagonal, which is stored."""
+    """Store the diagonal of a tile at ``at``; return the tile with zeros there."""
     layout: gl.constexpr = wide.type.layout
     row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     on_diagonal = row[:, None] == gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
@@ -108,22 +108,22 @@ def _put_apart(wide, at):
 
 @gluon.jit
 def _rounded(wide, dtype: gl.constexpr):
-    """The number and what rounding took from it."""
+    """The rounded numbers and their rounding errors."""
     d = wide.to(dtype)
     return d, (wide - d.to(gl.float32)).to(dtype)
 
 
 @gluon.jit
 def is_low(job):
-    """Whether Q is what rounding took."""
+    """Whether Q is the rounding error of D."""
     return of_job(job, IS_LOW) != 0
 
 
 @gluon.jit
 def square_tile(ME: gl.constexpr, of_tile, kind, diagonals, shared, scales, dtype: gl.constexpr, flags: gl.constexpr):
-    """A tile of a square product, below the diagonal unless all of it is wanted.
+    """Compute a tile of a square product: below the diagonal, or anywhere if all tiles are computed.
 
-    How often C has been waited for, and the buffer handed over.
+    Returns how often C has been waited for, and the buffer handed over.
     """
     job, matrix, row, column, step, turns, loads, fills, K, of_a = of_tile
     ring, turn, mine = shared
@@ -147,9 +147,9 @@ def square_tile(ME: gl.constexpr, of_tile, kind, diagonals, shared, scales, dtyp
 
 @gluon.jit
 def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dtype: gl.constexpr, flags: gl.constexpr):
-    """A tile on the diagonal of a symmetric product; ``is_single``: B is A, of which there is one copy.
+    """Compute a tile on the diagonal of a symmetric product; ``is_single``: B is A, and the ring has one copy of it.
 
-    How often C has been waited for, and the buffer handed over.
+    Returns how often C has been waited for, and the buffer handed over.
     """
     job, matrix, _row, column, step, turns, loads, fills, K, of_a = of_tile
     ring, turn, mine = shared
@@ -181,7 +181,7 @@ def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dt
 
 @gluon.jit
 def _mirror_corner(tile):
-    """What is above the diagonal of a tile on it, from what is below."""
+    """Replace what is above the diagonal of a tile on it by the mirror image of what is below."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
@@ -218,7 +218,7 @@ def rectangular_tile(
     flags: gl.constexpr,
     update: gl.constexpr,
 ):
-    """A tile of a product with X; how often C has been waited for, and the buffer handed over."""
+    """Compute a tile of a product with X; return how often C has been waited for, and the buffer handed over."""
     job, matrix, row, column, step, turns, loads, fills, K, of_a = of_tile
     ring, turn, mine = shared
     ENDING: gl.constexpr = flags[3]
@@ -226,7 +226,7 @@ def rectangular_tile(
     acc = multiply_x(ME, ring, turn, step, turns, K, of_a, flags)
     loads = await_c(job, mine[1], loads)
     at = row + gl.arange(0, BLOCK, gl.SliceLayout(1, acc.type.layout))
-    # past L1, which may have the line from before
+    # bypass L1, which may hold an old version of the line
     is_apart = of_job(job, IS_APART) != 0
     diagonal = _diagonal_of(diagonals, matrix)
     beta = gl.load(diagonal + at, mask=(at >= 0) & is_apart, other=of_job(job, BETA), cache_modifier=".cg")
@@ -241,7 +241,7 @@ def rectangular_tile(
             if gl.load(control + 1) == 0.0:
                 hyper = gl.load(addresses + HYPER).to(gl.pointer_type(gl.float32))
                 lr_scale = gl.load(gl.load(addresses + LR_SCALES).to(gl.pointer_type(gl.float32)) + matrix)
-                # all have read C
+                # all threads have read C
                 barrier()
                 record = record_of(addresses, matrix)
                 update_tile(record, hyper, lr_scale, tile, d, row // BLOCK, column // BLOCK, update)
@@ -263,7 +263,7 @@ def record_of(addresses, matrix):
 
 @gluon.jit
 def _store_squares(record, parts, tile, i, j):
-    """Sums of O² over what tile (i, j) of X has of each line."""
+    """Store the sums of O² over the part of each line that is in tile (i, j) of X."""
     outer_size, inner_size = gl.load(record + OUTER), gl.load(record + INNER)
     count = gl.maximum(outer_size, inner_size)
     first = parts + gl.load(record + FIRST_PART)
@@ -282,7 +282,7 @@ def _store_squares(record, parts, tile, i, j):
         for part in gl.static_range(BLOCK // _LINES):
             places = j * BLOCK + part * _LINES + gl.arange(0, _LINES, gl.SliceLayout(0, by_row))[None, :]
             across = tile.slice(part * _LINES, _LINES, 1).load(by_row).to(gl.float32)
-            # of a panel's last columns some are beyond the matrix
+            # some of the last columns of a panel are beyond the matrix
             across = gl.where(places < count, across, 0.0)
             of_rows += gl.sum(across * across, axis=1)
         row = i * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, by_row))

@@ -4,20 +4,20 @@
     D = s (α A B + β C)                    otherwise, in tiles of TALL × 2 TALL blocks
 
 A block is 64×64, TALL is 1 or 2. A program has a multiprocessor to itself: a producer copies A and B for each step
-along K into a ring in shared memory, and TALL consumers multiply 64 rows each (`lone_tiles`). Nothing hides the
-end of a tile, so what can be is done before it: C comes as one more step of the ring, results leave from slots that
-have been read, and buffers of their own do not take room from the ring. With OVERLAP the next launch's programs wait
-for a multiprocessor that is free, not for the last one: two never share it, as the ring takes more than half of its
-memory. EARLY, where only the scale comes from the launch before, they even multiply before that is there.
+along K into a ring in shared memory, and TALL consumers multiply 64 rows each (`lone_tiles`). Nothing hides the end of
+a tile, so it is kept short: C comes as one more step of the ring, and results leave from slots that have been read, so
+no buffers of their own take room from the ring. With OVERLAP a program of the next launch waits for any free
+multiprocessor, not for all: two programs never share one, as the ring takes more than half of its memory. With EARLY,
+where only the scale comes from the launch before, a program even multiplies before the scale is there.
 
-In tiles on the diagonal some are idle, and where every tile counts (BANDED, of A Aᵀ alone) they are put together:
+Tiles on the diagonal need less work, and where every program counts (BANDED, for A Aᵀ alone) they are combined:
 
     TALL 1    two tiles to a program, which reads as much for them as for one below the diagonal
     TALL 2    consumer 1 computes the lower half [64, 128] of a tile and consumer 0 the upper left quarter, which leaves
               it half idle: so four tiles go to three programs, each of which computes one of them, and a quarter of the
               fourth
 
-T = 16 blocks a side are 128 or 132 programs then, in place of 136, and an H100 has 132 multiprocessors.
+T = 16 tiles a side then make 128 or 132 programs in place of 136, and an H100 has 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.tiles import Tile
 
-# Registers of a thread before the producer's go to the consumer, where TALL is 1: without a limit the compiler asks for
-# more of them than a thread may have.
+# Registers of a thread where TALL is 1, before the consumer takes over some of the producer's: without a limit the
+# compiler asks for more than a thread may have.
 _REGISTERS = 168
 
 
@@ -88,7 +88,7 @@ def _place(schedule, flags: gl.constexpr):
 
 @gluon.jit
 def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, first):
-    """Call for NUM blocks, below one another or side by side."""
+    """Request NUM blocks, below one another or side by side."""
     batch, row, column = where
     for i in gl.static_range(NUM):
         if DOWN:
@@ -147,7 +147,7 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
 
 @gluon.jit
 def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
-    """Call for C, to where D will be."""
+    """Request C, into the slots where D will be."""
     SYMMETRIC: gl.constexpr = flags[0]
     HAS_C: gl.constexpr = flags[2]
     BANDED: gl.constexpr = flags[5]
@@ -187,14 +187,14 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
     SYMMETRIC: gl.constexpr = flags[0]
     OVERLAP: gl.constexpr = flags[9]
     K = schedule[3]
-    # without a way around its loop: from Triton 3.7 on the zeros of sums that take no step are written once more where
-    # that way ends, and the compiler lets every product wait for the one before
+    # so that no path goes around the loop: from Triton 3.7 on, such a path writes the zeros of sums without steps once
+    # more where it ends, and the compiler makes every product wait for the one before
     gl.assume(K > 0)
     if OVERLAP and ME == 0:
         let_next_start(K)
     where = _place(schedule, flags)
     if SYMMETRIC:
-        # the sums of ways to multiply must not meet, or the compiler lets one product wait for the other
+        # the sums of the branches must not meet, or the compiler makes one product wait for the other
         if where[1] != where[2]:
             whole_tile(ME, where, descs, ring, K, numbers, flags)
         else:
@@ -234,7 +234,7 @@ def lone_kernel(
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """``programs`` a matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
+    """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
     B_BLOCKS: gl.constexpr = 2 if SYMMETRIC else 4
     a_blocks, b_blocks = blocks_of(a_desc, 2 * STAGES), blocks_of(b_desc, B_BLOCKS * STAGES)
     ring = (a_blocks, b_blocks, barriers(STAGES), barriers(STAGES, TALL))
@@ -270,7 +270,7 @@ def lone_launch(
     """A launch for matrices of 16 bits.
 
     ``flags``: SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE and BANDED; ``panel``: rows of tiles that share a column's
-    operand in L2; ``early``: what still runs when this starts makes the scale alone.
+    operand in L2; ``early``: what still runs when this launch starts makes nothing but the scale.
     """
     side: int = SIDE.value
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}

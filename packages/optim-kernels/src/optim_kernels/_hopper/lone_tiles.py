@@ -1,8 +1,8 @@
 """What a consumer of `lone_kernel` does with its part of a tile: multiply, finish, store.
 
     whole_tile    64 rows of a tile of the general product, or of a symmetric one's below the diagonal
-    corner        of a tile on the diagonal the upper left block, which may be all; BANDED: a block of another such tile
-    lower_half    its lower 64 rows
+    corner        the upper left block of a diagonal tile, which may be all of it; BANDED: also a block of another one
+    lower_half    the lower 64 rows of a diagonal tile
 
 D is written where C was, the mirror image into the slot after it and Q, where it differs, into the one after that. The
 slots are those of the steps that would come next: they are free when all consumers have read what is in them.
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import barrier, blocks_as, store
 
-# Of a block: what one instruction of the tensor cores has in rows, and what the copy engine swizzles as one in columns.
+# Side of a block: the rows of one tensor core instruction, and the columns that the copy engine swizzles as one.
 SIDE = gl.constexpr(64)
 
 
@@ -42,7 +42,7 @@ def _await_ready(ring, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def _release(ring, step, STAGES: gl.constexpr, condition=True):
-    """This consumer has read the slot of this step."""
+    """Say that this consumer has read the slot of this step."""
     mbarrier.arrive(ring[3].index((step + STAGES) % STAGES), pred=condition)
 
 
@@ -74,13 +74,13 @@ def _tall(blocks, slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
-    """One of NUM blocks of 64 rows, each of several side by side."""
+    """One of NUM wide blocks of 64 rows, each made of several blocks side by side."""
     return blocks_as(blocks, NUM, SIDE, COLUMNS).index(number).reshape([SIDE, COLUMNS])
 
 
 @gluon.jit
 def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
-    """Of a whole tile this consumer's rows; the steps taken."""
+    """The sums of this consumer's rows of a whole tile, and the steps taken."""
     SYMMETRIC: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
@@ -111,7 +111,7 @@ def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
 
 @gluon.jit
 def _multiply_lower(ring, K, flags: gl.constexpr):
-    """The lower half of a tile on the diagonal; the steps taken."""
+    """The sums of the lower half of a tile on the diagonal, and the steps taken."""
     SAME: gl.constexpr = flags[1]
     STAGES: gl.constexpr = flags[7]
     a_blocks, b_blocks = ring[0], ring[1]
@@ -132,7 +132,7 @@ def _multiply_lower(ring, K, flags: gl.constexpr):
 
 @gluon.jit
 def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
-    """The upper left block of a tile on the diagonal; BANDED: that of another tile; the steps taken."""
+    """The sums of a diagonal tile's upper left block, BANDED: of a block of another tile; and the steps taken."""
     SAME: gl.constexpr = flags[1]
     BANDED: gl.constexpr = flags[5]
     STAGES: gl.constexpr = flags[7]
@@ -243,7 +243,7 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
                 _send(q_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
                 _send(q_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
-        # C's rows of the second consumer are the second step's
+        # C's rows for the second consumer come in the second of two steps
         slot = (step + ME) % STAGES
         _await_place(ring, step + ME, HAS_C, STAGES)
         view = _wide(b_blocks, DEEP * slot, 2 * TALL * SIDE, DEEP * STAGES)

@@ -1,11 +1,11 @@
-"""Between warps of a persistent Hopper kernel in Gluon, and between its programs: posts, and counts of what is done.
+"""Messages in a persistent Hopper kernel in Gluon: posts between warps, counts of finished tiles between programs.
 
-A post is a few numbers about a tile, from one warp to the producer and the tile's consumer and porter, through a box in
-shared memory. There are two boxes, one for each consumer; a box is free again when all three have read it.
+A post is a few numbers about a tile, from the scout warp to the producer and the tile's consumer and porter, through a
+box in shared memory. There are two boxes, one for each consumer; a box is free again when all three have read it.
 
-Programs tell each other what they have stored by counters in memory. A result is stored by the copy engine; it is there
-when the engine says so, then the counter is raised with release. Who reads it with acquire hands that on to its own
-copy engine by a proxy fence.
+Programs tell each other what they have stored by counters in memory. The copy engine stores a result; when it reports
+that the result is in memory, the counter is raised with release. A program that reads the counter with acquire makes
+the result visible to its own copy engine by a proxy fence.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from optim_kernels._hopper.ring import barrier, barriers
 
-# Numbers of a post, and of the box, which has room for a power of two.
+# Numbers of a post, and of a box, whose size has to be a power of two.
 POST = gl.constexpr(13)
 BOX = gl.constexpr(16)
 
 
 @gluon.jit
 def read_done(counter):
-    """A counter of finished tiles, with acquire: what they stored is there for whom it counts."""
+    """Read a counter of finished tiles, with acquire: what these tiles stored is visible to this thread."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -31,7 +31,7 @@ def read_done(counter):
 
 @gluon.jit
 def fence_proxies(token):
-    """What this thread knows to be in memory is there for its copy engine too."""
+    """Make what is visible to this thread in memory visible to its copy engine too."""
     return gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -39,7 +39,7 @@ def fence_proxies(token):
 
 @gluon.jit
 def wait_for_stores(token):
-    """Until the copy engine's stores are in memory; `tma.store_wait` only knows that they were read."""
+    """Wait until the copy engine's stores are in memory; `tma.store_wait` only waits until their source is read."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -47,7 +47,7 @@ def wait_for_stores(token):
 
 @gluon.jit
 def allocate_mail():
-    """Both boxes, with barriers: a post is there, all have read it."""
+    """Both boxes, with two barriers each: a post has arrived, all three receivers have read it."""
     boxes = gl.allocate_shared_memory(gl.int32, [2, BOX], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return boxes, barriers(2), barriers(2, 3)
 

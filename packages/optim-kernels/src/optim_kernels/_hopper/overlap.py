@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def wait_for_previous(token):
-    """What the launch before has written is there."""
+    """Wait until the launch before is complete and what it has written is visible."""
     return gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -16,7 +16,7 @@ def wait_for_previous(token):
 
 @gluon.jit
 def let_next_start(token):
-    """The next launch's programs may come to the device as soon as there is room."""
+    """Let the next launch's programs come to the device as soon as there is room."""
     return gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1
     )

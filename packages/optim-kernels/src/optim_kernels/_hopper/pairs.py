@@ -1,16 +1,16 @@
 """Two programs that draw tiles together: a cluster of two, on neighbouring multiprocessors.
 
-Both read the same blocks for tiles of one row. Where they ask for them at about the same time, L2 reads and answers
-once. So one of them draws for both, and their producers meet before such tiles. Nothing else is shared: each has a ring
-of its own, for to wait for one another at every step costs more than it saves.
+For tiles of one row both programs read the same blocks. Where they request them at about the same time, L2 reads and
+answers once. So one program draws for both, and their producers meet before such tiles. Nothing else is shared: each
+has a ring of its own, as waiting for each other at every step costs more than it saves.
 
-What they tell each other goes through PAIR_BYTES of shared memory behind all that Triton knows of, which whoever
-launches the kernel asks for (`_triton.Cluster`): Gluon has no word for the other program's memory.
+They communicate through PAIR_BYTES of shared memory behind all that Triton knows of, which the launch requests
+(`_triton.Cluster`), in inline assembly: Gluon cannot address the other program's memory.
 
-    0, 8      barriers of the second program: a draw is there
-    16, 24    of the first: it has been read
+    0, 8      barriers of the second program: a draw has arrived
+    16, 24    barriers of the first program: a draw has been read
     32, 40    the draws
-    48        both have come
+    48        barrier of each program: both producers have come
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _in_pair(lines: str) -> gl.constexpr:
     return gl.constexpr("{" + _OWN + lines + "mov.b32 $0, $1;\n}")
 
 
-# A barrier orders memory for its own program alone unless it says cluster. Draws need that: that the second program has
-# read one was known to the first before it had, and the next one came too early. Meetings order nothing.
+# A wait orders memory for its own program alone unless it says cluster. Draws need that: without it the first program
+# took a draw for read before the second had read it, and sent the next one too early. Meetings order nothing.
 _WAIT = """
     AGAIN:
     mbarrier.try_wait.parity{order}.shared::cta.b64 done, [own], {parity};
@@ -109,21 +109,21 @@ _MEET = _in_pair(
 def rank():
     """Which of the two programs this is, by its number in the grid.
 
-    Not by %cluster_ctarank: ptxas takes a branch on that for one within a warp, and with Triton 3.9 then for all roles,
-    so that addresses of products leave the uniform registers and come back for each.
+    Not by %cluster_ctarank: ptxas takes a branch on that for one that may diverge within a warp, with Triton 3.9 in all
+    roles, so that addresses of products leave the uniform registers and come back for each product.
     """
     return gl.program_id(0) % 2
 
 
 @gluon.jit
 def open_pair(token):
-    """Make the barriers, before all other calls; the first warps do."""
+    """Initialise the barriers; the kernel's first warps call this before everything else here."""
     gl.inline_asm_elementwise(_OPEN, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def join_pair(token):
-    """Wait for all warps of both programs: before the first word, and before one of them ends."""
+    """Wait for all warps of both programs: before the first message, and before either program ends."""
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, $1;",
         "=r,r",
@@ -149,6 +149,6 @@ def draw(me, counter, number):
 
 @gluon.jit
 def meet(meetings):
-    """Wait until both producers have come, for the ``meetings``-th time; how often that was."""
+    """Wait until both producers have come, after ``meetings`` earlier meetings; return how many there are now."""
     gl.inline_asm_elementwise(_MEET, "=r,r", [meetings & 1], dtype=gl.int32, is_pure=False, pack=1)
     return meetings + 1

@@ -13,8 +13,8 @@ A consumer multiplies through its whole tile at the full rate of the tensor core
 while that one multiplies, it rounds, stores and mirrors its own result: at K = 1280 that end of a tile costs a quarter
 of its time where nothing hides it.
 
-A barrier of the ring (`ring`) knows only the parity of a slot's round, so a consumer may look at the ring when
-the other one has taken all its steps, not earlier: that is what `turn` says.
+A barrier of the ring (`ring`) knows only the parity of a slot's round, so a consumer may look at the ring only when the
+other one has taken all its steps: that is what `turn` says.
 
 The tile's own buffer [128, 128] first receives C (copied while the other consumer multiplies), then D, then D's mirror
 image. Exact symmetry is needed and kept as in `_kernels.symmetric`.
@@ -128,7 +128,7 @@ def _consume(
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
         acc = multiply(ME, ring, turn, step, turns, K, SYMMETRIC, DEPTH, STAGES)
-        # its own steps, and those of the other's next tile
+        # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
         acc = acc * alpha
         if HAS_C:
@@ -139,7 +139,7 @@ def _consume(
         turns += 1  # noqa: SIM113
         d = acc.to(dtype)
         matrix.store(d)
-        # constants and values are not mixed in a condition: what a constant excludes is not compiled
+        # constants and values are in separate conditions, so that what a constant excludes is not compiled
         if SYMMETRIC and not SAME:  # noqa: SIM102
             if row == column:
                 barrier()

@@ -2,11 +2,11 @@
 
 A slot of the ring has a block of A and one of B, and two barriers:
 
-    ready   the copy engine has filled it, for which the producer called
-    empty   the tensor cores have read it, as every consumer that reads it says
+    ready   the copy engine has filled the slot, as the producer requested
+    empty   the tensor cores have read the slot; every consumer that reads it arrives there
 
 The producer fills a slot for each step of each tile, in order. A wait on a barrier knows only the parity of a slot's
-round: who waits may be one round behind, not more.
+round: a waiting warp may be one round behind, not more.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _HAS_OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
-# Registers of a thread: the first consumer takes what the other two leave of a multiprocessor's 65,536.
+# Registers of a thread: the first consumer takes what the other warps leave of a multiprocessor's 65,536.
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
 def as_blocks(memory, desc, NUM: gl.constexpr):
-    """Shared memory as NUM blocks of a matrix, or as the one that it is with NUM 0."""
+    """Shared memory as NUM blocks of a matrix, or with NUM 0 as one block."""
     shape: gl.constexpr = ([NUM] if NUM else []) + desc.block_type.shape
     if _HAS_OLD_REINTERPRET:
         return memory._reinterpret(desc.dtype, shape, desc.layout)
@@ -42,7 +42,7 @@ def as_blocks(memory, desc, NUM: gl.constexpr):
 
 @gluon.jit
 def blocks_as(memory, NUM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Blocks that lie one behind the other as NUM larger ones: more rows, or more columns of 128 bytes side by side."""
+    """Adjacent blocks as NUM larger ones: with more rows, or with several blocks' columns (128 bytes) side by side."""
     if _HAS_OLD_REINTERPRET:
         return memory._reinterpret(memory.dtype, [NUM, 1, ROWS, COLUMNS], memory.layout)
     else:
@@ -72,7 +72,7 @@ def allocate_ring(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
-    """Call for the operands of one tile, from the ring's step ``step`` on; the step after it."""
+    """Request the operands of one tile from the copy engine, from ring step ``step`` on; return the step after them."""
     a_ring, b_ring, ready, empty = ring
     batch, row, column = place
     for k in range(0, K, DEPTH):
@@ -97,6 +97,6 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @cache
 def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a block in shared memory, swizzled as the copy engine writes and the tensor cores read it."""
+    """The layout of a block in shared memory, swizzled as the copy engine writes and the tensor cores read it."""
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return gl.NVMMASharedLayout.get_default_for([1, rows, columns], element)

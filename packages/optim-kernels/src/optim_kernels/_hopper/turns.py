@@ -1,10 +1,10 @@
 """A consumer's turn in `ping_pong_kernels` and `chain_kernel`: the products of its tile, one after another.
 
     begin    wait for the turn
-    add      multiply what the ring has, step by step; once, or for several ways to multiply one behind the other
+    add      multiply the ring's blocks, step by step; called once, or once for each way to multiply
     end      hand the turn over, then wait for the sums
 
-Ways to multiply are loops one behind the other, not branches: where sums of two ways meet, the compiler lets one
+Ways to multiply are loops one after another, not branches: where the sums of two branches meet, the compiler makes one
 product wait for the other.
 """
 
@@ -20,7 +20,7 @@ BLOCK = gl.constexpr(128)
 
 @gluon.jit
 def begin(ME: gl.constexpr, turn, turns):
-    """Sums of nothing, when it is this consumer's turn, number ``turns``: consumer 0 starts, then they alternate."""
+    """Wait for this consumer's turn number ``turns`` and return zero sums; consumer 0 starts, then they alternate."""
     mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
     return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
 
@@ -38,10 +38,10 @@ def add(
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Add the products from ``first`` to ``end`` along K; the last one may still be under way.
+    """Add the products from ``first`` to ``end`` along K; return the sums and the ring's next step.
 
-    Upright blocks are [K, rows of A] or [K, columns]; others are [rows, K], of Bᵀ too. Slots of B are numbered from
-    ``b_first`` on. Beside the sums the ring's next step.
+    The last product may still be under way. Upright blocks are [K, rows of A] or [K, columns]; others are [rows, K],
+    those of Bᵀ too. Slots of B are numbered from ``b_first`` on.
     """
     a_ring, b_ring, ready, empty = ring
     for k in range(first, end, DEPTH):
@@ -65,7 +65,7 @@ def add(
 
 @gluon.jit
 def end(ME: gl.constexpr, acc, empty, turn, step, STAGES: gl.constexpr):
-    """The sums, when all products are done; ``step`` is the one after the last."""
+    """Hand the turn over and return the sums when all products are done; ``step`` is the one after the last."""
     mbarrier.arrive(turn.index(1 - ME))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))

@@ -1,10 +1,10 @@
-"""Newton–Schulz's last product with the parameter's update behind it, on the schedule of `ping_pong_kernels`.
+"""Newton–Schulz's last product followed by the parameter's update, on the schedule of `ping_pong_kernels`.
 
     O = s (α S X + β X),  rounded to X's dtype;  then the update of `_kernels.muon_parameter`
 
-While one consumer multiplies, the other reads its tile's parameters, updates and stores them: two rounds of 64 of the
-storage's lines, which are as many as registers hold. O goes through the tile's buffer in shared memory, and comes out
-of it in the storage's order, transposed where the matrix has more lines than elements a line.
+While one consumer multiplies, the other reads its tile's parameters, updates and stores them, in two rounds of 64 of
+the storage's lines, as many as registers hold. O goes through the tile's buffer in shared memory, and comes out of it
+in the storage's order, transposed where the matrix has more lines than elements a line.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def _consume(
         batch = tile // tiles
         i, j = rectangle_tile(tile % tiles, T, columns, GROUP)
         if HAS_C:
-            # what was read of the buffer before must not be overtaken by the copy engine
+            # the copy engine must not overwrite the buffer before all threads have read it
             fence_async_shared()
             barrier()
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, i * BLOCK, j * BLOCK], c_ready.index(ME), buffer)
         acc = multiply(ME, ring, turn, step, turns, K, False, DEPTH, STAGES)
-        # its own steps, and those of the other's next tile
+        # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
         acc = acc * alpha
         if HAS_C:
@@ -76,7 +76,7 @@ def _consume(
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113
         number = (first_matrix + batch).to(gl.int64)
-        # all have read C, or the O before
+        # all threads have read C, or the O of the tile before
         barrier()
         lr_scale = gl.load(lr_scales + number)
         o = acc.to(c_desc.dtype)
@@ -85,14 +85,14 @@ def _consume(
 
 @gluon.jit
 def _in_storage(i, j, outer_size, inner_size):
-    """The first line of tile (i, j) of X in the storage, and the first element of it."""
+    """The line of the storage, and the element in it, at which tile (i, j) of X begins."""
     is_transposed = outer_size > inner_size
     return gl.where(is_transposed, j, i) * BLOCK, gl.where(is_transposed, i, j) * BLOCK
 
 
 @gluon.jit
 def fetch_tile(record, i, j, flags: gl.constexpr):
-    """Bring the parameters of tile (i, j) of X to L2, by one warp that does not wait for them."""
+    """Prefetch the parameters of tile (i, j) of X to L2, by one warp that does not wait for them."""
     P_DTYPE: gl.constexpr = flags[0]
     MASTER_KIND: gl.constexpr = flags[1]
     if MASTER_KIND == MASTER_FP32:
@@ -107,7 +107,7 @@ def fetch_tile(record, i, j, flags: gl.constexpr):
 def _fetch(record, i, j, start, BYTES: gl.constexpr):
     outer_size, inner_size = sizes(record, True)
     first_outer, first_inner = _in_storage(i, j, outer_size, inner_size)
-    # of what is beyond the matrix, its last line once more
+    # in place of lines beyond the matrix, its last line once more
     line = gl.minimum(first_outer + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [1], [0])), outer_size - 1)
     address = start + (line.to(gl.int64) * stride_of(record, True) + first_inner) * BYTES
     size = (gl.minimum(inner_size - first_inner, BLOCK) * BYTES).to(gl.int32)
@@ -125,7 +125,7 @@ def _fetch(record, i, j, start, BYTES: gl.constexpr):
 def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
     """Update the parameters of tile (i, j) of X, whose O is ``o``.
 
-    ``matrix`` is room for it in shared memory that nobody uses any more.
+    ``matrix`` is room for it in shared memory, whose content is no longer needed.
     """
     P_DTYPE: gl.constexpr = flags[0]
     MASTER_KIND: gl.constexpr = flags[1]

@@ -1,16 +1,16 @@
-"""Products of Newton–Schulz for Hopper in Gluon, in tiles of 128×256: for large matrices, which are short of power.
+"""Products of Newton–Schulz for Hopper in Gluon, in tiles of 128×256: for large matrices, limited by power.
 
     D = s (α A Aᵀ + β C)     SYMMETRIC: the tiles of one triangle of 256×256 blocks are computed, and mirrored
     D = s (α A B + β C)      otherwise
 
 One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Both of its consumers multiply the same
-slots of the ring, each its own 64 rows of A with all 256 columns of B. Beside two tiles of 128×128
-(`ping_pong_kernels`) a quarter fewer bytes come from L2, and a sixth fewer are read from shared memory. What a tile
-ends with is not hidden behind the other consumer's products, so most of it happens during the next tile, at two
-points along K:
+slots of the ring, each its own 64 rows of A with all 256 columns of B. Compared with two tiles of 128×128
+(`ping_pong_kernels`) a quarter fewer bytes come from L2, and a sixth fewer are read from shared memory. The end of a
+tile is not hidden behind the other consumer's products, so most of it happens during the next tile, at two points along
+K:
 
     after the first steps     D has left shared memory: its mirror image, which was kept in registers, takes its place
-    after as many more        that has left too: C is called for
+    after as many more        the mirror image has left too: C is requested
 
 A block on the diagonal is computed whole, and is symmetric to the last bit because the tensor cores add in one order.
 """
@@ -103,7 +103,7 @@ def _multiply(ME: gl.constexpr, ring, acc, step, first, end, flags: gl.constexpr
 
 @gluon.jit
 def _store_mirrored(mirror_desc, place, d, buffer):
-    """Send the transpose of ``d`` off, once what is in the buffer has been read."""
+    """Store the transpose of ``d``, once the buffer's last content has been read."""
     tma.store_wait(0)
     barrier()
     mirror = as_blocks(buffer, mirror_desc, 0)
@@ -234,7 +234,8 @@ def wide_product(
 ) -> Tensor:
     """``scale (alpha a b + beta c)`` for ``a [batch, M, K]`` and ``b [batch, K, N]``; b ``None`` is ``aᵀ``.
 
-    ``panel``: rows of tiles (of blocks, where symmetric) that share a column's operand in L2; ``programs``: at most.
+    ``panel``: rows of tiles (of blocks, where symmetric) that share a column's operand in L2; ``programs``: how many at
+    most.
     """
     batch, m, k = a.shape
     half, columns = WIDE.rows // 2, WIDE.columns

@@ -1,1 +1,1 @@
-"""Triton kernels and what is inside them; launches of AdamW and of clipping are in the public modules beside."""
+"""Triton kernels and their device functions; AdamW's and clipping's kernels are in the public modules beside."""

@@ -1,8 +1,8 @@
-"""What one program of an AdamW step does: it goes through a chunk of one tensor, tile by tile.
+"""One program's part of an AdamW step: a chunk of one tensor, tile by tile.
 
-A full chunk of an aligned tensor is read and written 16 bytes a thread, and its elements are asked for before anything
-that has to be waited for: the step's number, the scalars, whether the step is to be kept. So a step that is to be
-skipped computes too, and writes nothing. Other chunks are masked.
+A full chunk of an aligned tensor is read and written 16 bytes a thread, and its elements are requested before the
+program waits for anything: the step's number, the scalars, whether the step is to be kept. So a step that is skipped
+computes too, but writes nothing. Other chunks are masked.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def update_chunk(
     """Update the elements from ``first`` up to ``end``, unless told to skip them.
 
     Args:
-        is_full: whether these are ``CHUNK`` elements, or with a CHUNK of 0 an even number of tiles, all aligned.
-        is_last: whether to leave a memo for the next step, wanted with ``MEMO``.
-        flags: where ``found_inf`` and the tensor's presence are.
-        factors: where the clip factor and the gradient scale are.
-        num_others: programs that work on tensors with this step count; the last to come here stores the next count.
+        is_full: whether there are ``CHUNK`` elements, or with a CHUNK of 0 an even number of tiles, all aligned.
+        is_last: whether to leave a memo, which the next step reads with ``MEMO``.
+        flags: pointers to ``found_inf`` and to the tensor's presence.
+        factors: pointers to the clip factor and to the gradient scale.
+        num_others: how many other programs have this step count; the last program to arrive stores the next count.
     """
     scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
     if is_full:
@@ -89,7 +89,7 @@ def update_chunk(
 
 @triton.jit
 def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.constexpr, MASKED: tl.constexpr):
-    """Update tile ``i`` of a chunk, which has been read; the chunk's scales. ``mask`` is as for ``store_tile``."""
+    """Update tile ``i`` of a chunk, given as read, and return the chunk's scales; ``mask`` is as for ``store_tile``."""
     ROUNDED: tl.constexpr = F.master == _NO_MASTER and F.param.primitive_bitwidth == 16
     p, g, m, v, w = widened(tile, scales, i, F)
     p, m, v, w = adamw(p, g, m, v, w, scalars, F.amsgrad, ROUNDED)
@@ -100,7 +100,7 @@ def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.c
 def _start(
     step_pointer, flags, factors, row, stream, memo, counter, F: tl.constexpr, MEMO: tl.constexpr, EARLY: tl.constexpr
 ):
-    """What a program has to know before it computes: whether to keep the step, its number, random stream, scalars."""
+    """Load what a program needs before it computes: whether to keep the step, its number, random stream, scalars."""
     found_inf, present = flags
     clip_factor, grad_scale = factors
     seed, place, start = stream
@@ -108,8 +108,8 @@ def _start(
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
     scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
-    # to arrive is to wait for t, with nothing asked for meanwhile, and then begins the counter's round trip: where it
-    # cannot hide behind tiles, the scalars hide it; elsewhere their loads go first
+    # ``arrive`` waits for t, during which no load is issued, and then begins the counter's round trip. Where tiles do
+    # not hide that round trip (EARLY), the scalars do; elsewhere the scalars' loads go first
     if EARLY:
         arrived = arrive(counter, keep.to(tl.int32), t)
         scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
@@ -121,7 +121,7 @@ def _start(
 
 @triton.jit
 def _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last):
-    """What a program does when its elements are done: the count, and a memo for the next step."""
+    """End a program whose elements are done: leave the memo for the next step, advance the count."""
     if is_last & keep:
         leave_memo(row, t.to(tl.float64) + 1.0, memo)
     advance(step_pointer, t, counter, arrived, num_others, keep)

@@ -2,11 +2,11 @@
 
     parameter, master    as in ``flat_tiles``
     gradient     one tensor, or slices at a stride that are summed in order in fp32
-    moments      fp32, fp16, bf16, or 8-bit codes with a scale a block of 256 (``moment_codes``); amsgrad's maximum is
-                 stored like the second moment, beside codes in fp32
+    moments      fp32, fp16, bf16, or 8-bit codes with a scale per block of 256 (``moment_codes``); amsgrad's maximum is
+                 stored like the second moment, but in fp32 where that is in codes
 
-Where nothing is wider than 16 bits a full tile is read as 32-bit words: they go from one turn of a loop to the next as
-they are, where single 16-bit numbers and codes would be taken apart and put together again.
+Where nothing is wider than 16 bits a full tile is read as 32-bit words: words go unchanged from one turn of a loop to
+the next, where the compiler would unpack and repack single 16-bit numbers and codes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_MASTER = tl.constexpr(NO_MASTER)
 
 
 class Format(NamedTuple):
-    """How the tensors of a launch are stored: dtypes (``tl.uint8``: codes), and what there is beside them."""
+    """How the tensors of a launch are stored: dtypes (``tl.uint8``: codes), amsgrad, masters, rounding, slices."""
 
     param: Any
     grad: Any
@@ -68,13 +68,13 @@ def read_tile(
     F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The elements from ``offset`` on as they are stored, for ``widened``: nothing here waits for memory."""
+    """Load the elements from ``offset`` on as they are stored, for ``widened``; nothing here waits for memory."""
     p_address, g_address, slice_stride, m_address, v_address, w_address, master_address = places
     ALIGNED: tl.constexpr = not MASKED
     W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
     COMPILED: tl.constexpr = ALIGNED and not INTERPRETED
     CODES: tl.constexpr = F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8
-    # each by itself: Triton 3.5 does not compile max() of max()
+    # one comparison each: Triton 3.5 does not compile max() of max()
     NARROW_VALUES: tl.constexpr = F.param.primitive_bitwidth <= 16 and F.grad.primitive_bitwidth <= 16
     NARROW_STATES: tl.constexpr = F.exp_avg.primitive_bitwidth <= 16 and F.exp_avg_sq.primitive_bitwidth <= 16
     PLAIN: tl.constexpr = F.num_slices == 1 and not F.amsgrad and F.master == _NO_MASTER
@@ -82,7 +82,7 @@ def read_tile(
     M_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg == tl.uint8)
     V_WORDS: tl.constexpr = WORDS or (COMPILED and F.exp_avg_sq == tl.uint8)
     g_pointer = pointer_to(g_address, F.grad, ALIGNED) + offset
-    # the policy takes six instructions, which codes cannot spare
+    # the eviction policy takes six instructions, too many for kernels of codes
     g = load_tile(g_pointer, mask, TILE, MASKED, WORDS, not CODES)
     if F.num_slices > 1:
         g = g.to(tl.float32)
@@ -93,7 +93,7 @@ def read_tile(
             g += load_tile(g_pointer, mask, TILE, MASKED, False, True).to(tl.float32)
     m = load_tile(pointer_to(m_address, F.exp_avg, ALIGNED) + offset, mask, TILE, MASKED, M_WORDS)
     v = load_tile(pointer_to(v_address, F.exp_avg_sq, ALIGNED) + offset, mask, TILE, MASKED, V_WORDS)
-    # what there is not is not read: any value stands for it
+    # a tensor that does not exist is not read: any value stands for it
     w = v
     if F.amsgrad:
         w = load_tile(pointer_to(w_address, W, ALIGNED) + offset, mask, TILE, MASKED, False)
@@ -108,7 +108,7 @@ def widened(
     number,
     F: tl.constexpr,
 ):
-    """``(p, g, m, v, w)`` of a tile in fp32; with codes it is tile ``number`` of the chunk."""
+    """``(p, g, m, v, w)`` of a tile in fp32; ``number`` is the tile's number in the chunk, for the scales of codes."""
     p, low, g, m, v, w = tile
     m_scales, v_scales, underflows = scales
     p = full_parameter(p, low, F.param, F.master)
@@ -142,9 +142,9 @@ def store_tile(
     F: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Round the new values once and write those that ``mask`` says. The chunk's scales with those of tile ``number``.
+    """Round the new values once, write those that ``mask`` selects; return the chunk's scales with tile ``number``'s.
 
-    The mask is one of elements if ``MASKED``; else one bit for all, so that stores stay wide.
+    ``mask`` has a bit per element if ``MASKED``, else one bit for all of them, so that stores stay wide.
     """
     p_address, _, _, m_address, v_address, w_address, master_address = places
     m_scales, v_scales, underflows = scales
@@ -176,7 +176,7 @@ def store_tile(
 
 @triton.jit
 def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
-    """Write a tile's codes that ``mask`` says, as ``store_tile`` has it."""
+    """Write a tile's codes where ``mask``, as for ``store_tile``, selects them."""
     pointer = pointer_to(address, tl.uint8, not MASKED) + offset
     if MASKED:
         codes = codes_one_by_one(words)
@@ -189,7 +189,7 @@ def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
 
 @triton.jit
 def scales_of_chunk(scale_addresses, first, end, WARPS: tl.constexpr, F: tl.constexpr):
-    """The scales of a chunk's codes, first moments' and second ones', and whether one of the last is very small."""
+    """The scales of a chunk's codes, of first and second moments, and whether a second moment's scale is very small."""
     m_scales, v_scales, underflows = 0.0, 0.0, False
     if F.exp_avg == tl.uint8:
         m_scales = read_scales(scale_addresses[0], first, end, WARPS)
@@ -201,7 +201,7 @@ def scales_of_chunk(scale_addresses, first, end, WARPS: tl.constexpr, F: tl.cons
 
 @triton.jit
 def store_scales(scale_addresses, first, end, scales, F: tl.constexpr):
-    """Write the chunk's new scales, of which ``store_tile`` left the largest magnitudes."""
+    """Write the chunk's new scales, from the largest magnitudes that ``store_tile`` returned in ``scales``."""
     if F.exp_avg == tl.uint8:
         write_scales(scale_addresses[0], first, end, scales_of_largest(scales[0], True))
     if F.exp_avg_sq == tl.uint8:

@@ -1,4 +1,4 @@
-"""The AdamW formula in registers: what a tensor needs at its step, and the update of its elements.
+"""The AdamW formula in registers: the scalars of a tensor's step, and the update of its elements.
 
     g <- s · g,  s = ±clip_factor / grad_scale
     m <- β1 m + (1 − β1) g
@@ -6,7 +6,7 @@
     p <- p − (lr λ p + lr sqrt(1 − β2^t)/(1 − β1^t) · m / (sqrt(w) + eps sqrt(1 − β2^t)))
 
 Root and quotient are one approximate instruction each, together good to 5e-7 of the step; everything else is rounded
-once an operation, in the order written, so all storage formats see the same bits.
+once per operation, in the order written, so all storage formats see the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optim_kernels._triton import div_rn, sqrt_rn, tl, triton
 
 
 class Hyperparameters(NamedTuple):
-    """A group's row in the scalar table, as fp64; an address of 0 stands for a learning rate given on the host."""
+    """A group's row in the scalar table, as fp64; an ``lr_address`` of 0 means that ``lr`` was given on the host."""
 
     lr: float
     lr_address: int
@@ -37,16 +37,16 @@ _LR, _LR_ADDRESS, _BETA1, _BETA2, _LOG2_BETA1, _LOG2_BETA2, _EPS, _WEIGHT_DECAY,
 )
 
 
-# A memo: ``t, β1, β2, 1 − β1^t, sqrt(1 − β2^t)`` for the next step, left by a step. There are two, for even and for
+# A memo, which a step leaves for the next one: ``t, β1, β2, 1 − β1^t, sqrt(1 − β2^t)``. There are two, for even and for
 # odd t, so that one is read while the other is written. Forming the two powers in fp64 delays a lone small tensor by
-# half a microsecond; in a long list it is hidden, and reading a memo is what would cost time.
+# half a microsecond; in a long list that is hidden, and it is reading a memo that would cost time.
 MEMO_SIZE = 8
 _MEMO_SIZE = tl.constexpr(MEMO_SIZE)
 
 
 @triton.jit
 def read_group(row, memo, MEMO: tl.constexpr):
-    """A group's row and, if wanted, the two memos, as loaded, for ``scalars_of_step``: nothing here is waited for."""
+    """Load a group's row and, with ``MEMO``, its two memos, for ``scalars_of_step``; nothing here waits for memory."""
     numbers = (
         tl.load(row + _LR),
         tl.load(row + _LR_ADDRESS).to(tl.int64, bitcast=True),
@@ -68,9 +68,9 @@ def read_group(row, memo, MEMO: tl.constexpr):
 
 @triton.jit
 def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
-    """What the update of a tensor needs at step t: what is small beside 1 is formed in fp64 and rounded to fp32 once.
+    """The scalars of a tensor's update at step t: those small beside 1 are formed in fp64 and rounded to fp32 once.
 
-    The betas; ``(1 − β1) s`` and ``sqrt(1 − β2) s``, which lead from a gradient to its part of m and to the root of its
+    The betas; ``(1 − β1) s`` and ``sqrt(1 − β2) s``, which turn a gradient into its part of m and into the root of its
     part of v; eps, the decay and the step size.
     """
     numbers, even_memo, odd_memo = group
@@ -98,7 +98,7 @@ def scalars_of_step(group, row, t, scale, MEMO: tl.constexpr):
 
 @triton.jit
 def leave_memo(row, t, memo):
-    """Leave the corrections of step t, the next one, for its programs."""
+    """Write the memo of step t, the next one, for its programs."""
     bias1, correction = _corrections(row, t)
     own = memo + (t.to(tl.int64) % 2) * _MEMO_SIZE
     tl.store(own, t)
@@ -118,9 +118,9 @@ def _corrections(row, t):
 
 @triton.jit
 def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
-    """The new ``(p, m, v, w)``. Explicit multiply-adds, so all variants round alike, but for a p to be ``ROUNDED``.
+    """The new ``(p, m, v, w)``, by explicit multiply-adds so that all variants round alike, but for a ``ROUNDED`` p.
 
-    Rounded to 16 bits afterwards, it can do with one multiply-add for each of its two terms.
+    As that p is rounded to 16 bits afterwards, one multiply-add for each of its two terms is enough.
     """
     beta1, beta2, g_to_m, g_to_root_v, eps, decay, step_size = scalars
     m = tl.fma(m, beta1, g * g_to_m)
@@ -130,7 +130,7 @@ def adamw(p, g, m, v, w, scalars, AMSGRAD: tl.constexpr, ROUNDED: tl.constexpr):
         w = tl.maximum(w, v, propagate_nan=tl.PropagateNan.ALL)
     else:
         w = v
-    # an infinite w leaves nothing of m, as its reciprocal is zero
+    # an infinite w makes the ratio zero, as its reciprocal is zero
     ratio = m * rcp_approx(sqrt_approx(w) + eps)
     if ROUNDED:
         p = tl.fma(-step_size, ratio, tl.fma(-decay, p, p))

@@ -47,5 +47,5 @@ def power_approx(x, exponent: tl.constexpr):
 
 @triton.jit
 def known_again(x):
-    """``x``, which the compiler takes for another number: what is computed from it again need not be kept till then."""
+    """``x`` as a new number to the compiler, which recomputes what depends on it instead of keeping it in registers."""
     return x if INTERPRETED else _approximation("mov.b32 $0, $1;", x)

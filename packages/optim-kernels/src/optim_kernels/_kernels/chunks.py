@@ -18,6 +18,6 @@ def read_chunk(chunks, number):
 
 @triton.jit
 def fields_of_chunk(word):
-    """The same of a word that has been read."""
+    """The same as ``read_chunk``, from a word that has been loaded."""
     size = (word >> _SIZE_SHIFT) & _SIZE_MASK
     return word >> _TENSOR_SHIFT, (word & _START_MASK) * _UNIT, size * _UNIT

@@ -18,7 +18,7 @@ _FP32_MASTER, _SPLIT16 = map(tl.constexpr, (FP32_MASTER, SPLIT16))
 
 @triton.jit
 def pointer_to(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address as a pointer; a table says nothing of alignment, so it is promised here."""
+    """The address as a pointer; addresses from a table carry no alignment, so ``ALIGNED`` promises it here."""
     pointer = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         # 8 bytes for codes, so that a thread has as many of them as of 16-bit numbers
@@ -30,9 +30,9 @@ def pointer_to(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 def load_tile(
     pointer, mask, TILE: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr, STREAMED: tl.constexpr = False
 ):
-    """A tile of elements, or of 32-bit words of them; ``STREAMED`` ones, not wanted again, leave caches first.
+    """Load a tile of elements, or of 32-bit words; ``STREAMED`` ones, which are not read again, leave caches first.
 
-    The mask is one of elements if ``MASKED``; else one bit that says whether to load at all.
+    ``mask`` has a bit per element if ``MASKED``, else it is one bit that says whether to load at all.
     """
     policy: tl.constexpr = "evict_first" if STREAMED else ""
     if MASKED:
@@ -51,7 +51,7 @@ def widened_tile(x, dtype: tl.constexpr):
     """Numbers of ``dtype``, one by one or in words, in fp32."""
     if x.dtype == tl.uint32:
         if dtype == tl.bfloat16:
-            # the upper half of an fp32 number: an instruction each
+            # bf16 is the upper half of an fp32 number: one instruction each
             low = (x << 16).to(tl.float32, bitcast=True)
             high = (x & 0xFFFF0000).to(tl.float32, bitcast=True)
         else:
@@ -73,9 +73,9 @@ def load_parameter(
     MASKED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """A parameter's elements, or its fp32 master's, and their low halves, as stored: for ``full_parameter``.
+    """Load a parameter's elements, or its fp32 master's, and their low halves, as stored, for ``full_parameter``.
 
-    Where there are no low halves the elements stand for them. Nothing here waits for memory.
+    Where there are no low halves the elements are returned in their place. Nothing here waits for memory.
     """
     if MASTER == _FP32_MASTER:
         p = load_tile(pointer_to(master_address, tl.float32, not MASKED) + offset, mask, TILE, MASKED, False)
@@ -89,7 +89,7 @@ def load_parameter(
 
 @triton.jit
 def full_parameter(p, low, dtype: tl.constexpr, MASTER: tl.constexpr):
-    """What ``load_parameter`` has read at full precision, in fp32."""
+    """The parameter at full precision, in fp32, from what ``load_parameter`` has read."""
     if MASTER == _SPLIT16:
         p = join_master(p, low)
     else:
@@ -110,7 +110,7 @@ def store_parameter(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Store a tile of fp32 values to the parameter, rounded once, and to its master; ``mask`` is one of elements."""
+    """Store a tile of fp32 values to the parameter, rounded once, and to its master; ``mask`` has a bit per element."""
     lanes = tl.arange(0, p.shape[0])
     p_pointer = pointer_to(p_address, dtype, not MASKED) + offset
     if MASTER == _FP32_MASTER:
@@ -129,7 +129,7 @@ def store_parameter(
 def rounded(
     x, dtype: tl.constexpr, random, offset, stream: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr
 ):
-    """fp32 ``x`` in ``dtype``: to nearest, or in bf16 up or down by random bits.
+    """fp32 ``x`` in ``dtype``, rounded to nearest, or with ``STOCHASTIC`` in bf16 up or down by random bits.
 
     Args:
         random: seed, the parameter's number, the index in it of the tensor's first element, and the step.

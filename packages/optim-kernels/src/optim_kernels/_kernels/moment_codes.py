@@ -6,12 +6,13 @@ magnitude and ``f = m / 2**D`` for code m:
     decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
     encode:  scale = a / peak, y = |x| · peak / a, m = y^(1/3) or y^(1/5) in units of 2**-D, rounded
 
-The root is estimated by the GPU's approximate logarithm and power, a little too low, and rounded by adding a number so
-large that its last bit is worth ``2**-D``: the low byte of the sum is m. What is a little too high is rounded as well,
-by adding all of it to one such number, for only the sum is wanted: if it is that of the codes, nothing lies between. In
-a twelfth of the blocks it is not; in tiles with one of them y is compared with the edge between the two codes, as the
-format says it. There end also blocks with a code of zero, which only zero may have, and blocks with numbers that are
-not finite, or whose largest one has no reciprocal: for those the sum is NaN or something else that no codes give.
+The GPU's approximate logarithm and power give the root, a little too low. It is rounded by adding a number so large
+that its last bit is worth ``2**-D``: the low byte of the sum is m. A root a little too high is rounded too, but only in
+sum: all those of a thread are added to one such number. If that sum is the sum of the codes, no edge between two codes
+lies between the low root and the high one, and the codes are exact. In a twelfth of the blocks the sums differ; tiles
+with such a block compare y with the edge between the two codes, as the format defines it. So do tiles whose blocks have
+a code of zero, which only zero may have, numbers that are not finite, or a largest magnitude without a reciprocal:
+their sum is NaN or another value that no codes give.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 _SMALL = tl.constexpr(2.0**-80)
 _RAISE = tl.constexpr(2.0**100)
-_LARGE_SHARE = tl.constexpr(2.0**-126)  # of 2**116 it is less than half of a unit of the sum, of 2**126 256 units
-# An H200's estimate of a root is off by -5.3e-7 to 7.4e-7, from the first edge between two codes on, and by another
-# 1.6e-7, as its number is not rounded as that of the format. This much lower it is never too high, and this much wider
-# then never too low.
+# Times 2**116 it is less than half a unit of the sum of roots, which drops it; times 2**126 it is 256 units.
+_LARGE_SHARE = tl.constexpr(2.0**-126)
+# From the first edge between two codes on, an H200's estimate of a root is off by -5.3e-7 to 7.4e-7, and by another
+# 1.6e-7, as its argument is not rounded like the format's. Made this much lower it is never too high, and then made
+# this much wider never too low.
 LOWER = tl.constexpr(9.7e-7)
 WIDER = tl.constexpr(1.0 + 15 * 2.0**-23)
 
@@ -41,8 +43,8 @@ WIDER = tl.constexpr(1.0 + 15 * 2.0**-23)
 def _fractions(codes, SIGNED: tl.constexpr):
     """``m / 2**D`` of codes, one by one (uint8) or four in a word (uint32)."""
     if codes.dtype == tl.uint32:
-        # each byte becomes the last bits of a large number, which is then subtracted; with the sign bit flipped, two's
-        # complement ascends: 65536 + (code + 128) / 128, and without signs 32768 + code / 256
+        # each byte becomes the last bits of a large number, which is then subtracted: 65536 + (code + 128) / 128, since
+        # two's complement ascends once the sign bit is flipped, and without signs 32768 + code / 256
         if SIGNED:
             f0, f1, f2, f3 = _fractions_of_word(codes ^ 0x80808080, "0x47800000", "0f47800080")
         else:
@@ -57,7 +59,7 @@ def _fractions(codes, SIGNED: tl.constexpr):
 
 @triton.jit
 def _fractions_of_word(word, upper: tl.constexpr, origin: tl.constexpr):
-    """The four bytes of each word below the upper bits of a number, less ``origin``, both written in hexadecimal."""
+    """Each word's four bytes as last bits of fp32 numbers with ``upper`` bits (hexadecimal), minus ``origin``."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 x;"
         + "prmt.b32 x, $4, "
@@ -109,11 +111,11 @@ def decode_second(codes, scale, underflows):
 
 @triton.jit
 def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Codes of a tile's first and second moments, those that are wanted, and the largest magnitudes of its blocks.
+    """Codes of a tile's first moments, second moments or both, and the largest magnitudes of its blocks.
 
-    Codes are eight in two words (int32) of a thread, in the order of its elements.
+    A thread's eight codes are in two words (int32), in the order of its elements.
     """
-    # a sum of roots taken too high, which starts from a number whose last bit is worth 2**-8, and one of codes
+    # two sums: of roots taken too high, on a number whose last bit is worth 2**-8, and of codes
     estimate = 32768.0, 0x47000000
     m_words, v_words, m_largest, v_largest, m_doubts, doubts = (), (), 0.0, 0.0, 0, 0
     if FIRST:
@@ -123,7 +125,7 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
     if SECOND:
         v_words, v_largest, estimate = _round_second(v, estimate)
         doubts = _doubts(estimate) | _zeros(v_words)
-    # if so in a twelfth of the blocks
+    # true in a twelfth of the blocks
     if _anywhere(doubts):
         if FIRST:
             m_words = _settled_first(m, m_largest, m_words, m_doubts)
@@ -134,15 +136,15 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def _round_first(x, estimate):
-    """Codes of the first moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
+    """Codes of a tile's first moments, its largest magnitudes, and ``estimate`` with these codes and roots added."""
     largest = _largest(x, True)
     root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    # half of the large number is added once more, so that below zero the low byte is two's complement
+    # half of the large number (65536) is added once more, so that below zero the low byte is two's complement
     words = _packed(signed + 98304.0)
     total, codes = estimate
-    # nothing, or enough to be seen, before the reciprocal is subnormal and counts as zero
+    # adds nothing, until the reciprocal nears the subnormal numbers, which count as zero: then enough to be seen
     total = tl.fma(largest, _LARGE_SHARE, total)
     # a half, as these codes are in units of 1 / 128
     total = _with_roots(total, root, WIDER * 0.5)
@@ -151,7 +153,7 @@ def _round_first(x, estimate):
 
 @triton.jit
 def _round_second(x, estimate):
-    """Codes of the second moments of a tile, its largest magnitudes, and ``estimate`` with these codes in it."""
+    """Codes of a tile's second moments, its largest magnitudes, and ``estimate`` with these codes and roots added."""
     largest = _largest(x, False)
     root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
     words = _packed(root + 32768.0)
@@ -162,14 +164,14 @@ def _round_second(x, estimate):
 
 @triton.jit
 def _doubts(estimate):
-    """What is zero (int32) in all threads where all that was rounded so far is not near an edge between two codes."""
+    """Zero (int32) in each thread whose codes so far are exact: no root was near an edge between two codes."""
     total, codes = estimate
     return total.to(tl.int32, bitcast=True) - codes
 
 
 @triton.jit
 def _zeros(words):
-    """What is zero (int32) in all threads where no code is."""
+    """Zero (int32) in each thread that has no code of zero."""
     w0, w1 = words
     return (((w0 - 0x01010101) & ~w0) | ((w1 - 0x01010101) & ~w1)) & -0x7F7F7F80
 
@@ -192,7 +194,7 @@ def _settled_first(x, largest, words, doubts):
 def _settled_second(x, largest, words, doubts):
     """The codes of second moments, exact."""
     w0, w1 = words
-    # so that nothing of it is kept from the first time on
+    # computed again, so that no register holds the first ``_zeros`` of these words till here
     w0 = known_again(w0.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     if _anywhere(doubts | _zeros((w0, w1))):
         words = _exact_second(x, largest)
@@ -201,7 +203,7 @@ def _settled_second(x, largest, words, doubts):
 
 @triton.jit
 def _exact_first(x, largest):
-    """The codes of ``_round_first`` as the format says them, whatever the block holds."""
+    """The codes of ``_round_first`` as the format defines them, whatever the block holds."""
     y = _scaled(x, known_again(largest), FIRST_PEAK)
     f = (power_approx(y * (1.0 - 3 * LOWER), 1 / 3) + 65536.0) - 65536.0
     h = f + 0.00390625
@@ -212,7 +214,7 @@ def _exact_first(x, largest):
 
 @triton.jit
 def _exact_second(x, largest):
-    """The codes of ``_round_second`` as the format says them; what is positive gets at least code 1."""
+    """The codes of ``_round_second`` as the format defines them; positive numbers get at least code 1."""
     y = _scaled(x, known_again(largest), SECOND_PEAK)
     m = tl.maximum(power_approx(y * (1.0 - 5 * LOWER), 1 / 5), 0.00390625) + 32768.0
     h = m - 32767.998046875
@@ -223,14 +225,14 @@ def _exact_second(x, largest):
 
 @triton.jit
 def codes_in_words(words):
-    """Eight codes of a thread in two words (int32), as words in their order (uint32)."""
+    """A thread's eight codes in two words (int32), as one tensor of words in order (uint32)."""
     w0, w1 = words
     return tl.reshape(tl.join(w0, w1), [2 * w0.shape[0]]).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def codes_one_by_one(words):
-    """The same as numbers (uint8)."""
+    """The same codes as single numbers (uint8)."""
     w0, w1 = words
     low = tl.join(tl.join(w0, w1), tl.join(w0 >> 16, w1 >> 16))
     codes = tl.join(low, low >> 8)
@@ -239,7 +241,7 @@ def codes_one_by_one(words):
 
 @triton.jit
 def _eight(x):
-    """The elements that a thread has in a row, a tensor for each of the eight places."""
+    """The eight adjacent elements of each thread, one tensor for each of the eight places."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0] // 8, 2, 2, 2]))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -252,7 +254,7 @@ def _eight(x):
 
 @triton.jit
 def _with_roots(total, root, wider: tl.constexpr):
-    """``total`` and the roots of a thread, each made wider and rounded to 2**-8: the unit of the last bit of total."""
+    """``total`` plus a thread's roots, each made wider and rounded to 2**-8, the last bit of ``total``."""
     r0, r1, r2, r3, r4, r5, r6, r7 = _eight(root)
     total = tl.fma(r1, wider, tl.fma(r0, wider, total))
     total = tl.fma(r3, wider, tl.fma(r2, wider, total))
@@ -286,14 +288,14 @@ def _word(x0, x1, x2, x3):
 
 @triton.jit
 def _with_codes(codes, words, SIGNED: tl.constexpr):
-    """``codes`` and the magnitudes of eight codes."""
+    """``codes`` plus the magnitudes of a thread's eight codes."""
     w0, w1 = words
     return _with_bytes(_with_bytes(codes, w0, SIGNED), w1, SIGNED)
 
 
 @triton.jit
 def _with_bytes(total, word, SIGNED: tl.constexpr):
-    """``total`` and the magnitudes of a word's four bytes, in one instruction."""
+    """``total`` plus the magnitudes of a word's four bytes, in one instruction."""
     if INTERPRETED:
         for i in tl.static_range(4):
             byte = word << (24 - 8 * i)
@@ -354,8 +356,8 @@ def _largest(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def _scaled(x, largest, PEAK: tl.constexpr):
-    """Magnitudes with the largest of each block brought to PEAK, as the format says it."""
-    # small numbers, whose reciprocal may be infinite, are raised before
+    """Magnitudes, with the largest of each block brought to PEAK, as the format defines it."""
+    # small numbers, whose reciprocal may be infinite, are raised first
     up = tl.where(largest < _SMALL, _RAISE, 1.0)
     finite = largest <= FP32_MAX
     factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)

@@ -1,7 +1,7 @@
-"""The scales of 8-bit moments: one for each block of 256 elements, of a chunk one or none in each thread.
+"""The scales of 8-bit moments: one for each block of 256 elements; a thread holds one scale of a chunk or none.
 
-A tile is a block for each warp, so a warp has the scales of its own blocks and need not ask another. A number may be
-one for each warp ``[warps]``, for each thread ``[32 * warps]`` or for each element ``[256 * warps]``, eight a thread.
+A tile has one block per warp, so a warp holds the scales of its own blocks and needs none of another's. Values come per
+warp ``[warps]``, per thread ``[32 * warps]``, or per element ``[256 * warps]``, eight to a thread.
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ def with_scale(scales, tile, largest):
 
 @triton.jit
 def scales_of_largest(largest, FIRST: tl.constexpr):
-    """The scales of blocks whose largest magnitudes these are."""
+    """The scales of blocks with these largest magnitudes."""
     PEAK: tl.constexpr = FIRST_PEAK if FIRST else SECOND_PEAK
     return tl.where(largest <= FP32_MAX, tl.minimum(largest * (1 / PEAK), FP32_MAX), float("nan"))

@@ -4,12 +4,12 @@
     updates    p <- p (1 − lr λ) − lr' O                        plain
                p <- p − lr' O − lr' λ p [O p ≥ 0]               ``cautious``;  lr' = lr · scale of the tensor
 
-What is between them, O from U, may happen elsewhere: on another rank, for matrices that are cut. U comes from the
-unrounded B. Numbers of a group are formed in fp64 and rounded to fp32 once, as torch does with Python's, and products
-are rounded before they are added (``UNFUSED``): so the bits are those of ``reference.muon`` in plain torch.
+What comes between them, O from U, may happen elsewhere: on another rank, for matrices that are sharded. U comes from
+the unrounded B. A group's numbers are formed in fp64 and rounded to fp32 once, as torch does with Python floats, and
+products are rounded before they are added (``UNFUSED``): so the bits are those of ``reference.muon`` in plain torch.
 
-One launch has one table, of int64: a row for each tensor, then a row for each group with two words a number, its value
-(fp64) and the address of an fp32 number that takes its place, or 0. A program works on one chunk
+One launch has one table, of int64: a row for each tensor, then a row for each group, two words per number: its value
+(fp64), and the address of an fp32 number that replaces it, or 0. A program works on one chunk
 (``multi_tensor.ChunkMap``); full ones of aligned tensors are read and written 16 bytes a thread.
 """
 
@@ -30,7 +30,7 @@ from optim_kernels._triton import after_previous, div_rn, narrow, tl, triton
 
 
 class MomentumRow(NamedTuple):
-    """A tensor's row in the table of ``momenta_kernel``: addresses, and what stays between steps."""
+    """A tensor's row in the table of ``momenta_kernel``: addresses, and what stays the same between steps."""
 
     grad: int
     buffer: int
@@ -41,7 +41,7 @@ class MomentumRow(NamedTuple):
 
 
 class UpdateRow(NamedTuple):
-    """A tensor's row in the table of ``updates_kernel``; addresses of what there is not are 0."""
+    """A tensor's row in the table of ``updates_kernel``; addresses of tensors that do not exist are 0."""
 
     param: int
     update: int
@@ -50,9 +50,9 @@ class UpdateRow(NamedTuple):
     numel: int
     num_chunks: int
     group: int
-    # what multiplies the learning rate: the bits of an fp64 number
+    # the learning rate's factor, as the bits of an fp64 number
     scale: int
-    # of the random bits: the key, the parameter's place, the index in it of the first element
+    # for random bits: the key, the parameter's number, the index in it of the tensor's first element
     seed: int
     place: int
     start: int
@@ -124,7 +124,7 @@ def _move(
     group, clip_factor, grad_scale = scalars
     b_pointer = pointer_to(b_address, B_DTYPE, not MASKED) + first
     u_pointer = pointer_to(u_address, U_DTYPE, not MASKED) + first
-    # elements are on their way before the scalars are waited for
+    # request the elements before waiting for the scalars
     g = load_tile(pointer_to(g_address, G_DTYPE, not MASKED) + first, mask, TILE, MASKED, False, True)
     b = load_tile(b_pointer, mask, TILE, MASKED, False)
     momentum = _number(group)
@@ -156,7 +156,7 @@ def updates_kernel(
     COUNTED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Update one chunk. A group's row: lr, λ. With ``COUNTED`` steps are counted, and rounding is at random."""
+    """Update one chunk. A group's row: lr, λ. With ``COUNTED`` steps are counted, and rounding is stochastic."""
     after_previous(OVERLAP)
     tensor, first, _ = read_chunk(chunks, tl.program_id(0))
     row = table + tensor * _UPDATE_ROW
@@ -176,7 +176,7 @@ def updates_kernel(
 @triton.jit
 def _moved(p, o, step_size, keep, decay, CAUTIOUS: tl.constexpr):
     """The formula: ``step_size`` is lr', ``keep`` 1 − lr λ, and ``decay`` lr' λ."""
-    # not shared with `muon_parameter`, whose kernels would spill registers for numbers that come ready
+    # not shared with `muon_parameter`, whose kernels would spill registers if these numbers came computed
     if CAUTIOUS:
         return p - step_size * o - tl.where(o * p >= 0.0, decay * p, 0.0)
     return p * keep - step_size * o
@@ -196,9 +196,9 @@ def _update(
     COUNTED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Update a tile; the number of this step if steps are counted, which a program reads once (``arrive``), else 0."""
+    """Update a tile; return the step's number if steps are counted, else 0: a program reads it once (``arrive``)."""
     p_address, master_address, o_address = tl.load(row + _PARAM), tl.load(row + _MASTER), tl.load(row + _UPDATE)
-    # elements are on their way before the scalars are waited for
+    # request the elements before waiting for the scalars
     o = load_tile(pointer_to(o_address, O_DTYPE, not MASKED) + first, mask, TILE, MASKED, False, True)
     p, low = load_parameter(p_address, master_address, first, mask, TILE, P_DTYPE, MASTER, MASKED, False)
     lr, weight_decay = _number(group), _number(group + _SCALAR_SIZE)

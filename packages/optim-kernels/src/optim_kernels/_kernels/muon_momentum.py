@@ -1,16 +1,16 @@
-"""Triton kernels in front of Muon's products: the momentum buffer moves, and X is written before its norm is known.
+"""Triton kernels before Muon's products: they move the momentum buffer and write X before its norm is known.
 
-    guess        υ = 2^(6 − e), with 2^e near ‖U‖ by a sample of the matrix
+    guess        υ = 2^(6 − e), with 2^e near ‖U‖, estimated from a sample of the matrix
     momentum     g <- ±g f;  B <- μB + (1 − μ)g;  U = (1 − μ)g + μB or B;  X = υU;  Σ U² of each tile
     norm         N from ‖U‖, σ = 1/(υN) and σ², with which the first products bring X to U/N
-                 (`functional._muon_products`);  where υ was far off, X again with a better one
+                 (`functional._muon_products`);  where υ was far off, X is written again with a better one
 
-So nothing is read twice, and multiplying with a power of two loses nothing: in fp16 X keeps its digits while
-1 ≤ υ‖U‖ < 2^15. The guess is read from gradient and buffer alone, not from an earlier step, so a resumed run needs no
-more than they do to be bitwise equal. With row equilibration a row's norm takes the guess's place:
+So nothing is read twice. Multiplying by a power of two loses nothing: in fp16 X keeps its digits while 1 ≤ υ‖U‖ < 2^15.
+The guess depends on gradient and buffer alone, not on an earlier step, so a resumed run is bitwise equal without
+further state. With row equilibration a row's norm takes the guess's place:
 
     strips       B and U as above, a few whole rows a program;  X_i = 64 U_i / max(‖U_i‖, 1e-6);  Σ U² of each row
-    equilibrate  σ and σ²:  what is missing to  U_i (‖U‖/√r) / max(‖U_i‖, 1e-6) / N
+    equilibrate  σ and σ², with  σ X_i = U_i (‖U‖/√r) / max(‖U_i‖, 1e-6) / N
 
 A launch covers the matrices of all parameters. U is formed from the stored B. B does not move when found_inf
 (control[1]) is nonzero.
@@ -53,7 +53,7 @@ _PIECES = tl.constexpr(16)
 # υ‖U‖ is meant to be 2^6 to 2^7, and good from 1 to 2^15.
 _TARGET = tl.constexpr(6)
 _LARGEST = tl.constexpr(2.0**15)
-# What equilibrated rows of X are brought to, so that small entries are normal numbers in fp16.
+# The norm of equilibrated rows of X, so that small entries are normal numbers in fp16.
 _ROW_NORM = tl.constexpr(64.0)
 
 
@@ -138,7 +138,7 @@ def _read(
     LINES: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """A piece of the gradient and of B, as they are stored; where B is, and the mask of what exists."""
+    """Load a piece of the gradient, scaled, in fp32, and of B as stored; B's pointers, and the mask of what exists."""
     record, gradient = places
     offsets, mask = tile_offsets(record, first_outer, first_inner, ALIGNED, LINES, LENGTH)
     pointers = pointer_in(record, B, B_DTYPE, ALIGNED) + offsets
@@ -205,7 +205,7 @@ def momentum_kernel(
     momentum = _momentum_of(record, hyper)
     places = (record, grads + matrix)
     piece = _read(places, first_outer, first_inner, control, G_DTYPE, B_DTYPE, MAXIMIZE, ALIGNED, TILE, TILE)
-    # the guess reads B as it was
+    # ``guess_kernel`` reads B as it was: let it end before B is written
     wait_for_previous(OVERLAP)
     u = _move(piece, momentum, control, B_DTYPE, NESTEROV)
     tl.store(sums + tl.program_id(0).to(tl.int64), tl.sum(squares_along(u, 1), axis=0))
@@ -262,7 +262,7 @@ def norm_kernel(
     norm = tl.sqrt(tl.sum(total, axis=0))
     unit = tl.load(units + matrix)
     scaled = norm * unit.to(tl.float64)
-    # false for NaN and infinity, which no other unit would mend
+    # false for NaN and infinity, which no other υ would mend
     is_far_off = ((scaled < 1.0) & (norm > 0.0)) | ((scaled >= _LARGEST) & (scaled < float("inf")))
     if is_far_off:
         unit = _unit_for(norm)
@@ -273,7 +273,7 @@ def norm_kernel(
             store_x(record, X, outer, inner, narrow(u * unit, X_DTYPE), ALIGNED)
     if tl.program_id(1) == 0:
         scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
-        # zero stays zero, times what fp32 cannot hold it would be NaN: of a small eps that is σ²
+        # a zero matrix has to stay zero, but with a small eps σ² is infinite in fp32, and 0 · ∞ is NaN
         scale = tl.where(norm == 0.0, 1.0, scale)
         tl.store(scales + matrix, scale.to(tl.float32))
         tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
@@ -282,7 +282,7 @@ def norm_kernel(
 
 @triton.jit
 def _clear(progress, num_chains):
-    """Nothing of this program's matrix is done; of the chains, the first programs clear a counter each."""
+    """Set the count of this program's matrix to zero; the first programs also clear the counter of a chain each."""
     matrix = tl.program_id(0)
     tl.store(progress + matrix, 0)
     tl.store(progress + tl.num_programs(0) + matrix, 0, mask=matrix < num_chains)
@@ -303,7 +303,7 @@ def _strip(
     ALIGNED: tl.constexpr,
     ROWS_INNER: tl.constexpr,
 ):
-    """The rows ``row … row + STRIP − 1``, which are the inner dimension or the outer one."""
+    """Move B and write X for rows ``row … row + STRIP − 1``, which are the inner dimension or the outer one."""
     LINES: tl.constexpr = STRIP_STEP if ROWS_INNER else STRIP
     LENGTH: tl.constexpr = STRIP if ROWS_INNER else STRIP_STEP
     ACROSS: tl.constexpr = 0 if ROWS_INNER else 1
@@ -324,7 +324,7 @@ def _strip(
     tl.store(row_squares + tl.load(record + FIRST_LINE) + each, squares, mask=each < rows)
     norms = tl.sqrt(squares)
     factor = (1.0 / tl.where(norms < 1e-6, 1e-6, norms) * _ROW_NORM).to(tl.float32)
-    # the second look at B reads what all threads of the program stored
+    # the second pass reads what all threads of the program stored to B
     tl.debug_barrier()
     for column in range(0, columns, STRIP_STEP):
         if ROWS_INNER:

@@ -3,8 +3,8 @@
     plain       p <- p (1 − lr λ) − lr' O
     cautious    p <- p − lr' O − lr' λ p [O p ≥ 0],        lr' = lr · scale of the matrix
 
-With a master the parameter is its rounded copy; with stochastic rounding a bf16 parameter is rounded by the bits of the
-packed stream of `optim_utils.rounding`, which belong to an element's place in the parameter's memory.
+With a master the parameter is the master's rounded copy. With stochastic rounding a bf16 parameter is rounded by the
+packed stream of `optim_utils.rounding`, whose bits are indexed by an element's place in the parameter's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device tables of a Muon step: which column holds what, for the kernels that read and the plan that fills them.
+"""The device tables of a Muon step: their columns, for the kernels that read and the plan that fills them.
 
 A matrix is a row of int64: addresses, strides in elements, sizes. It is stored as OUTER lines of INNER adjacent
 elements (rows of columns, or the reverse for transposed storage) and cut into TILE×TILE tiles; a tile is a row (matrix,
@@ -15,14 +15,15 @@ from optim_kernels.reference.adamw import MASTER_KINDS
 P, B, V, MASTER, X, O, STEP = (tl.constexpr(column) for column in range(7))
 # One stride for parameter, gradient, buffer and master, one for both X (and see X_PANEL).
 STRIDE, X_STRIDE, OUTER, INNER = (tl.constexpr(column) for column in range(7, 11))
-# Where the matrix's own begin in buffers of tiles, of lines and of parts of lines; and how many parts a line has.
+# Where the matrix's entries begin in buffers by tile, by line and by part of a line; tiles along its sides, parts of a
+# line.
 FIRST_TILE, OUTER_TILES, INNER_TILES = (tl.constexpr(column) for column in range(11, 14))
 FIRST_LINE, FIRST_PART, NUM_PARTS = (tl.constexpr(column) for column in range(14, 17))
 # Whether the inner index numbers the rows; the group; and for random bits the parameter's place, the matrix's first
 # element in the parameter's memory, and the seed.
 ROWS_ARE_INNER, GROUP, PLACE, START, SEED = (tl.constexpr(column) for column in range(17, 22))
-# X is cut into panels of PANEL columns: elements from one to the next, which are PANEL where X is not cut; and how many
-# columns may be written, zeros beyond the matrix.
+# X may be in panels of PANEL columns: elements from one panel to the next (PANEL where X is whole); and how many
+# columns may be written, with zeros beyond the matrix.
 X_PANEL, X_COLUMNS = (tl.constexpr(column) for column in range(22, 24))
 NUM_FIELDS = tl.constexpr(24)
 

@@ -1,8 +1,8 @@
 """Tiles of a parameter's matrices inside Triton kernels: addresses, masks, and sums of squares.
 
-X always has its short side first, so the tiles of a matrix with more lines than elements a line are transposed on the
-way. Tables tell the compiler nothing, and without a promise it loads element by element; ALIGNED promises addresses in
-multiples of 16 bytes, strides and sizes of 8 elements.
+X always has its short side first, so the tiles of a matrix with more lines than elements a line are transposed when X
+is loaded or stored. Numbers from a table carry no alignment, and without it the compiler loads element by element;
+ALIGNED promises that addresses are multiples of 16 bytes, strides and sizes of 8 elements.
 
 Sums of squares are formed relative to a tile's largest power of two and added in fp64, so entries of 1e±30 neither
 vanish nor overflow; every order of addition is fixed.
@@ -87,7 +87,7 @@ def pointer_at(place, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _x_offsets(record, first_row, first_column, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of a piece of X [ROWS, COLUMNS], and the mask of what may be touched; it starts at half a panel."""
+    """Offsets of a piece of X [ROWS, COLUMNS], and their mask; the piece starts at a panel or lies in one."""
     stride = tl.multiple_of(tl.load(record + X_STRIDE), 8)
     panel = tl.multiple_of(tl.load(record + X_PANEL), 8)
     row, inside = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -122,7 +122,7 @@ def load_x(
 
 @triton.jit
 def store_x(record, field: tl.constexpr, first_outer, first_inner, x, ALIGNED: tl.constexpr):
-    """Store a piece that is in the storage's order to X, which rounded values ``x`` have the dtype of."""
+    """Store a piece ``x``, in the storage's order and already rounded to X's dtype, to X."""
     outer_size, inner_size = sizes(record, ALIGNED)
     pointer = pointer_in(record, field, x.dtype, True)
     if outer_size > inner_size:
@@ -141,7 +141,7 @@ def _store_piece(record, pointer, first_row, first_column, rows, x):
 def squares_along(u, axis: tl.constexpr):
     """Σ u² along an axis of a tile, in fp64."""
     largest = tl.max(tl.abs(u))
-    # the exponent of the largest entry: 1 where it is zero, subnormal, infinite or NaN; its inverse is a float too
+    # the largest entry's power of two, capped so that its inverse is a float too; 1 for zero, subnormal, infinite, NaN
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, tl.minimum(bits, 0x7E800000))
     unit = bits.to(tl.float32, bitcast=True)

@@ -1,15 +1,15 @@
-"""Triton kernels behind Muon's products, each over the matrices of all parameters.
+"""Triton kernels after Muon's products, each over the matrices of all parameters.
 
-    last product  Newton–Schulz's last product, O = s (α S X + β X), with something more in its epilogue:
+    last product  Newton–Schulz's last product, O = s (α S X + β X), with more in its epilogue:
                       the parameter's update (`muon_parameter`),
                       or, where the update needs all of O first, sums of O² over each tile's lines
     variance      ρ = √min(r, c)/max(‖O‖, 1e-6) with renormalize, else 1;  q = ρ² mean O² of a line;
                   V <- β2 V + (1 − β2)q;  s = rsqrt(max(V, 1e-10));  line factor ρ s ‖O‖/max(‖O s‖, 1e-10)
-    advance       step counts + 1, which stochastic rounding draws its bits by
+    advance       step counts + 1; stochastic rounding draws its bits by them
     update        O · factor subtracted from the parameter
 
-A line is a row of a matrix with r ≥ c, else a column; its sum is in parts, one for each tile across. Nothing is written
-when found_inf (control[1]) is nonzero.
+A line is a row of a matrix with r ≥ c, else a column; its sum is in parts, one for each tile that it crosses. Nothing
+is written when found_inf (control[1]) is nonzero.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def last_product_kernel(
         _store_squares(record, parts, o.to(tl.float32), i, j, outer_size, inner_size)
     else:
         scale = tl.load(lr_scales + matrix)
-        # in halves, for the whole tile's parameters do not fit in registers beside it
+        # in halves: the whole tile's parameters do not fit in registers beside O
         halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         for half in tl.static_range(2):
             o, first = halves[half], column + half * (BLOCK_N // 2)
@@ -207,7 +207,7 @@ def last_product_kernel(
 
 @triton.jit
 def _store_squares(record, parts, o, i, j, outer_size, inner_size):
-    """Sums of O² over what a tile, number (i, j) of X, has of each line."""
+    """Store the sums of O² over the part of each line that is in tile (i, j) of X."""
     count = tl.maximum(outer_size, inner_size)
     first = parts + tl.load(record + FIRST_PART)
     # X's columns are the longer side, hence the lines; a square X is in the storage's order

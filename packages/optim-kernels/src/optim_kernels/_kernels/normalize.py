@@ -2,10 +2,10 @@
 
     squares_kernel      the sum of squares of each part of a matrix, parts × batch programs
     scale_kernel        adds the parts in their order, divides, rounds once
-    divisors_kernel     in its place where X stays G, or is a copy that squares_kernel has made: 1/N and 1/N² for the
-                        first products
+    divisors_kernel     replaces it where X stays G, or is a copy made by squares_kernel: 1/N and 1/N² for the first
+                        products
 
-and of the set "aol4" behind the first Gram matrix A = XXᵀ, with D = diag(rsqrt(Σ_j |A_ij|)):
+and for the set "aol4" after the first Gram matrix A = XXᵀ, with D = diag(rsqrt(Σ_j |A_ij|)):
 
     factors_kernel      D
     row_factors_kernel  X ← DX  and  A ← DAD
@@ -35,7 +35,7 @@ from optim_kernels._triton import (
 )
 
 BLOCK_M, BLOCK_N = 32, 256
-# Of one launch, over all matrices: enough to fill the chip, few enough to be added by every program of the next.
+# Parts of one launch, over all matrices: enough to fill the chip, few enough for every program of the next to add.
 MAX_PARTS = 1056
 # Kept launches of each kernel.
 NUM_LAUNCHES = 256
@@ -147,7 +147,7 @@ def divisors_kernel(
 
 @triton.jit
 def factors_kernel(a, factors, batch_stride, row_stride, M, BLOCK: tl.constexpr):
-    """A row's factor: 0 for a row of zeros, NaN where there is one."""
+    """A row's factor: 0 for a row of zeros, NaN for a row with a NaN."""
     row, batch = tl.program_id(0), tl.program_id(1)
     start = a + batch.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride
     total = tl.zeros((BLOCK,), tl.float32)
@@ -188,8 +188,8 @@ class Start:
 
     Args:
         x: like the row-major X that is written, G / N or with ``is_scaled`` a copy of G; ``None``: X stays G.
-        is_scaled: nothing is divided; 1/N and 1/N² are wanted for the first products instead.
-        has_state: int32 numbers are set to zero, one for all matrices and one for each.
+        is_scaled: X is not divided; the launches give 1/N and 1/N² for the first products instead.
+        has_state: calls pass ``state``, int32 numbers to set to zero: one for all matrices and one for each.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Start:
     def __call__(
         self, g: Tensor, x: Tensor | None = None, *, room: Tensor | None = None, state: Tensor | None = None
     ) -> Tensor | None:
-        """1/N and 1/N² [2, batch] if they are wanted, in ``room``, which has `size_of_room` numbers in fp64."""
+        """Launch; return 1/N and 1/N² [2, batch] unless X is divided, in ``room``, `size_of_room` numbers in fp64."""
         if room is None:
             room = torch.empty(self._num_sums + self._batch, dtype=torch.float64, device=g.device)
         sums = room[: self._num_sums]
@@ -230,7 +230,7 @@ class Start:
         return inverses
 
     def again(self, g: int, x: int, room: int) -> None:
-        """The same, not for the first time and without a state, by addresses."""
+        """Launch again, without a state, with addresses instead of tensors."""
         self._squares.again((g, room, room, x, *self._of_squares))
         tensors = (room, room + 8 * self._num_sums) if self._is_scaled else (g, room, x)
         self._second.again((*tensors, *self._of_second))
@@ -242,7 +242,7 @@ def size_of_room(g: Tensor) -> int:
 
 
 def apply_row_factors(x: Tensor, a: Tensor) -> None:
-    """Bring the rows of ``x [batch, M, N]``, and of ``a = x xᵀ``, to the norm at which ‖x‖₂ ≤ 1; both are row-major."""
+    """Scale the rows of ``x [batch, M, N]`` so that ‖x‖₂ ≤ 1, and ``a = x xᵀ`` with them; both are row-major."""
     batch, m, n = x.shape
     factors = torch.empty(batch, m, dtype=torch.float32, device=x.device)
     factors_kernel[(m, batch)](a, factors, *a.stride()[:2], m, BLOCK=1024, **FUSED)
@@ -266,7 +266,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, torch.device
 
 
 def _layout(x: Tensor) -> Layout:
-    """What a kernel may be compiled for: shape, strides, dtype, whether loads can be wide; and the device."""
+    """What a launch is kept for: shape, strides, dtype, whether loads can be wide; and the device."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device
 
 
@@ -274,7 +274,7 @@ def _layout(x: Tensor) -> Layout:
 def _squares_launch(g: Layout, copied: Layout | None, has_state: bool) -> tuple[Launch, int, tuple[int, ...]]:
     """The launch, how many parts it makes of a matrix, and its numbers.
 
-    What comes next may read G, for it starts when what this launch waits for is complete.
+    The next launch may read G: it starts only when all that this launch waits for is complete.
     """
     (batch, m, n), strides, *_, device = g
     columns = cdiv(n, BLOCK_N)

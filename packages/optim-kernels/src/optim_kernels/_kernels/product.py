@@ -56,7 +56,7 @@ def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def read_numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
-    """α and β, which came as themselves or by their addresses."""
+    """α and β, passed as numbers or by their addresses."""
     if BY_ADDRESS:
         alpha = tl.load(alpha)
         beta = tl.load(beta)
@@ -78,7 +78,7 @@ def multiply_tile(
 ):
     """The tile of A B at (row, column), in fp32 or fp64."""
     if a_desc.dtype == tl.float32 and not IN_FP64:
-        # of 32-bit operands the tensor cores take the right one along K alone, as A is stored, not B: so Bᵀ Aᵀ
+        # of 32-bit operands the right one has to be contiguous along K, as A is and B is not: so compute Bᵀ Aᵀ
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
             a = a_desc.load([batch, row, k]).reshape(BLOCK_M, BLOCK_K)

@@ -46,7 +46,7 @@ def sum_apart_kernel(slices, out, numel, divisor, DIVIDES: tl.constexpr, BLOCK: 
 
 
 class SumLaunch(Launch):
-    """A launch of one of them, again and again, for sums of the same kind and size."""
+    """A kept launch of one of these kernels, for sums of the same kind and size."""
 
     def add(self, slices: Tensor | Sequence[Tensor], out: Tensor, numbers: Sequence[float]) -> None:
         """Launch with ``slices``, ``out`` and the kernel's numbers."""
@@ -59,7 +59,7 @@ class SumLaunch(Launch):
 
 
 def launch_sum(slices: Tensor | Sequence[Tensor], out: Tensor, divisor: float) -> None:
-    """Launch it for ``slices [S, N]`` whose rows are contiguous, or S such rows."""
+    """Launch the sum of ``slices [S, N]``, whose rows are contiguous, or of S separate rows."""
     numel, divides = out.numel(), divisor != 1
     if isinstance(slices, Tensor):
         stride = slices.stride(0)
@@ -78,6 +78,6 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, bool]:
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _launch(numel: int, divides: bool, stride: int | None, kinds: tuple[Any, ...]) -> SumLaunch:
-    """For an ``out [numel]`` of the last kind, and slices of the others, ``stride`` elements apart."""
+    """The launch for an ``out [numel]`` of the last kind and slices of the others, ``stride`` apart or separate."""
     kernel = sum_apart_kernel if stride is None else sum_kernel
     return SumLaunch(kernel, triton.cdiv(numel, BLOCK), (divides, BLOCK), num_warps=NUM_WARPS)

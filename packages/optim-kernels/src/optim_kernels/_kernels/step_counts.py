@@ -1,6 +1,6 @@
 """Step counts on the device: every program reads the count, the last one to have read it stores the next.
 
-Who is last is known from a counter that each program adds one to after reading; the last clears it for the next launch.
+A counter tells which is last: each program adds one to it after reading, and the last clears it for the next launch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from optim_kernels._triton import INTERPRETED, tl, triton
 
 @triton.jit
 def arrive(counter, amount, t):
-    """Add ``amount`` (int32) to the counter; its earlier value, in the program's first thread only.
+    """Add ``amount`` (int32) to the counter and return its earlier value, in the program's first thread only.
 
-    All threads of the program have come this far, and what ``t`` (fp32) was made of has come to all of them: a load
-    that is still under way could bring what the last program stores. ``tl.atomic_add`` hands the value to every thread
-    at once, so all wait for the round trip to L2; here the first thread waits, and not before the value is used.
+    Before it adds, all threads of the program have come this far and have loaded what ``t`` (fp32) was made of: a load
+    still under way could return what the last program stores. ``tl.atomic_add`` hands the value to every thread at
+    once, so all wait for the round trip to L2; here only the first thread waits, and only when the value is used.
     """
     if INTERPRETED:
         earlier = tl.atomic_add(counter, amount, sem="relaxed")
     else:
-        # a barrier that asks each thread something of its t; after an infinite one there is nothing to count
+        # the barrier's predicate is on t, so each thread waits for its own; an infinite t is not counted
         earlier = tl.inline_asm_elementwise(
             """{
             .reg .pred first, infinite;

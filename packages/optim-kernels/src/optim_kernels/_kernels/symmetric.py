@@ -1,16 +1,17 @@
 """Triton kernels of the symmetric product D = s (α A Bᵀ + β C), Q = D + ω I (letters as in `product`).
 
     symmetric_kernel    tiles on and below the diagonal
-    quartered_kernel    tiles below it, and of each on it three quarters
-    joined_kernel       A Aᵀ: tiles below it, and those on it in pairs
+    quartered_kernel    tiles below the diagonal, and three quarters of each tile on it
+    joined_kernel       A Aᵀ: tiles below the diagonal, and tiles on it in pairs
 
 Descriptors of C and Q where there is none, of B where it is A, and of mirror images that are shaped like their tiles,
 are ``None``.
 
-D has to be symmetric to the last bit: later products read it as its transpose, and what would remain of A Bᵀ − B Aᵀ in
-a diagonal tile, rounding alone, grows tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
-symmetric by itself, the tensor cores add in one order; of A Bᵀ, of fp32 A Aᵀ, whose small parts are added one after the
-other, and in the interpreter, where numpy may add in several orders, a diagonal tile keeps its lower half.
+D has to be symmetric to the last bit: later products read it as its transpose, and the rounding errors of A Bᵀ − B Aᵀ
+that a diagonal tile would keep grow tenfold through the Gram iteration (measured: 2e-2 instead of 2e-3). A Aᵀ is
+symmetric by itself, as the tensor cores add in one order. Elsewhere a diagonal tile mirrors its lower half: for A Bᵀ;
+for fp32 A Aᵀ, whose small parts are added one after the other; and in the interpreter, where numpy may add in several
+orders.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from optim_kernels._triton import INTERPRETED, dot, let_next_start, narrow, tl, 
 
 @triton.jit
 def _store_both(desc, mirror_desc, d, batch, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store a tile and its mirror image; a square one has blocks of one shape for both."""
+    """Store a tile and its mirror image; a square tile takes one descriptor for both."""
     desc.store([batch, row, column], d.reshape(1, BLOCK_M, BLOCK_N))
     if BLOCK_M == BLOCK_N:
         desc.store([batch, column, row], d.T.reshape(1, BLOCK_N, BLOCK_M))
@@ -46,7 +47,7 @@ def _finish_symmetric(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """From a tile's sums to its result at (row, column), and to the mirror image unless it is on the diagonal."""
+    """Store the result of a tile's sums at (row, column), and its mirror image unless it is on the diagonal."""
     d_desc, mirror_desc, q_desc, q_mirror_desc = results
     scale, alpha, beta, omega = numbers
     acc = acc * alpha
@@ -91,7 +92,7 @@ def _symmetric_tile(
     OVERLAP: tl.constexpr,
     IN_FP64: tl.constexpr = False,
 ):
-    """The tile at (row, column), and its mirror image unless it is on the diagonal."""
+    """Compute the tile at (row, column), and store it and its mirror image unless it is on the diagonal."""
     a_desc, b_desc, c_desc = operands
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float64 if IN_FP64 else tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -208,9 +209,9 @@ def quartered_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The symmetric product with tiles below the diagonal whole, and of each on it three of its four quarters.
+    """The symmetric product: whole tiles below the diagonal, and three of the four quarters of each tile on it.
 
-    All whole ones come first: the quarters fill what they leave free.
+    Whole tiles come first: the quarters fill the multiprocessors that they leave free.
     """
     HALF: tl.constexpr = BLOCK // 2
     pid = tl.program_id(0)
@@ -283,10 +284,10 @@ def joined_kernel(
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """s (α X Xᵀ + β C) with tiles below the diagonal, and then two of those on it to a program, which reads as much.
+    """s (α X Xᵀ + β C): tiles below the diagonal, then those on it, two to a program, which reads as much as for one.
 
-    T rows of tiles are T² / 2 programs: 128 for T = 16, where single tiles would be 136 on 132 multiprocessors, a few
-    of which had to do the work of two.
+    T rows of tiles make T² / 2 programs: 128 for T = 16. Single tiles would make 136, and some of 132 multiprocessors
+    would have to do the work of two.
     """
     wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
@@ -318,7 +319,7 @@ def joined_kernel(
         pairs = (T + 1) // 2
         batch = (pid - whole) // pairs
         first = (pid - whole) % pairs * 2 * BLOCK
-        # of an odd number of tiles the last one has a partner beyond the matrix, which reads zeros and stores nothing
+        # the last of an odd number of tiles has a partner beyond the matrix, which reads zeros and stores nothing
         second = first + BLOCK
         upper = tl.zeros((BLOCK, BLOCK), tl.float32)
         lower = upper

@@ -1,1 +1,1 @@
-"""Newton–Schulz on the GPU: what is decided on the host, from coefficients to launches; kernels are next door."""
+"""The host side of Newton–Schulz, from coefficients to launches; kernels are in ``_kernels`` and ``_hopper``."""

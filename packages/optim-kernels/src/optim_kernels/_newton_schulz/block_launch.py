@@ -1,7 +1,7 @@
 """A kept launch of a kernel whose first arguments are blocks of matrices, which the bulk copy engine moves.
 
-Triton describes such a matrix by a `TensorDescriptor`, and checks it whenever one is made. Here the first launch makes
-and checks them; later ones differ in nothing but where the matrices are.
+Triton describes such a matrix by a `TensorDescriptor`, and checks each one that is made. Here only the first launch
+makes and checks them; later launches differ in the matrices' addresses alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BlockLaunch(Launch):
 
 
 def _moved(known: Any, x: Tensor | None) -> Any:
-    """The descriptor of ``x``, which is like the one ``known`` describes in all but its place."""
+    """The descriptor of ``x``, which differs from the matrix that ``known`` describes in its address alone."""
     if known is None:
         return None
     moved = object.__new__(type(known))

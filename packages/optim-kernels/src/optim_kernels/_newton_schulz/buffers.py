@@ -18,8 +18,8 @@ Xs = tuple[Tensor, Tensor, Tensor]
 class Buffers:
     """The buffers of ``jobs`` on matrices of ``shape [batch, m, n]``.
 
-    X moves from buffer 0 to 1 to 2 to 1 …; 2 is 0, unless that is the caller's. So beside the result there is one X,
-    and where the result cannot be written by a product, two.
+    X moves from buffer 0 to 1 to 2 to 1 …; buffer 2 is buffer 0, unless that is the caller's. So beside the result
+    there is one buffer of X, or two where a product cannot write the result.
 
     Args:
         reads_x: X starts in the caller's memory.
@@ -28,8 +28,8 @@ class Buffers:
 
     Attributes:
         size: elements of the allocation.
-        first_place: where in it the first X begins, in bytes, if it is there.
-        extra_place: where the extra numbers begin.
+        first_place: where in it the first X begins, in bytes; −1 if that is the caller's.
+        extra_place: where in it the extra numbers begin, in bytes.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Buffers:
         self.size = end + 8 * num_extra // dtype.itemsize
 
     def of(self, room: Tensor, x: Tensor | None = None, result: Tensor | None = None) -> tuple[list[Tensor], Xs]:
-        """The square buffers and those of X in the allocation ``room``, with the caller's and the result."""
+        """The square buffers and those of X: in the allocation ``room``, the caller's ``x``, and the ``result``."""
         views = [room.as_strided(*view) for view in self._views]
         places: dict[int, Tensor] = dict(zip(self._own, views[self._num_squares :]))
         if self.reads_x and x is not None:
             places[0] = x
         if self.writes_result and result is not None:
             places[self._last] = result
-        # 1 is not used without steps
+        # without steps buffer 1 is not used
         first, second, third = (places.get(place, places[0]) for place in self._places)
         return views[: self._num_squares], (first, second, third)
 

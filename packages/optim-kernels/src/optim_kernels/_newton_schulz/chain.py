@@ -1,9 +1,9 @@
-"""Newton–Schulz of a batch in one launch behind its norms: which batches take it, its tables and its buffers.
+"""Newton–Schulz of a batch in one launch after its norms: which batches take it, its tables and its buffers.
 
     squares → divisors → chain      fp16 matrices are read as they are; their first products bring them to norm 1
     squares → scale → chain         others are divided and rounded first
 
-What the chain computes is said in `chain_jobs`, how it runs in `_hopper.chain_kernel`.
+`chain_jobs` says what the chain computes, `_hopper.chain_kernel` how it runs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import Cluster, has_short_launch
 from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 
-# Tiles of a symmetric product over all matrices, for each multiprocessor, from which one launch is faster than many:
-# with fewer, smaller tiles are, or for short sides beyond SMALL_SIDE those of a kernel for one round.
+# Tiles per multiprocessor, of a symmetric product over all matrices, from which a chain is faster than a launch per
+# product. With fewer, smaller tiles are faster, or for short sides beyond SMALL_SIDE lone tiles.
 LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 1.3
-# Matrices with longer short sides fill the chip one by one, unless they are long: only a chain restarts in factors.
+# Matrices with longer short sides fill the chip one by one; they take a chain only to restart in factors, if they are
+# long.
 LARGEST_SIDE = 2304
 
 Xs = tuple[Tensor, Tensor, Tensor]
@@ -69,7 +70,7 @@ class Chain:
 
     @property
     def num_matrices(self) -> int:
-        """Up to the last of its own."""
+        """One more than the last matrix's number."""
         return len(self.places)
 
     @property
@@ -95,10 +96,10 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
 def takes_step_chain(
     shapes: Sequence[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether a step does so with matrices of short side m, ``(n, count)``.
+    """Whether a Muon step takes a chain for its matrices of short side m, given as ``(n, count)``.
 
-    A restart in factors rounds otherwise than one that forms XXᵀ. So a step takes a chain for it whatever the count:
-    results do not depend on which other matrices it has, nor on how many ranks share them.
+    A restart in factors rounds differently from one that forms XXᵀ. So a step takes a chain for it whatever the count:
+    results must not depend on which other matrices the step has, nor on how many ranks share them.
     """
     if m > LARGEST_SIDE or not _can_chain(config, dtype, device):
         return False
@@ -120,11 +121,11 @@ def _can_chain(config: NSConfig, dtype: torch.dtype, device: torch.device) -> bo
 
 
 class ChainLaunch:
-    """The launch of a chain, kept: again and again on buffers of the same shapes.
+    """The kept launch of a chain, for buffers of the same shapes.
 
     Args:
-        ending: of the last product; others than STORE need ``addresses`` at every launch.
-        spare: how many multiprocessors stay free beside it; it takes two at least.
+        ending: what follows the last product; others than STORE need ``addresses`` at every launch.
+        spare: how many multiprocessors stay free beside the chain, which takes two at least.
         update: the compile-time arguments of an update.
     """
 
@@ -175,10 +176,10 @@ class ChainLaunch:
         """Run the chain.
 
         Args:
-            xs: where X is, then the two buffers that it moves to in turn; the first and the third may be one, and are
-                in panels. The result is in the one that the last job names.
+            xs: X's buffer, then the two buffers that X moves to in turn; the first and the third may be one, and in
+                panels are. The result is in the buffer that the last job names.
             scales, squared_scales: σ and σ² of each matrix.
-            state: int32, zero: how many tiles of each matrix are done, and at ``counter`` the number of the next tile.
+            state: int32, zero: how many tiles of each matrix are done, and at ``counter`` the number of the next pair.
             addresses: what the ending needs, as `_hopper.chain_tiles` numbers it.
         """
         chain = self._chain
@@ -186,7 +187,7 @@ class ChainLaunch:
         squares = empty_matrices(self._num_squares, chain.m, chain.m, like=xs[0])
         tables = (chain.entries, chain.jobs, chain.places)
         others = chain.entries if addresses is None else addresses
-        # fp32, and as many for a matrix as its rows of tiles have rows
+        # fp32 numbers, one for each row of a matrix's tiles
         side = cdiv(chain.m, BLOCK) * BLOCK
         diagonals = scales.new_empty(chain.num_matrices, side) if self._has_diagonals else scales
         numbers = (side, counter, len(chain.entries))
@@ -195,10 +196,10 @@ class ChainLaunch:
 
 
 class BatchPlan:
-    """Newton–Schulz of batches like ``g [batch, M, N]``, M ≤ N, in one launch behind the norms.
+    """Newton–Schulz of batches like ``g [batch, M, N]``, M ≤ N, in one launch after the norms.
 
     Args:
-        shape: ``[..., M, N]``, in which they come and the results go.
+        shape: ``[..., M, N]``, of the caller's matrices and of the results.
     """
 
     def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
@@ -209,13 +210,13 @@ class BatchPlan:
         chain, ones = _chain_of(config, count, m, n, g.device)
         (group,) = chain.groups
         self._launch, self._last = ChainLaunch(chain), group.jobs[-1].d
-        # X's third place; where X is divided first, it is the first one too
+        # X's third buffer; where X is divided first, it is also the first one
         self._has_third = not is_read or any(job.kind is Kind.RECTANGLE and job.d == 2 for job in group.jobs)
         x = None if is_read else empty_matrices(count, m, n, like=g.new_empty(0, dtype=self._compute_dtype))
         self._start = Start(g, x, config, has_state=True)
-        # of matrices that are divided first
+        # the scales of matrices that are divided first
         self._ones = None if is_read else ones
-        # they outlive the plan where a graph reads them
+        # kept for graphs that read them, and may outlive the plan
         self._tables = [chain.entries, chain.jobs, chain.places, ones]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -242,14 +243,14 @@ class BatchPlan:
 
 @lru_cache(maxsize=64)
 def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device) -> tuple[Chain, Tensor]:
-    """The chain of ``count`` matrices m×n, and a 1 for each; uploaded when this returns, for whatever stream.
+    """The chain of ``count`` matrices m×n, and a scale of 1 for each; on the device when this returns, for any stream.
 
     Raises:
-        RuntimeError: it is not known yet while a CUDA graph is captured, which cannot hold the upload of its tables.
+        RuntimeError: a CUDA graph is being captured and the chain is new: a graph cannot hold the upload of its tables.
     """
     if is_capturing(device):
         raise RuntimeError(f"Newton–Schulz of {count} matrices {m}×{n} has to run once before it can be captured")
     members = Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)
-    # not filled in by a kernel: other streams, and what runs before a graph is replayed, would not wait for it
+    # copied, not filled by a kernel, which other streams and replays of a graph would not wait for
     ones = torch.ones(count, dtype=torch.float32, device="cpu").to(device)
     return Chain.of([members], m, device, in_panels=False), ones

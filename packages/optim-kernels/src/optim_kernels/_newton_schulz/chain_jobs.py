@@ -1,9 +1,9 @@
 """The products of a Newton–Schulz iteration as a list of jobs; `chain_list` has the order in which their tiles run.
 
 A job is one product, for every matrix of a batch. It reads and writes buffers of each matrix: square ones [m, m], and
-rectangular ones [m, n]. Of a symmetric result only the tiles on and below the diagonal are stored, and who reads it
-finds the others in their mirror images. A tile waits until all tiles of its matrix's earlier jobs are done: with no
-more buffers than the iteration needs, every job reads or overwrites something of the one before it.
+rectangular ones [m, n]. Of a symmetric result only the tiles on and below the diagonal are stored, and readers find the
+others in their mirror images. A tile waits until all tiles of its matrix's earlier jobs are done: with no more buffers
+than the iteration needs, every job reads or overwrites something of the one before it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from optim_kernels._newton_schulz.iterations import NUM_EXACT
 BLOCK = 128
 # Numbers of a job in the table.
 JOB_FIELDS = 16
-# What a tile takes beside its products, as a length of its sums.
+# The time of a tile beside its products, as a length of its sums.
 TILE_END = 180
-# What R is multiplied with where its digits are in two numbers: ‖R‖ ≤ 1, and low ones shall not be subnormal.
+# R's factor where two numbers hold its digits: ‖R‖ ≤ 1, and the low numbers must not be subnormal in fp16.
 _UNITS = 256.0
 
 
 class Kind(IntEnum):
     """What a job multiplies.
 
-    X Xᵀ; two square matrices whose product is symmetric; one and X; one and the transpose of another, all of it.
+    X Xᵀ; two square matrices whose product is symmetric; a square matrix and X; a square matrix and the transpose of
+    another, with all tiles computed.
     """
 
     GRAM, SQUARE, RECTANGLE, FULL = range(4)
 
 
 class Scale(IntEnum):
-    """Which numbers of each matrix multiply a job's result."""
+    """Which scale of each matrix multiplies a job's result: none, σ or σ²."""
 
     NONE, SCALE, SQUARED = range(3)
 
@@ -56,10 +57,10 @@ class Ending(IntEnum):
 class Job:
     """``d = s (α a b + β c)``, and ``q = d + ω I``: buffers by number, −1 for none; ``b`` is ``a`` in X Xᵀ.
 
-    With ``low`` q is what rounding took from d, so that d + q has twice the digits. With ``apart`` the diagonal of a
-    square d is in fp32 apart from it, and of a product with X that diagonal is β, a number for each row. ``whole``:
-    a is not symmetric, so all of it is there; b always is, if it is square. ``exact`` as in `iterations`; 16-bit
-    matrices, which alone are done in one launch, do without.
+    With ``low`` q is the rounding error of d, so that d + q has twice the digits. With ``apart`` the diagonal of a
+    square d is stored apart, in fp32, and a product with X takes that diagonal as β, a number for each row. ``whole``:
+    a is not symmetric, so all of its tiles are stored; a square b is always symmetric. ``exact`` is as in `iterations`;
+    a chain, whose matrices all have 16 bits, ignores it.
     """
 
     kind: Kind
@@ -78,7 +79,7 @@ class Job:
     exact: bool = False
 
     def length(self, m: int, n: int) -> int:
-        """Of its sums."""
+        """The length of its sums."""
         return n if self.kind is Kind.GRAM else m
 
     def tiles(self, m: int, n: int) -> list[tuple[int, int]]:
@@ -113,12 +114,12 @@ class _Writer:
 
     def _of_squares(self, job: Job) -> None:
         assert job.b not in self.whole
-        # nor would all of C be there
+        # all tiles of D need all of C
         assert job.kind is not Kind.FULL or job.c < 0 or job.c in self.whole
         self.jobs.append(job)
 
     def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
-        """Q of a block of steps, from R = ``unit`` times buffer ``start``; where it is, ``q`` or ``other``."""
+        """Form a block's Q from R = ``unit`` times buffer ``start``; return its buffer, ``q`` or ``other``."""
         for step, (a, b, c) in enumerate(block, start=1):
             if step == 1:
                 self.square(start, start, z, c=start, q=q, alpha=c * unit * unit, beta=b * unit, omega=a)
@@ -129,7 +130,7 @@ class _Writer:
                 self.square(z, other, r, c=other, beta=a)
                 start, unit = r, 1.0
             if step > 1:
-                # P was there, and is no longer needed
+                # ``other`` held P, which is no longer needed
                 self.square(q, z, other, c=q, beta=a)
                 q, other = other, q
         return q
@@ -170,16 +171,16 @@ def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> li
 
 
 def _restart_in_factors(write: _Writer, first: Sequence[Triple], second: Sequence[Triple]) -> None:
-    """The Gram iteration with one restart, by products of m×m matrices: R₂ = Q₁RQ₁ for (Q₁X)(Q₁X)ᵀ, and X ← Q₂Q₁X.
+    """The Gram iteration with one restart by m×m products: R₂ = Q₁RQ₁ in place of (Q₁X)(Q₁X)ᵀ, and X ← Q₂Q₁X.
 
-    The factor that is multiplied with X is the one that makes R₂, so that rounding of Q₁ does no harm. That of R and of
-    Q₁R would: small singular values are enlarged, and errors of the large ones with them. So these two have their
-    digits in two numbers each, high and low, and as Q₁ and R do not commute to that precision, all of Q₁R is computed:
+    R₂ is formed with the same rounded Q₁ that multiplies X, so rounding of Q₁ does no harm. Rounding of R and of Q₁R
+    would: the iteration enlarges small singular values, and with them errors of the large ones. So R and Q₁R are stored
+    as two numbers each, high and low, and as Q₁ and R do not commute to that precision, all of Q₁R is computed:
 
         T = Q₁ R_low,   P = Q₁ R_high + T,   U = P_low Q₁,   R₂ = P_high Q₁ + U
 
     Q₂Q₁ enlarges small singular values by all that the iteration does, so most of it is a large diagonal, whose
-    rounding the large ones would feel: that is kept apart.
+    rounding would disturb the large ones: the diagonal is stored apart.
     """
     high, low, z, q, other, r = range(6)
     write.gram(high, q=low, low=True, alpha=_UNITS)
@@ -223,7 +224,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
     """The numbers of every job: fp32 [jobs, JOB_FIELDS].
 
     (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
-    matrix to wait for; a, b: buffers; length of its sums; whether q is what rounding took; whether a diagonal is apart;
+    matrix to wait for; a, b: buffers; length of its sums; whether q is d's rounding error; whether a diagonal is apart;
     whether a is not symmetric)
     """
     rows = []
@@ -239,7 +240,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
 def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
     """Where each matrix's X and its first square buffer are: int32 [matrices, 2].
 
-    Places of X are numbered from each group to the next, and so are square ones.
+    Both are numbered on from each group to the next.
     """
     result = torch.zeros(num_matrices, 2, dtype=torch.int32, device="cpu")
     x, square = 0, 0

@@ -1,12 +1,13 @@
 """The order in which all tiles of a chain run, two by two.
 
-Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices advance alike, those
-of different shapes too: a job starts in the list where as much of its matrix's work is done as of the others'. So what
-a tile waits for was drawn long before it, and in the end all last products are there to fill the chip.
+Tiles of all jobs and matrices make one list, in which no tile waits for a later one. All matrices, also those of
+different shapes, advance at the same relative pace: a job's place in the list is the share of its matrix's work that
+comes before it. So what a tile waits for was drawn long before it, and at the end the last products of all matrices
+fill the chip.
 
-Two programs draw two entries at a time, 2i and 2i + 1, and neither waits for the other's tile (`_hopper.pairs`). As
-many as can be are tiles of one row, which read the same blocks of A; those left over are with tiles of other matrices,
-and an entry may have none.
+Two programs draw two entries at a time, 2i and 2i + 1, and neither waits for the other's tile (`_hopper.pairs`). Where
+possible both are tiles of one row, which read the same blocks of A; tiles left over go with tiles of other matrices,
+and an entry may have no tile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Unit(NamedTuple):
 
     Args:
         has_single: whether a tile has no partner.
-        entries: where they begin at an even number, and at an odd one, with such a tile.
+        entries: for a start at an even number of the list, and at an odd one, then with a tile without partner first.
     """
 
     progress: float
@@ -49,7 +50,7 @@ def tile_list(groups: Sequence[Members], m: int) -> Tensor:
     parts: list[Tensor] = []
     count, last = 0, NO_TILE
     for unit in sorted(_units(groups, m), key=lambda unit: unit[:2]):
-        # it may wait for the tile before it, or has none that need not have a partner
+        # an empty entry: this unit may wait for the tile before it, or has no single tile to put beside that
         if count % 2 and (unit.matrix == last or not unit.has_single):
             parts.append(_without_tile(parts[-1]))
             count += 1
@@ -81,7 +82,7 @@ def _units(groups: Sequence[Members], m: int) -> list[_Unit]:
 
 
 def _in_pairs(corners: Sequence[Corner]) -> tuple[list[Corner], list[Corner]]:
-    """Tiles two by two, those of a row that are neighbours; and those that are left."""
+    """Pairs of neighbouring tiles of a row; and the tiles that are left over."""
     pairs: list[Corner] = []
     singles: list[Corner] = []
     for row, columns in _runs(corners):
@@ -92,7 +93,7 @@ def _in_pairs(corners: Sequence[Corner]) -> tuple[list[Corner], list[Corner]]:
 
 
 def _runs(corners: Sequence[Corner]) -> list[tuple[int, list[int]]]:
-    """Columns of each row: of a triangle all, of a rectangle two by two, in the order in which they share columns."""
+    """Columns of each row: all of a triangle's; of a rectangle's two at a time, the same two for each row in turn."""
     rows: dict[int, list[int]] = {}
     for row, column in corners:
         rows.setdefault(row, []).append(column)
@@ -108,7 +109,7 @@ def _entries(job: int, corners: Sequence[Corner]) -> Tensor:
 
 
 def _without_tile(before: Tensor) -> Tensor:
-    """An entry without tile, behind these."""
+    """An entry without tile, to follow the entries ``before``."""
     entry = before[-1:].clone()
     entry[:, 1] = NO_TILE
     return entry

@@ -99,5 +99,5 @@ def resolve(coefficients: str | Sequence[float] | Sequence[Sequence[float]], ste
 
 
 def _is_triple(row: object) -> bool:
-    # no tensors, which may change after this was looked up
+    # no tensors, whose values may change after this was looked up
     return isinstance(row, Sequence) and len(row) == 3 and all(isinstance(number, Real) for number in row)

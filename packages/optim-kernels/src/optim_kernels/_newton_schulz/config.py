@@ -17,25 +17,25 @@ from optim_kernels._newton_schulz.coefficients import Triple, resolve
 
 Method = Literal["auto", "standard", "gram"]
 EpsMode = Literal["clamp", "add"]
-# What the tiles of a matrix's products hang on: "auto" also on how many others there are, "shape" on it alone.
+# What chooses the tiles of a matrix's products: its shape alone ("shape"), or also the size of the batch ("auto").
 Tiles = Literal["auto", "shape"]
 Coefficients = str | tuple[Triple, ...] | Sequence[float] | Sequence[Sequence[float]]
 
-# From which n/m on "auto" takes the Gram iteration, by the slope at 0 of the whole polynomial: how much the iteration
-# enlarges small singular values, and with them the rounding of R. Below 1.5 Gram wins no time; the other limits keep
-# Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see "Newton–Schulz and Muon" in the benchmarks'
-# notes for the errors measured.
+# (slope, n/m): up to that slope of the whole polynomial at 0, "auto" takes the Gram iteration from that n/m on. The
+# slope is how much the iteration enlarges small singular values, and with them the rounding of R. Below 1.5 Gram wins
+# no time; the other limits keep Gaussian matrices in fp16 within 2e-3 (2.5e-3 from slope 900) of fp64, see
+# "Newton–Schulz and Muon" in the benchmarks' notes for the errors measured.
 GRAM_ASPECTS = ((600.0, 1.5), (900.0, 3.0), (float("inf"), 4.0))
-# Short sides from which it does: of smaller matrices a Gaussian one may be so badly conditioned that the errors of Gram
-# are 1e-2, and their time is that of the launches, of which the standard iteration has fewer.
+# Short side m from which "auto" takes the Gram iteration. A smaller Gaussian matrix may be so badly conditioned that
+# Gram's errors are 1e-2, and its time is that of the launches, of which the standard iteration has fewer.
 GRAM_SIDE = 256
-# From which n/m on a restart is done with m×m products alone: 3 % fewer operations at 3, 10 % at 4, and X is read and
-# written less often.
+# n/m from which a restart takes m×m products alone: 3 % fewer operations at 3, 10 % at 4, and X is read and written
+# less often.
 FACTORS_ASPECT = 3.0
-# The steepest factor of a Gram iteration, of a block of steps or of all: its numbers are as large, and fp16 ends at
-# 65,504.
+# The largest slope of a Gram iteration's factor Q, for a block of steps or for all: Q's entries are as large as its
+# slope, and fp16 ends at 65,504.
 LARGEST_SLOPE = 2.0**15
-# Steps of the first block of a Gram iteration, and of a later one, up to which "auto" takes it. Rounding puts small
+# The most steps in the first block, and in a later one, with which "auto" takes the Gram iteration. Rounding puts small
 # eigenvalues of R below zero, where each step of a block enlarges them by a², until the factor leaves fp16.
 MOST_STEPS = (2, 3)
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,23 +46,23 @@ class NSConfig:
     """Everything that determines a Newton–Schulz run beside the matrix; validated once.
 
     Args:
-        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples, one a step: of a shorter list the last
-            one is repeated, of a longer one the first are taken. ``"cubic5"`` and ``"aol4"`` were tuned as a whole, and
-            are for 5 and 4 steps alone.
+        coefficients: a name of ``COEFFICIENTS``, a triple, or a list of triples, one per step: a shorter list repeats
+            its last triple, a longer one is cut. ``"cubic5"`` and ``"aol4"`` were tuned as a whole, for exactly 5 and 4
+            steps.
         steps: how many, under 100.
-        method: ``"auto"`` takes ``"gram"`` for matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless more steps than
-            rounding allows (``MOST_STEPS``) go without a restart, else ``"standard"``; with operands in another dtype
-            than fp16 always that. In bf16 errors of ``"gram"`` are up to 4.6 times those of ``"standard"``, and who
-            asks for fp32 asks for few: of singular values from 1 to 1e-6 they are 4 to 9 times as large.
+        method: ``"auto"`` takes ``"gram"`` for fp16 operands and matrices with m ≥ 256 and n ≥ `gram_aspect` m, unless
+            a block between restarts has more steps than rounding allows (``MOST_STEPS``); else ``"standard"``. In bf16
+            the errors of ``"gram"`` are up to 4.6 times those of ``"standard"``; in fp32, which is chosen for small
+            errors, 4 to 9 times for singular values from 1 to 1e-6.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). For kernels an fp32 operand is the sum of two tf32 ones, of 23 bits; of the
-            first two steps, which matter most, fp32 matrices are multiplied in fp64 where that is fast.
-        restarts: step numbers after which the Gram iteration forms R anew; ``None`` is after every second one, unless a
-            single one would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is after
-            every second one from the first. Those from ``steps`` on mean nothing: a list may serve several numbers of
-            steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25 times as
-            far from the exact result, and from five on leave fp16. In what is done in one launch on Hopper a single
-            restart of long matrices forms R from its factors (`chain_jobs`).
+            fp32 (fp64 for fp64 matrices). Kernels take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the
+            first two steps, which matter most, they multiply fp32 matrices in fp64 where that is fast.
+        restarts: step numbers after which the Gram iteration forms R anew. ``None`` is after every second step, unless
+            a single step would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is
+            after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
+            numbers of steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25
+            times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
+            iteration, a single restart of long matrices forms R from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
@@ -78,7 +78,7 @@ class NSConfig:
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if not isinstance(self.coefficients, str):
-            # one at least, for none would be no coefficients
+            # at least one triple: an empty tuple would not be valid coefficients
             object.__setattr__(self, "coefficients", resolve(self.coefficients, max(self.steps, 1)))
         if self.method not in get_args(Method):
             raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
@@ -90,14 +90,14 @@ class NSConfig:
         if self.eps_mode not in get_args(EpsMode):
             raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
         for name in ("norm_scale", "eps"):
-            # no tensor, which may change after this was looked up
+            # not a tensor, whose value may change after this config was looked up
             if not isinstance(getattr(self, name), Real):
                 raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not self.eps >= 0:
             raise ValueError(f"eps must be at least 0, got {self.eps}")
         if not self.norm_scale > 0:
             raise ValueError(f"norm_scale must be above 0, got {self.norm_scale}")
-        # an int would become part of a compiled kernel, which is kept for other numbers too
+        # Triton may compile an int into a kernel, which is kept for other numbers too
         object.__setattr__(self, "norm_scale", float(self.norm_scale))
         object.__setattr__(self, "eps", float(self.eps))
         restarts = restart_steps(self.restarts, self.steps)
@@ -148,7 +148,7 @@ class NSConfig:
         return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
 
     def flops(self, rows: int, columns: int) -> int:
-        """Of one ``rows × columns`` matrix, with symmetric halves counted once, where restarts form XXᵀ."""
+        """Flops for one ``rows × columns`` matrix, with symmetric halves counted once and restarts that form XXᵀ."""
         m, n = sorted((rows, columns))
         cube, rectangle = m**3, m * m * n  # a symmetric m×m product; a symmetric XXᵀ (SX and QX take two)
         if self.method_for(m, n) == "standard":
@@ -168,24 +168,24 @@ class NSConfig:
         return torch.float64 if x.dtype == torch.float64 else torch.float32
 
     def of(self, x: Tensor) -> NSConfig:
-        """This config with the dtype that it has for input ``x``: what hangs on the dtype takes ``None`` for fp16."""
+        """This config with the dtype that it has for input ``x``: what depends on the dtype takes ``None`` for fp16."""
         return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x))
 
 
 def check_steps(steps: Any) -> None:
-    """Raise ``ValueError`` for what is no number of steps, also where an equal one is known: 5.0, or True."""
+    """Raise ``ValueError`` for a bad number of steps, also for 5.0 or True, which a cache takes for 5 and 1."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"steps must be an int from 0 to 99, got {steps!r}")
 
 
 def check_tiles(tiles: str) -> None:
-    """Raise ``ValueError`` for what is none of `Tiles`."""
+    """Raise ``ValueError`` unless ``tiles`` is one of `Tiles`."""
     if tiles not in get_args(Tiles):
         raise ValueError(f"tiles must be one of {get_args(Tiles)}, got {tiles!r}")
 
 
 def restart_steps(restarts: Any, steps: int) -> Any:
-    """Step numbers for what an option of `NSConfig` says in other words."""
+    """The option ``restarts`` of `NSConfig`, with ``None`` and ``"accurate"`` as step numbers."""
     if restarts is None:
         return tuple(range(2, max(steps - 1, 3), 2))
     if restarts == "accurate":
@@ -194,7 +194,7 @@ def restart_steps(restarts: Any, steps: int) -> Any:
 
 
 def _slope(triples: Sequence[Triple]) -> float:
-    """At 0, of the polynomial of these steps: how much it enlarges the smallest singular values."""
+    """The slope at 0 of the polynomial of these steps: how much it enlarges the smallest singular values."""
     return prod(abs(a) for a, _, _ in triples)
 
 

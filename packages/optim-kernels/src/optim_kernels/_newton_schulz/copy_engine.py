@@ -1,4 +1,4 @@
-"""Which matrices the bulk copy engine can read, and how they are made so."""
+"""Which matrices the bulk copy engine can read, and how others become readable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optim_kernels._newton_schulz.tiles import cdiv
 
-# It wants addresses and row strides in multiples of so many bytes.
+# The copy engine needs addresses and strides that are multiples of this many bytes.
 ALIGNMENT = 16
 
 
@@ -22,7 +22,7 @@ def is_readable(x: Tensor) -> bool:
     """Whether the copy engine can read ``x [batch, M, N]`` where it is."""
     step = ALIGNMENT // x.element_size()
     batch_stride, row_stride, column_stride = x.stride()
-    # a dimension of one element has a stride that says nothing, yet the copy engine checks it
+    # the stride of a dimension of size 1 means nothing, yet the copy engine checks it
     return (
         column_stride == 1
         and row_stride > 0

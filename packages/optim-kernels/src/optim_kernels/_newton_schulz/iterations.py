@@ -32,8 +32,8 @@ from optim_kernels._impl import multiplies_fp64_fast
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.reference.newton_schulz import frobenius_norm, norm_divisor
 
-# Steps of the standard iteration whose S and X are exact (see `Products`). What a step loses, the later ones enlarge:
-# all five by 485 (keller) to 1,050 (cans), those behind the second by 30 to 41.
+# Steps of the standard iteration whose S and X are exact (see `Products`). Later steps enlarge a step's errors: all
+# five by 485 (keller) to 1,050 (cans), those after the second by 30 to 41.
 NUM_EXACT = 2
 
 
@@ -41,8 +41,8 @@ class Products(Protocol):
     """The three products of the iterations, on batches ``[..., M, K]``. Sums are fp32 at least, rounded once.
 
     An iteration runs on a family: tensors of matrices with one short side M, whose m×m factors are one batch.
-    ``exact``: the steps to come enlarge what this product loses, so that of fp32 matrices it is summed in fp64 where
-    the device multiplies fp64 fast.
+    ``exact``: later steps enlarge this product's error, so for fp32 matrices it is summed in fp64 where the device
+    multiplies fp64 fast.
     """
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
@@ -53,7 +53,8 @@ class Products(Protocol):
     ) -> Tensor:
         """``alpha a b + beta c`` for symmetric operands that commute; symmetric to the last bit.
 
-        What is left of a b − b a is rounding, but the Gram iteration would multiply it: in fp16, errors by 3 to 20.
+        a b − b a is rounding alone, but the Gram iteration would multiply it: fp16 errors would be 3 to 20 times as
+        large.
         """
 
     def matmul_add(
@@ -132,7 +133,7 @@ def _multiplied(
     """``alpha a b + beta c``; ``exact`` as in `Products`."""
     dtype = wide = a.dtype
     if dtype.itemsize == 2:
-        # cuBLAS does as tensor cores do; C added to a product that has been rounded has twice the error
+        # cuBLAS sums in fp32 and adds C before it rounds; adding C to a rounded product would double the error
         is_alike = c is None or c.dtype == dtype
         if a.is_cuda and is_alike and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
             return _by_cublas(a, b, c, alpha, beta)
@@ -150,7 +151,7 @@ def _multiplied(
 def _by_cublas(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     """``alpha a b + beta c`` on CUDA, summed and added in fp32."""
     if c is None:
-        # of which nothing is read
+        # with beta 0 it is not read
         c, beta = a.new_empty(1, 1, 1), 0.0
     else:
         c = _flat(c)
@@ -163,7 +164,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
-    """The iteration ``config`` chooses for a family of normalised ``x [..., M, N]``, M ≤ N.
+    """The iteration that ``config`` chooses for a family of normalised ``x [..., M, N]``, M ≤ N.
 
     A family has one M and takes one iteration; with several tensors each is a ``[batch, M, N]``.
     """
@@ -233,6 +234,6 @@ def normalize(x: Tensor, config: NSConfig) -> tuple[Tensor, Tensor]:
     divisor = norm_divisor(frobenius_norm(x), norm_scale=config.norm_scale, eps=config.eps, eps_mode=config.eps_mode)
     wide = x if x.dtype == torch.float64 else x.float()
     narrow = divisor.to(wide.dtype)
-    # an eps that is zero in fp32 leaves a zero matrix as it is, too
+    # an eps that becomes zero in fp32 leaves a zero matrix as it is, too
     narrow = torch.where(narrow == 0, 1.0, narrow)
     return (wide / narrow).to(config.compute_dtype(x)), divisor

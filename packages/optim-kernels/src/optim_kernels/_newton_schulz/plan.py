@@ -1,19 +1,20 @@
-"""Newton–Schulz on the GPU as users call it: what one call has to decide is decided once for matrices of a kind.
+"""Newton–Schulz on the GPU as users call it: what a call has to decide is decided once for each kind of matrix.
 
 A kind is shape, strides, dtype and options. Its plan knows the products to launch (`chain_jobs` lists them) and where
 X and the m×m factors lie (`buffers`).
 
-    squares → divisors or scale → products          large matrices, and all in a CUDA graph of the caller's
-    squares → divisors or scale → replay → copy     small ones, whose products take the device less time than the host
+    squares → divisors or scale → products          large matrices, and all while the caller captures a CUDA graph
+    squares → divisors or scale → replay → copy     small ones, whose products take less time than launching them
     squares → divisors or scale → chain             batches that fill the chip (`chain`)
 
 fp16 matrices are read where they are, or copied (for a replay, or where the copy engine cannot read them), and the
-first products bring them to norm 1; others are divided and rounded first. The first product may run beside its norms,
-for it needs them at its end alone.
+first products bring them to norm 1; others are divided and rounded first. The first product may overlap with the norms,
+which it needs only at its end.
 
-A replay is of a CUDA graph that knows the products' addresses in the allocation of the call. PyTorch gives a
-call that repeats the memory of the one before; a graph is kept for each of the latest such places, and recorded where a
-place is seen again. Memory that a call holds is its own, so replays of one graph, on whatever streams, never meet.
+A replay runs a CUDA graph of the products, which has their addresses in the call's allocation. PyTorch gives a call
+that repeats the memory of the one before; so a graph is kept for each of the latest such addresses, and recorded when
+an address is seen again. No two calls hold the same memory at a time, so replays of one graph, on whatever streams,
+never overlap.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
 MOST_REPLAYED_FLOPS = 6e11
-# Places in memory for which a plan keeps a graph.
+# Addresses for which a plan keeps a graph.
 NUM_GRAPHS = 16
 
 
 def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
-    """What computes ``newton_schulz`` of ``x [..., M, N]`` and of what has its shape, strides, dtype and alignment.
+    """A function for ``newton_schulz`` of ``x [..., M, N]`` and of tensors of its shape, strides, dtype and alignment.
 
-    The result is contiguous, or the transpose of what is.
+    Its result is contiguous, or the transpose of a contiguous tensor.
     """
     if x.shape[-2] > x.shape[-1]:
         plan = plan_for(x.mT, config)
@@ -67,7 +68,7 @@ class Plan:
     """Newton–Schulz of matrices like ``g [batch, M, N]``, product by product.
 
     Args:
-        shape: ``[..., M, N]``, in which they come and the results go.
+        shape: ``[..., M, N]``, of the caller's matrices and of the results.
     """
 
     def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
@@ -87,7 +88,7 @@ class Plan:
         )
         self._movable = Buffers(self._jobs, g.shape, dtype, num_extra=size_of_room(g))
         self._device = g.device
-        # by place, the latest last; None where the launches have been seen once
+        # keyed by address, the latest used last; None where it has been seen once
         self._graphs: OrderedDict[int, torch.cuda.CUDAGraph | None] = OrderedDict()
         self._start: Start | None = None
         self._movable_start: Start | None = None
@@ -140,7 +141,7 @@ class Plan:
     ) -> None:
         """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided.
 
-        ``is_ready``: the first X was there before the launches that find its norm.
+        ``is_ready``: the first X was complete before the launches that find its norm, so the first product may overlap.
         """
         for number, job in enumerate(self._jobs):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]

@@ -4,8 +4,8 @@
     general_product      s (α a b + β c)
 
 Matrices are ``[batch, M, K]``, as the copy engine can read them (`as_batch`); sums are fp32 and rounded once, to the
-operands' dtype (fp16, bf16 or fp32; fp32 operands as the sums of two tf32 numbers, or in fp64: `_triton.dot`).
-`tiles` says which kernel takes a product, `multiply` either of them for matrices of any shape and strides. Launches are
+operands' dtype (fp16, bf16 or fp32; fp32 operands as the sums of two tf32 numbers, or in fp64: `_triton.dot`). `tiles`
+chooses the kernel of a product; `multiply` computes either product for matrices of any shape and strides. Launches are
 kept for matrices of the same shapes and strides.
 """
 
@@ -60,11 +60,11 @@ def symmetric_product(
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
-    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile.
-    ``shifted = (q, omega)`` also writes that plus ``omega I``, into q. ``scale [batch]`` (fp32, on the device)
-    multiplies each matrix before it is rounded. ``early``: the launch before, as far as it is still running, makes
-    ``scale`` alone, and nobody but it and this one uses ``out`` any more; so some kernels start beside it. ``exact``:
-    fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
+    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
+    omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
+    matrix before it is rounded. ``early``: whatever of the launch before is still running makes nothing but ``scale``,
+    and no other launch still uses ``out``; so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64
+    where the device multiplies fp64 fast.
     """
     batch, m, k = a.shape
     if out is None:
@@ -104,7 +104,7 @@ def symmetric_product(
 def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
+    """The tile; its launch, unless the kernel is persistent; the numbers of tiles that the launch is passed."""
     same, ((batch, m, k), *_), _, c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
@@ -189,7 +189,7 @@ def general_product(
 def _general_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; its launch unless the kernel is persistent; by which numbers of tiles that counts."""
+    """The tile; its launch, unless the kernel is persistent; the numbers of tiles that the launch is passed."""
     ((batch, m, k), *_), ((_, _, n), *_), c, _, scale, alpha, _ = key
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
@@ -226,8 +226,8 @@ def _lone_launch(
 def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
     """Whether the next launch may come to the device before this one's programs end.
 
-    Its first programs come in twos to the multiprocessors that are free, and would keep these busy for twice as long:
-    so no two may fit, or a third of all multiprocessors has to be free.
+    The next launch's first programs come two at a time to free multiprocessors, which would be busy twice as long. So
+    no two may fit on one, or a third of all multiprocessors has to be free.
     """
     if not can_overlap(device):
         return False
@@ -236,19 +236,19 @@ def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
 
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What a descriptor says of a matrix beside its place."""
+    """What a descriptor says of a matrix beside its address."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def _place(x: Tensor | float | None) -> int | None:
-    """What the compiler may know of a scalar's address, if it comes by its address."""
+    """What the compiler may know of the address of a scalar that is passed by its address."""
     return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
 
 
 def _factors(alpha: float | Tensor, beta: float | Tensor, like: Tensor) -> tuple[Any, Any]:
     """α and β as the kernels take them: two numbers, or two fp32 tensors of one element."""
     if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
-        # an int would become part of the compiled kernel, which is kept for other numbers too
+        # Triton may compile an int into the kernel, which is kept for other numbers too
         return float(alpha), float(beta)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
     alpha, beta = (x.to(**fp32) if isinstance(x, Tensor) else torch.full((), x, **fp32) for x in (alpha, beta))
@@ -261,7 +261,7 @@ def _check_numbers(tile: Tile, factors: tuple[Any, Any]) -> None:
 
 
 def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
-    """Either product in tiles of both consumers."""
+    """Either product in tiles that both consumers share (`_hopper.wide_kernel`)."""
     from optim_kernels._hopper.wide_kernel import wide_product
 
     return wide_product(a, b, **options, panel=PANEL, programs=num_multiprocessors(a.device.index))
@@ -311,7 +311,7 @@ def _ping_pong(
 
 @cache
 def _ping_pong_kernel() -> Any:
-    """The kernel, and what describes its matrices; their modules need Gluon."""
+    """The kernel, and the function that describes its matrices; their modules need Gluon."""
     from optim_kernels._hopper.ping_pong_kernels import product_kernel
     from optim_kernels._hopper.ring import descriptor
 
@@ -349,7 +349,7 @@ class TritonProducts:
     """The three products of `iterations`, on ``[batch, M, K]``.
 
     Args:
-        tiles: what their tiles are chosen by.
+        tiles: what chooses their tiles.
     """
 
     def __init__(self, tiles: Tiles = "auto") -> None:

@@ -23,12 +23,12 @@ from optim_kernels._newton_schulz.iterations import TorchProducts, without_autoc
 
 Number = float | Tensor
 
-# What may be added to a product, beside its own dtype.
+# The dtypes that c may have beside the product's own.
 SUMMANDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
-    """``alpha a b + beta c``; ``symmetric``: one triangle, b is transposed (gram: b is a)."""
+    """``alpha a b + beta c``; ``symmetric``: b is transposed and one triangle computed (gram: b is a)."""
     if not use_triton("auto", a, "a"):
         products = TorchProducts()
         multiply = products.symmetric_matmul if symmetric else products.matmul_add
@@ -74,7 +74,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, c, alpha_tensor, beta_tensor, ctx.alpha, ctx.beta, ctx.symmetric = inputs
     ctx.c_dtype = None if c is None else c.dtype
-    # c enters the derivative of beta alone
+    # only the derivative of beta needs c
     ctx.save_for_backward(a, b, None if beta_tensor is None else c, alpha_tensor, beta_tensor)
 
 
@@ -83,14 +83,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     alpha = ctx.alpha if alpha_tensor is None else alpha_tensor.to(grad.dtype)
     factor, to_c = b.mT if ctx.symmetric else b, None
     if ctx.c_dtype is not None:
-        # of a c with more range than the product also what that could not hold
+        # where c has more range than the product, its gradient keeps what the product's dtype could not hold
         beta = ctx.beta if beta_tensor is None else beta_tensor
         to_c = (beta * grad.to(torch.promote_types(grad.dtype, ctx.c_dtype))).to(ctx.c_dtype)
     to_beta = None if beta_tensor is None or c is None else _inner(grad, c, beta_tensor.dtype)
     with without_autocast(a):
         a_grad = a.mT @ grad
         to_a, to_b = alpha * (grad @ factor.mT), alpha * a_grad
-    # ⟨g, a b⟩ by a product that there is
+    # ⟨g, a b⟩ as ⟨aᵀ g, b⟩, from a product that is there
     to_alpha = None if alpha_tensor is None else _inner(a_grad, factor, alpha_tensor.dtype)
     return to_a, to_b.mT if ctx.symmetric else to_b, to_c, to_alpha, to_beta, None, None, None
 
@@ -104,7 +104,7 @@ _product.register_autograd(_backward, setup_context=_save)
 
 
 def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
-    """`_multiply`, through the operator where something has to know of it."""
+    """`_multiply`, through the operator where autograd or tracing has to see it."""
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
     alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))

@@ -29,7 +29,7 @@ def choose_tile(
 
 
 def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
-    """A tile of `_kernels.product` for ``a bᵀ``, symmetric, or ``a b``: only there α and β may be tensors."""
+    """A tile of the Triton kernels for ``a bᵀ``, symmetric, or ``a b``: only they take α and β as tensors."""
     batch, m, k = a.shape
 
     def choose(num_sms: int, _: bool) -> Tile:
@@ -41,7 +41,7 @@ def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
 
 
 def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:
-    """The tile of ``a bᵀ``, symmetric, or ``a b`` that one matrix takes, however many there are."""
+    """The tile of ``a bᵀ``, symmetric, or ``a b`` for one matrix, whatever the size of the batch."""
     m, k = a.shape[-2:]
 
     def choose(num_sms: int, hopper: bool) -> Tile:
@@ -54,12 +54,12 @@ def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False,
 
 @cache
 def has_gluon(device: int | None) -> bool:
-    """Whether the ping-pong kernel runs: on Hopper alone, with Gluon as it is since Triton 3.6."""
+    """Whether the kernels of `_hopper` run: on Hopper alone, with Gluon as it is since Triton 3.6."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return version >= (3, 6) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Of the device with this number."""
+    """Multiprocessors of the device with this number."""
     return torch.cuda.get_device_properties(device or 0).multi_processor_count

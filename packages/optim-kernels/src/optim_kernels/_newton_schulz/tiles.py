@@ -7,11 +7,11 @@ predicted time
     launch + ⌈tiles / multiprocessors⌉ · (slope · K + end)
 
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
-they only rank tiles. A symmetric product may take three quarters of each diagonal tile instead of the tile, or of A Aᵀ
-two such tiles together: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of many tiles run on
-the ping-pong schedule of `_hopper.ping_pong_kernels`, the largest in the tiles of `_hopper.wide_kernel` unless these
-waste more than they save, and products of one round in those of `_hopper.lone_kernel` unless smaller tiles divide them
-better; all others run in `_kernels.product` and `_kernels.symmetric`.
+they only rank tiles. A symmetric product may compute three quarters of each diagonal tile instead of the tile, or for A
+Aᵀ two such tiles in one program: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of many
+tiles run on the ping-pong schedule of `_hopper.ping_pong_kernels`, the largest in the tiles of `_hopper.wide_kernel`
+unless these waste more than they save, and products of one round in those of `_hopper.lone_kernel` unless smaller tiles
+divide them better; all others run in `_kernels.product` and `_kernels.symmetric`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ class Tile(NamedTuple):
     ping_pong: bool = False
     # the same with both consumers on one tile (`_hopper.wide_kernel`)
     cooperative: bool = False
-    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one; lone ones of A Aᵀ
-    # alone, four such tiles by three programs
+    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one; lone tiles for A
+    # Aᵀ alone, four diagonal ones by three programs
     quartered: bool = False
     # A Aᵀ: tiles on the diagonal are computed in pairs
     joined: bool = False
-    # one a program, which has its multiprocessor to itself (`_hopper.lone_kernel`)
+    # one tile per program, which has its multiprocessor to itself (`_hopper.lone_kernel`)
     lone: bool = False
     # fp32 operands are multiplied and summed in fp64
     in_fp64: bool = False
 
     @property
     def on_hopper(self) -> bool:
-        """Whether it takes a kernel that exists for Hopper only."""
+        """Whether the tile takes a kernel that exists for Hopper only."""
         return self.ping_pong or self.cooperative or self.lone
 
     @property
     def is_alone(self) -> bool:
-        """Whether the steps under way, of 16-bit operands, leave no room on a multiprocessor for another program."""
+        """Whether the pipeline's stages, of 16-bit operands, leave no room for another program beside this one."""
         return 2 * self.num_stages * (self.rows + self.columns) * self.depth > SHARED_BYTES // 2
 
     @property
     def side(self) -> int:
-        """Of the square blocks that make up a triangle."""
+        """Side of the square blocks that make up a triangle."""
         return self.columns
 
 
@@ -64,7 +64,7 @@ SHARED_BYTES = 228 << 10
 
 
 class Cost(NamedTuple):
-    """The time that a tile takes of its multiprocessor: microseconds a 1024 of K, at its end, and once a launch."""
+    """Microseconds that a tile takes of its multiprocessor: per 1024 of K, at its end, and once per launch."""
 
     slope: float
     end: float
@@ -75,7 +75,7 @@ class Cost(NamedTuple):
 INTERPRETED = Tile(32, 32, 32, 4, 2)
 # fp32 operands are multiplied in two parts each (`_triton.dot`). Deeper steps are less exact.
 FULL_PRECISION = Tile(64, 64, 32, 4, 3)
-# The same by the fp64 tensor cores: of seven tiles the fastest everywhere, 128 registers, 1.3 to 1.4 times as long.
+# The same on the fp64 tensor cores, 1.3 to 1.4 times as long: of seven tiles the fastest everywhere; 128 registers.
 IN_FP64 = Tile(64, 64, 16, 4, 3, in_fp64=True)
 
 SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
@@ -88,17 +88,18 @@ SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
 )
 # Two tiles on the diagonal read what one below it reads, and that is what small tiles wait for.
 JOINED = (Tile(64, 64, 128, 4, 3, joined=True), Cost(2.85, 0.1, 0.9))
-# By its side, the steps that a symmetric tile has under way where no other program shares its multiprocessor, and the
-# sums from which on: with fewer, the last programs to start join the first ones while other multiprocessors stay free.
+# Keyed by its side: the stages of a symmetric tile in a launch of at most one program per multiprocessor, and the K
+# from which it takes them. With fewer stages two programs fit on one, and the last to start would join the first while
+# other multiprocessors stay free.
 STAGES_ALONE = {64: (5, 0), 128: (6, 4096)}
-# Twice as wide and alone on its multiprocessor: less traffic and power a flop, for large A Aᵀ and A².
+# Twice as wide and alone on its multiprocessor: less traffic and power per flop, for large A Aᵀ and A².
 SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
     (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
     (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
     (Tile(64, 128, 64, 4, 4), Cost(3.4, 0.8, 1.3)),
 )
-# The same of the last of these.
+# The same as STAGES_ALONE, for the last of these.
 GENERAL_STAGES_ALONE = 6
 # Tiles of products that take one round, square ones for symmetric products, on Hopper.
 LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
@@ -106,11 +107,12 @@ LONE_WIDE = (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6))
 LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
 LONE_SMALL_WIDE = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2))
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
-# Tiles a multiprocessor from which it wins: of fewer, the start of the first and the end of the last weigh too much.
+# Tiles per multiprocessor from which ping-pong wins: with fewer, the first one's start and the last one's end weigh too
+# much.
 PING_PONG_ROUNDS = 3.5
 WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
-# What it takes of the time of two ping-pong tiles where its ends, which nothing hides, weigh little: from sums of this
-# length and this many tiles a multiprocessor on.
+# The share that it takes of the time of two ping-pong tiles, where its ends, which nothing hides, weigh little: from
+# sums of this length and from this many tiles per multiprocessor on.
 WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 8
 
 
@@ -126,7 +128,7 @@ def symmetric_tiles(m: int, tile: Tile) -> int:
 
 
 def symmetric_programs(m: int, tile: Tile) -> int:
-    """Programs that compute them, unless the tile is quartered in programs of their own."""
+    """Programs that compute these tiles; not for tiles whose quarters are programs of their own."""
     side = cdiv(m, tile.columns)
     if tile.joined:
         return symmetric_tiles(m, tile) - side // 2
@@ -150,7 +152,7 @@ def symmetric_tile(
         tile, cost = each
         if tile.lone or not tile.quartered:
             return _time(cost, batch * symmetric_programs(m, tile), k, num_sms)
-        # three quarters of each diagonal tile, which run beside whole tiles: rounds are not full numbers
+        # three quarters of each diagonal tile, which run beside whole tiles: the number of rounds need not be whole
         blocks = cdiv(m, tile.side)
         load = batch * blocks * (blocks + 0.5) / 2
         return cost.launch + (max(1.0, load / num_sms) + 0.25) * (cost.slope * k / 1024 + cost.end)
@@ -184,7 +186,7 @@ def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool 
 
 
 def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[Tile, Cost]]:
-    """Tiles that have a multiprocessor each, where there are enough of them."""
+    """Lone tiles, where there are enough multiprocessors for one program on each."""
     found = []
     for tile, cost in (LONE, LONE_SMALL):
         ways = [tile]
@@ -197,7 +199,7 @@ def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[
 
 
 def _is_wide_faster(wide: int, square: int, k: int, num_sms: int) -> bool:
-    """Whether a product over k is faster by so many wide tiles than by so many square ones."""
+    """Whether a product over k is faster in ``wide`` wide tiles than in ``square`` square ones."""
     is_large = k >= WIDE_LENGTH and wide >= WIDE_ROUNDS * num_sms
     return is_large and 2 * WIDE_SHARE * cdiv(wide, num_sms) <= cdiv(square, num_sms)
 
