@@ -13,7 +13,7 @@ programs draw two tiles at a time from it (`pairs`):
 
 The scout is up to two tiles ahead, so no other role waits for its three round trips to memory.
 
-So no product waits for the last tiles of the one before it on other matrices, as separate launches would. The kernel
+So no matrix waits for the last tiles of others before its next product, as it would with separate launches. The kernel
 cannot deadlock, however few programs the chip holds: the first unfinished tile was drawn by two programs that run and
 have finished every tile they drew before, and of their two tiles neither waits for the other or for a later one.
 

@@ -1,4 +1,4 @@
-"""Products of Newton–Schulz for Hopper in Gluon, one tile a program: for those that fill the chip at most once.
+"""Products of Newton–Schulz for Hopper in Gluon, one tile per program: for products that fill the chip at most once.
 
     D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles of TALL×TALL blocks on and below the diagonal, mirrored
     D = s (α A B + β C)                    otherwise, in tiles of TALL × 2 TALL blocks

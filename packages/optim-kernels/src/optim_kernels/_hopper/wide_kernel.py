@@ -5,9 +5,8 @@
 
 One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Both of its consumers multiply the same
 slots of the ring, each its own 64 rows of A with all 256 columns of B. Compared with two tiles of 128×128
-(`ping_pong_kernels`) a quarter fewer bytes come from L2, and a sixth fewer are read from shared memory. The end of a
-tile is not hidden behind the other consumer's products, so most of it happens during the next tile, at two points along
-K:
+(`ping_pong_kernels`) a quarter fewer bytes come from L2, and a sixth fewer are read from shared memory. The other
+consumer's products do not hide the end of a tile, so most of it happens during the next tile, at two points along K:
 
     after the first steps     D has left shared memory: its mirror image, which was kept in registers, takes its place
     after as many more        the mirror image has left too: C is requested

@@ -46,7 +46,7 @@ def update_chunk(
         is_last: whether to leave a memo, which the next step reads with ``MEMO``.
         flags: pointers to ``found_inf`` and to the tensor's presence.
         factors: pointers to the clip factor and to the gradient scale.
-        num_others: how many other programs have this step count; the last program to arrive stores the next count.
+        num_others: how many other programs share this step count; the last program to arrive stores the next count.
     """
     scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
     if is_full:

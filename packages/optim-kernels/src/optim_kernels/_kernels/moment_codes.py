@@ -59,7 +59,7 @@ def _fractions(codes, SIGNED: tl.constexpr):
 
 @triton.jit
 def _fractions_of_word(word, upper: tl.constexpr, origin: tl.constexpr):
-    """Each word's four bytes as last bits of fp32 numbers with ``upper`` bits (hexadecimal), minus ``origin``."""
+    """fp32 numbers of each of a word's four bytes below the bits ``upper`` (hexadecimal), minus ``origin``."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 x;"
         + "prmt.b32 x, $4, "

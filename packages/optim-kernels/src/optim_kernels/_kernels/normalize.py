@@ -287,7 +287,7 @@ def _squares_launch(g: Layout, copied: Layout | None, has_state: bool) -> tuple[
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _scale_launch(g: Layout, x: Layout, parts: int, add_eps: bool) -> tuple[Launch, tuple[int, ...]]:
-    """The launch, and its numbers up to those of the norm."""
+    """The launch, and its numbers but for ``norm_scale`` and ``eps``."""
     (batch, m, n), strides, *_, device = g
     columns = cdiv(n, BLOCK_N)
     constants = (add_eps, triton.next_power_of_2(parts), BLOCK_M, BLOCK_N)

@@ -216,7 +216,7 @@ class BatchPlan:
         self._start = Start(g, x, config, has_state=True)
         # the scales of matrices that are divided first
         self._ones = None if is_read else ones
-        # kept for graphs that read them, and may outlive the plan
+        # graphs that read them keep them, as they may outlive the plan
         self._tables = [chain.entries, chain.jobs, chain.places, ones]
 
     def __call__(self, x: Tensor) -> Tensor:

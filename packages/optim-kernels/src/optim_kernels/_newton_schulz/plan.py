@@ -11,10 +11,10 @@ fp16 matrices are read where they are, or copied (for a replay, or where the cop
 first products bring them to norm 1; others are divided and rounded first. The first product may overlap with the norms,
 which it needs only at its end.
 
-A replay runs a CUDA graph of the products, which has their addresses in the call's allocation. PyTorch gives a call
-that repeats the memory of the one before; so a graph is kept for each of the latest such addresses, and recorded when
-an address is seen again. No two calls hold the same memory at a time, so replays of one graph, on whatever streams,
-never overlap.
+A replay runs a CUDA graph of the products, which has their addresses in the call's allocation. PyTorch gives a repeated
+call the memory of the call before; so a graph is kept for each of the latest such addresses, and recorded when an
+address is seen again. No two calls hold the same memory at a time, so replays of one graph, on whatever streams, never
+overlap.
 """
 
 from __future__ import annotations

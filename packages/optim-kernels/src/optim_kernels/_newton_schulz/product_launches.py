@@ -104,7 +104,7 @@ def symmetric_product(
 def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; its launch, unless the kernel is persistent; the numbers of tiles that the launch is passed."""
+    """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
     same, ((batch, m, k), *_), _, c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
@@ -189,7 +189,7 @@ def general_product(
 def _general_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
-    """The tile; its launch, unless the kernel is persistent; the numbers of tiles that the launch is passed."""
+    """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
     ((batch, m, k), *_), ((_, _, n), *_), c, _, scale, alpha, _ = key
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
