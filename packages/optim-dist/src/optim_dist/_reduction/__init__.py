@@ -1,1 +1,1 @@
-"""Gradients and parameters between ranks: the collectives, and what is reduced and gathered by them when."""
+"""Moving gradients and parameters between ranks: the collectives, and what they reduce and gather when."""

@@ -1,14 +1,14 @@
-"""The ranks that share one optimizer's work: the only module that calls ``torch.distributed`` collectives.
+"""The ranks that share one optimizer's work: the only module here that calls ``torch.distributed`` collectives.
 
-Letters: W = ranks, C = elements of a chunk, ``flat`` = W chunks one behind another, of which rank r owns chunk r.
+Letters: W = ranks, C = elements of a chunk, ``flat`` = W consecutive chunks, of which rank r owns chunk r.
 
     reduce_scatter_   flat[r] on rank r becomes the sum over ranks of flat[r]        sends (W-1)/W of flat
     all_gather_       flat[s] on every rank becomes rank s's flat[s]                 sends (W-1)/W of flat
     exchange          out[s] on rank r becomes rank s's flat[r]                      sends (W-1)/W of flat
 
-The first two work in place. All are asynchronous: the caller keeps the tensors and what was returned alive until it
-has waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above. Where the backend gives up (in
-gloo ``wait()`` raises; NCCL ends the process) the error says what was given up, and why that may be.
+The first two work in place. All are asynchronous: the caller keeps the tensors and the returned handle alive until it
+has waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above. If the backend gives up (gloo
+raises in ``wait()``; NCCL ends the process), the error names the operation that was given up, and possible reasons.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") 
 
 
 class Waitable(Protocol):
-    """Something under way; the current stream, or without one the host, goes on behind it after ``wait()``."""
+    """An operation in flight; ``wait()`` makes the current stream, or without streams the host, wait for it."""
 
     def wait(self) -> Any: ...
 
@@ -52,15 +52,15 @@ class Communicator:
 
     Args:
         timeout: seconds that a collective may take; None: as many as the group allows.
-        beside: another of the same ranks, to whose traffic this one adds, in a group of its own, in which nobody else's
-            collectives run. Collective.
+        beside: another communicator of the same ranks. This one gets a group of its own, in which nobody else's
+            collectives run, and adds to the other's traffic. Collective.
 
     Attributes:
         rank: which chunk this process owns.
         ranks: the global rank of every chunk's owner.
         traffic: what this rank has sent.
-        is_lost: whether a collective was given up, so that another would only be given up later.
-        waits_on_host: whether to start a reduce-scatter or an all-gather waits until other ranks do.
+        is_lost: whether a collective was given up; any further one would be given up, too, only later.
+        waits_on_host: whether starting a reduce-scatter or an all-gather blocks the host until other ranks start it.
     """
 
     waits_on_host = False
@@ -73,7 +73,7 @@ class Communicator:
         beside: Communicator | None = None,
     ) -> None:
         self._world, self._process = _world(), os.getpid()
-        self._kind: groups.Kind | None = None  # of a group that was made for this one
+        self._kind: groups.Kind | None = None  # only if the group was made for this communicator
         if self._world is None:
             if group is not None:
                 raise RuntimeError("process_group was given, but torch.distributed is not initialized")
@@ -97,16 +97,16 @@ class Communicator:
         return not self.is_lost and _world() is self._world and os.getpid() == self._process
 
     def abandon(self) -> None:
-        """Leave what is in flight to itself: nothing waits for it any more, nor does the end of this process.
+        """Never wait again for what is in flight, not even when this process ends.
 
-        gloo's destructor of the group would, at the interpreter's exit, while other ranks wait for this one to end.
+        At the interpreter's exit gloo's destructor of the group would wait, while other ranks wait for this one to end.
         """
         self.is_lost = True
         if self.device.type == "cpu":
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def give_back(self) -> None:
-        """Leave a group that was made for this one to the next that wants one alike; nothing is under way in it."""
+        """Offer a group that was made for this communicator for reuse by the next; nothing may be in flight in it."""
         if self._kind is not None and self.is_usable:
             assert self.group is not None, "it was made"
             groups.give_back(self._kind, self.group)
@@ -117,7 +117,7 @@ class Communicator:
         return self._world is other._world
 
     def check_ranks(self) -> None:
-        """Refuse forks of a rank, and ranks that came together, or did so anew, after the optimizer had been built."""
+        """Refuse a forked process, and a default process group that was made, or remade, after the optimizer."""
         if self.world_size > 1 and os.getpid() != self._process:
             raise RuntimeError(
                 "this process was forked from a rank and has no connections to the others; step in the rank itself"
@@ -136,30 +136,30 @@ class Communicator:
         )
 
     def chunk_of(self, member: int) -> int:
-        """Which chunk a member of the process group owns, by its number there."""
+        """The chunk that a member of the process group owns; ``member`` is its rank in that group."""
         return member
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, since construction."""
+        """Bytes that this rank has sent since construction."""
         return self.traffic.bytes_sent
 
     @property
     def num_calls(self) -> int:
-        """Collectives since construction."""
+        """Number of collectives since construction."""
         return self.traffic.num_calls
 
     @property
     def bytes_shared(self) -> int:
-        """Of this rank's memory that other ranks see, which torch's allocator does not count."""
+        """Bytes of this rank's memory that other ranks see; torch's allocator does not count them."""
         return 0
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what collectives send again and again. Collective, with the same arguments, in some transports."""
+        """Zeros in memory that collectives send repeatedly. Collective in some transports, with the same arguments."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def leave_memory(self) -> None:
-        """Never free memory of ``zeros`` that waits, when it is freed, for what other ranks may not do any more."""
+        """Never free memory of ``zeros`` if freeing it would wait for other ranks, which may never come."""
 
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Sum chunk r of every rank's ``flat [W * C]`` into chunk r on rank r; the other chunks are left undefined."""
@@ -187,7 +187,7 @@ class Communicator:
         return self._started(work, "all-to-all", flat)
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
-        """Run a collective for what the backend prepares at a first one; its traffic is not counted."""
+        """Run a collective only for the setup that a backend does at its first one; the traffic is not counted."""
         before = replace(self.traffic)
         collective().wait()
         self.traffic.bytes_sent, self.traffic.num_calls = before.bytes_sent, before.num_calls
@@ -202,7 +202,7 @@ class Communicator:
         return gathered.view(self.world_size, -1)
 
     def gather_numbers(self, message: Tensor) -> Tensor:
-        """As ``gather_message``, for what a step says to the device: without a kernel where ranks share memory."""
+        """As ``gather_message``, for a step's numbers on the device: without a kernel if ranks share memory."""
         return self.gather_message(message)
 
     def broadcast_(self, flat: Tensor, source: int = 0) -> None:
@@ -249,7 +249,7 @@ class Communicator:
         self.gather_json(None)
 
     def named(self, work: Waitable, what: str, flat: Tensor | None = None) -> Waitable:
-        """``work`` of these ranks, whose error says what it was."""
+        """``work`` of these ranks, with an error that names the operation."""
         return _Named(work, self, what, flat)
 
     def _started(self, work: dist.Work | None, what: str, flat: Tensor) -> Waitable:
@@ -259,12 +259,12 @@ class Communicator:
     def _started_to(self, start: Callable[..., dist.Work | None], rank: int, what: str, flat: Tensor) -> Waitable:
         try:
             work = start(flat, rank, group=self.group)
-        except RuntimeError as error:  # of gloo, which has noticed before that the other has ended
+        except RuntimeError as error:  # gloo has already noticed that the other rank has ended
             raise self.given_up(what, flat, error) from error
         return self._started(work, what, flat)
 
     def given_up(self, what: str, flat: Tensor | None, error: RuntimeError) -> RuntimeError:
-        """What to raise for ``error`` of the backend; other ranks are lost from now on."""
+        """The exception to raise for ``error`` of the backend; other ranks count as lost from now on."""
         self.is_lost = True
         size = "" if flat is None else f" ({flat.numel()} {flat.dtype})"
         return RuntimeError(
@@ -288,24 +288,24 @@ def _world() -> dist.ProcessGroup | None:
 
 
 class _Done:
-    """What was over when it began."""
+    """A ``Waitable`` with nothing to wait for."""
 
     def wait(self) -> None: ...
 
 
 class Recorded:
-    """Something under way in a stream of ``device`` that has an event behind it; ``held`` is what it reads."""
+    """Work in a stream of ``device`` that ends with ``event``; ``held`` is kept alive because the work reads it."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, held: object = None) -> None:
         self._event, self._device, self._held = event, device, held
 
     def wait(self) -> None:
-        # of the collectives' device, which need not be the current one
+        # the collectives' device need not be the current one
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Named:
-    """Something under way, and what to say if it fails."""
+    """A ``Waitable`` with the text of the error to raise if it fails."""
 
     def __init__(self, work: Waitable, communicator: Communicator, what: str, flat: Tensor | None) -> None:
         self._work, self._communicator, self._what, self._flat = work, communicator, what, flat
@@ -318,7 +318,7 @@ class _Named:
 
 
 def _refuse_lone_ranks() -> None:
-    """Ranks of torchrun without a process group would each train a model of their own."""
+    """Refuse ranks of torchrun without a process group: each would train a model of its own."""
     if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
         raise RuntimeError(
             f"torchrun started {os.environ['WORLD_SIZE']} ranks, but there is no process group; call "

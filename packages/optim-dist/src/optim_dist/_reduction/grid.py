@@ -1,11 +1,13 @@
-"""Ranks in a grid (replicate x shard), of which one dimension has the faster links: each collective in two.
+"""Ranks in a grid (replicate x shard): each collective as two, one per dimension, as one has the faster links.
 
     rank (i, j) of R x S owns chunk  j R + i : the i-th of the R chunks of super-chunk j
 
-    reduce_scatter_   over shard: super-chunk j of (i, j) becomes the sum of its row;  over replicate: chunk i of it
-    all_gather_       over replicate: super-chunk j becomes whole;  over shard: all of them
+    reduce_scatter_   over shard: super-chunk j of (i, j) becomes the sum of row i
+                      over replicate: chunk i of that becomes the sum of all rows
+    all_gather_       over replicate: super-chunk j becomes complete;  over shard: all super-chunks do
 
-Between nodes, say, travels what is left of 1/S of the bytes; both together send (W-1)/W of them, as on one line.
+The replicate dimension (between nodes, say) sends only (R-1)/R of 1/S of the bytes; both together send (W-1)/W of them,
+as one collective over all ranks does.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class GridCommunicator(Communicator):
         for each in (self, self._replicate, self._shard):
             each.traffic = self._line.traffic
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
-        # the chunk of every rank of the line, whose order is that of global ranks
+        # the chunk of every rank of the line, in the order of global ranks
         self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]
         self.ranks = [self._line.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -82,7 +84,7 @@ class GridCommunicator(Communicator):
         return flat[self._shard.rank * size : (self._shard.rank + 1) * size]
 
     def _in_turn(self, first: Callable[[], Waitable], second: Callable[[], Waitable]) -> Waitable:
-        """The second behind the first, on a stream of their own; without streams the host waits for the first."""
+        """Run ``second`` after ``first``, in a stream of their own; without streams the host waits for ``first``."""
         if self._stream is None:
             first().wait()
             return second()
@@ -96,7 +98,7 @@ class GridCommunicator(Communicator):
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
-    """A group of all ranks of the mesh; None, the default one, where these are all."""
+    """A group of the mesh's ranks; None, for the default group, if the mesh has all ranks."""
     if mesh.size() == dist.get_world_size():
         return None
     return new_group(

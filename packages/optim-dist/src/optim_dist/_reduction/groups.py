@@ -1,7 +1,7 @@
-"""Process groups that optimizers make for themselves: under one name on all ranks, and used again.
+"""Process groups that optimizers make for themselves: under one name on all ranks, and reused.
 
-torch has no end for one of several groups up to 2.13: later ones would take its name, and what it has left in the
-store. So a closed optimizer gives its group back, to the next of the same ranks that wants one alike.
+Up to 2.13 torch cannot end one of several groups: a later group would get its name, and what it has left in the store.
+So a closed optimizer gives its group back, and the next optimizer that needs a group of the same kind takes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# What is alike: ranks, backend and timeout.
+# Groups of the same kind can replace each other: ranks, backend and timeout.
 Kind = tuple[tuple[int, ...], str, timedelta]
 
 # The names of groups that were given back, as torch knows them.
@@ -30,28 +30,28 @@ _OTHERWISE = (
 
 
 class Connected(Protocol):
-    """Ranks that can tell each other something, as those of a communicator."""
+    """Ranks that can exchange JSON values, as a communicator's can."""
 
     ranks: list[int]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """What every rank says. Collective."""
+        """``value`` of every rank, in rank order. Collective."""
 
 
 def device_types(group: dist.ProcessGroup | None) -> list[str]:
-    """The types of devices for which the group has collectives; none where there will be none, as of one rank."""
+    """The types of devices for which the group has collectives; empty if none will run, as with one rank."""
     if not dist.is_initialized() or dist.get_world_size(group) < 2:
         return []
     found = group or dist.group.WORLD
     assert found is not None, "torch.distributed is initialized"
-    # not by what was asked for, of which split groups may have less
+    # not from the backends that were asked for: split groups may have fewer
     return sorted({device.type for device in found._device_types})
 
 
 def own_group(
     given: dist.ProcessGroup | None, met: Connected, device: torch.device, timeout: float | None
 ) -> tuple[dist.ProcessGroup, Kind]:
-    """A group of the same ranks and backend, in which nobody else's collectives are, and what ``give_back`` wants.
+    """A group of the same ranks and backend for the caller's collectives alone, and its kind, for ``give_back``.
 
     Collective.
 
@@ -66,7 +66,7 @@ def own_group(
         raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
     limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
     kind: Kind = (tuple(ranks), backend, limit)
-    # destroy_process_group() ends them
+    # destroy_process_group() ends spare groups, too
     known: dict[str, dist.ProcessGroup] = {name: each for each, name in dist.distributed_c10d._world.pg_names.items()}
     spare = _spare.setdefault(kind, set())
     spare.intersection_update(known)
@@ -79,7 +79,7 @@ def own_group(
 
 
 def give_back(kind: Kind, group: dist.ProcessGroup) -> None:
-    """Nothing is under way in a group of ``own_group``, and nothing comes any more from who had it."""
+    """Make a group of ``own_group`` a spare one: nothing is in flight in it, and its former user launches no more."""
     name = dist.distributed_c10d._world.pg_names.get(group)
     if name is not None:
         _spare.setdefault(kind, set()).add(name)
@@ -91,7 +91,7 @@ def new_group(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group that ``ranks`` make without the others; ``met`` connect them. Collective among them alone."""
+    """A new process group of ``ranks``, which are connected by ``met``. Collective among these ranks alone."""
     with _one_name(met):
         try:
             return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
@@ -105,13 +105,13 @@ def new_group(
 
 @contextmanager
 def _one_name(met: Sequence[Connected]) -> Iterator[None]:
-    """Let the next group have one name on all ranks: torch puts a number into it that each rank counts by itself, and
-    ranks with different names wait for each other.
+    """Let the group that is made inside have the same name on all of its ranks.
 
-    Up to torch 2.13 that is how many groups a rank is in: those in fewer make groups of themselves, which wait for
-    nobody, until they are in as many. Later it is how many a rank took part in making, and every other group's name has
-    that number, too: torch is lent one that nothing else counts up to, so that a rank that takes no part goes on
-    counting like the others.
+    torch puts a number into the name that each rank counts by itself; ranks with different names wait for each other.
+    Up to torch 2.13 it is the number of groups that the rank is in: ranks in fewer groups make groups of one rank,
+    which wait for nobody, until they are in as many. Later it is the number of groups that the rank took part in
+    making, and it is in every other group's name, too: so the count is replaced by a random one that no rank will
+    reach, and then restored, so that it still equals that of ranks that took no part.
     """
     world = dist.distributed_c10d._world
     if torch.__version__ < "2.14":  # compared as versions
@@ -128,14 +128,14 @@ def _one_name(met: Sequence[Connected]) -> Iterator[None]:
 
 
 def _largest(met: Sequence[Connected], number: int) -> int:
-    """Of the numbers of all ranks that make a group."""
+    """The largest ``number`` of all ranks that make a group."""
     for communicator in met:
         number = max(gathered(communicator, _NUMBER, number, _OTHERWISE))
     return number
 
 
 def gathered(communicator: Connected, what: str, mine: Any, otherwise: str) -> list[Any]:
-    """What every rank says of ``what``; ``otherwise`` is what is said of one that says something else."""
+    """``mine`` of every rank; a rank that sends no ``what`` is an error, which says ``otherwise`` of that rank."""
     every = communicator.gather_json({what: mine})
     for rank, found in zip(communicator.ranks, every):
         if not isinstance(found, dict) or what not in found:

@@ -11,28 +11,28 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Elements that are joined at most: 32 MiB in fp32, so that what lies between two launches may stay in the L2 cache.
+# Most elements that are joined: 32 MiB in fp32, so that what one launch leaves for the next may stay in the L2 cache.
 MAX_ELEMENTS = 2**23
 
 T = TypeVar("T")
 
 
 class Joined:
-    """A copy of all elements one behind another as ``flat``; a single tensor is its own."""
+    """All elements concatenated as ``flat``: a copy, or the tensor itself if there is only one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self.flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """``flat``, as long as all tensors together, as a view in the shape of each."""
+        """Views of ``flat``, which is as long as all tensors together, in the shape of each tensor."""
         if len(self._tensors) == 1:
             return [flat]
         parts = flat.split([tensor.numel() for tensor in self._tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
 
     def put_back(self) -> None:
-        """Write what ``flat`` is now into the tensors."""
+        """Copy the elements of ``self.flat`` back into the tensors."""
         if len(self._tensors) > 1:
             torch._foreach_copy_(list(self._tensors), self.split(self.flat))
 
@@ -40,7 +40,7 @@ class Joined:
 def alike(
     items: Sequence[T], key: Callable[[T], Hashable], numel: Callable[[T], int], limit: int = MAX_ELEMENTS
 ) -> Iterator[list[T]]:
-    """Items of one key, in order, at most ``limit`` elements together; larger ones alone."""
+    """Lists of items with one key, in order, of at most ``limit`` elements together; a larger item comes alone."""
     found: dict[Hashable, list[T]] = {}
     sizes: dict[Hashable, int] = {}
     for item in items:

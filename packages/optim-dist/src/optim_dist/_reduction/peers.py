@@ -1,21 +1,22 @@
 """Ranks of one host that reach into each other's memory, for ``transport="symm"``.
 
-Letters as in ``collectives``. GPUs copy, on a stream of their own, by engines that need no multiprocessor:
+Letters as in ``collectives``. The copies run in a stream of their own, on copy engines that need no multiprocessor:
 
     collect       all ranks have come | room[s] <- flat[r] of rank s, for s != r | all have copied
     all_gather_   all ranks have come | flat[r] of rank s <- flat[r], for s != r | all have copied
 
-So compute that runs meanwhile loses nothing but memory bandwidth, where kernels of NCCL take multiprocessors from it.
-One copy after the other, as two at once take longer. Ranks meet on the device, by flags in each other's memory; no host
-waits. No kernel is in that stream, since one that waits slows down all others (``meetings``): who wants a sum adds up
-in the current one. What other ranks cannot see goes by the process group.
+So overlapped compute loses nothing but memory bandwidth, while NCCL's kernels would take multiprocessors from it.
+Copies run one after the other, because two at once take longer. Ranks meet on the device, by flags in each other's
+memory; no host waits. That stream runs no kernels, since a kernel that waits slows down all others (``meetings``): sums
+are computed in the current stream. Tensors that other ranks cannot see go through the process group.
 
-A copy that waits for a rank holds up others of the same engine, and whoever waits for those: ranks must come in the
-same order, with nothing of the user's between. In a step they do, so that copies are launched there and nowhere else;
-those of gradients that were complete before wait for these alone, and run beside what is left of backward.
+A copy that waits for a rank holds up other copies of the same engine, and everything that waits for those. So ranks
+must launch copies in the same order, with nothing of the user's in between. This holds inside a step, so copies are
+launched only there. Copies of a bucket whose gradients were complete earlier wait for these gradients alone, and so
+overlap with what the device has left of backward.
 
-Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Nothing here travels by NVLink's multicast,
-which torch sets up for that memory all the same, unless the environment has TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+Source: torch's symmetric memory, ``torch.distributed._symmetric_memory``. Nothing here uses NVLink's multicast, but
+torch sets it up for that memory, unless the environment has TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from optim_dist._reduction.meetings import FLAG_BYTES, Meeting, Watch, missing_o
 
 try:
     import torch.distributed._symmetric_memory as symmetric_memory
-except ImportError:  # of a torch that is built without it
+except ImportError:  # torch may be built without it
     symmetric_memory = None  # type: ignore[assignment, unused-ignore]
 
 Copies = Iterable[tuple[Tensor, Tensor]]  # (to, from)
 
-MESSAGE_BYTES = 2**16  # of a rank, that go by the memory that ranks share
+MESSAGE_BYTES = 2**16  # the longest message of a rank that goes through shared memory
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's chunk of some memory, as it lies at the next rank, the one behind that, ..., and at last here."""
+    """This rank's chunk of a flat tensor, as it lies at the next rank, the rank after that, ..., and last at this one."""
 
     places: list[Tensor]
-    number: int  # below 2^16: which chunks they are, the same on all ranks
+    number: int  # below 2^16, a hash that stands for the flat tensor, the same on all ranks
 
 
 @dataclass(frozen=True)
 class _Region:
-    """Memory that ``zeros`` has made, as long as its storage is there."""
+    """Memory that ``zeros`` has made; the entry goes when its storage does."""
 
     storage: weakref.ref[torch.UntypedStorage]
     handle: Any
@@ -63,14 +64,14 @@ class _Region:
 
 
 class PeerMemory:
-    """Memory of this rank that others reach, and theirs that it does. Made by all ranks of a communicator together.
+    """Memory of this rank that other ranks access, and their memory that it accesses. Construction is collective.
 
     Raises:
-        RuntimeError: on every rank, where ranks are not on one host, or torch has no such memory.
+        RuntimeError: on every rank, if ranks are not on one host, or torch or CUDA's driver lack what is needed.
         ValueError: for a device other than CUDA.
     """
 
-    # by ``zeros`` of this process, whatever the group, as the numbers count by which torch's ranks find each other
+    # regions of this process, whatever the group: torch's ranks find each other by a number that counts in the same way
     num_made: ClassVar[int] = 0
 
     def __init__(self, communicator: Communicator) -> None:
@@ -88,16 +89,16 @@ class PeerMemory:
         self._ranks = communicator.ranks
         self._copying = torch.cuda.Stream(device, priority=-1)
         self._ready = torch.cuda.Event()
-        self._regions: dict[int, _Region] = {}  # by the storage
-        self._board: Tensor | None = None  # for messages, and behind them flags by which ranks meet
+        self._regions: dict[int, _Region] = {}  # keyed by the storage's id
+        self._board: Tensor | None = None  # messages, and behind them the flags by which ranks meet
 
     @property
     def nbytes(self) -> int:
-        """What there is of it now."""
-        return sum(region.handle.buffer_size for region in list(self._regions.values()))  # garbage may go meanwhile
+        """Bytes of all regions that exist now."""
+        return sum(region.handle.buffer_size for region in list(self._regions.values()))  # collection may drop some
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that other ranks reach, too. Collective, with the same arguments."""
+        """Zeros that other ranks can access, too. Collective, with the same arguments."""
         if self._board is None:
             self._board = self._shared(self._world_size * (MESSAGE_BYTES + FLAG_BYTES), torch.uint8)
             self._begin_to_meet(self._board)
@@ -108,7 +109,7 @@ class PeerMemory:
         flat, handle = self._allocate(max(numel, 1), dtype)
         storage = flat.untyped_storage()
         self._regions[id(storage)] = _Region(weakref.ref(storage), handle, PeerMemory.num_made)
-        # by nothing that keeps this object, which has a storage itself
+        # a reference to the dict alone: one to this object would keep its own storage, the board, alive
         weakref.finalize(storage, self._regions.pop, id(storage), None).atexit = False
         return flat.zero_()[:numel]
 
@@ -126,33 +127,33 @@ class PeerMemory:
         here = f"rank {self._ranks[self._rank]} of {self._ranks}"
         self._watch = Watch(progress, self._timeout, f"a copy between ranks' memories on {here}")
         weakref.finalize(self, self._watch.leave).atexit = False
-        handle.barrier(0, max(1, round(1000 * self._timeout)))  # until then somebody's flags may not be 0
+        handle.barrier(0, max(1, round(1000 * self._timeout)))  # before it another rank's flags may not be 0
         self.run([], 0)
         self._copying.synchronize()
-        if not self._watch.is_over:  # it would end a process that is well
+        if not self._watch.is_over:  # such a watch would end a healthy process
             raise RuntimeError(f"CUDA's stream memory operations do not reach the host's memory on {here}")
 
     @property
     def _others(self) -> list[int]:
-        """The next rank first, so that no GPU is read by all at once."""
+        """The other ranks, the next one first, so that they do not all copy to or from one GPU at once."""
         return [(self._rank + distance) % self._world_size for distance in range(1, self._world_size)]
 
     def place_for(self, message: Tensor) -> Tensor | None:
-        """``flat [W * K]`` for messages like this of all ranks, until the next ones; None if they are too long."""
+        """``flat [W * K]`` for all ranks' messages of this size, valid until the next; None if they are too long."""
         size = self._world_size * message.nbytes
         if self._board is None or not 0 < message.nbytes <= MESSAGE_BYTES:
             return None
         return self._board[:size].view(message.dtype)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Memory, and what knows that of the other ranks."""
-        # newer torch's ``empty`` takes it from a pool, out of which ranks that have freed something at other times get
-        # memory that does not belong together
+        """Memory, and a handle to that of the other ranks."""
+        # not by ``empty``, which in newer torch takes it from a pool: ranks that have freed something at different
+        # times would get memory that does not belong together
         flat = symmetric_memory._SymmetricMemory.empty_strided_p2p((numel,), (1,), dtype, self._device)
         return flat, symmetric_memory.rendezvous(flat, self._group)
 
     def chunk_of(self, flat: Tensor) -> Chunk | None:
-        """This rank's chunk of ``flat``; None if other ranks do not see it."""
+        """This rank's chunk of ``flat``; None if other ranks cannot see ``flat``."""
         region = self._regions.get(id(flat.untyped_storage()))
         if region is None:
             return None
@@ -164,16 +165,17 @@ class PeerMemory:
     def _new_chunk(self, region: _Region, offset: int, numel: int, dtype: torch.dtype) -> Chunk:
         size = numel // self._world_size
         place = (size,), dtype, offset + self._rank * size
-        # this rank's own, too, as others see it, since a view of ``flat`` would keep its storage
+        # this rank's place also comes from the handle: a view of ``flat`` would keep its storage alive
         places = [region.handle.get_buffer(rank, *place) for rank in (*self._others, self._rank)]
         return Chunk(places, crc_hqx(repr((region.number, offset, numel, dtype)).encode(), 0))
 
     def run(
         self, copies: Copies, number: int, behind: Waitable | None = None, full: torch.cuda.Event | None = None
     ) -> Waitable:
-        """Copy once all ranks have come to copy what has this number, until all have copied.
+        """Copy in the copy stream, after all ranks have met for ``number``; done once all ranks have copied.
 
-        Behind what the current stream does, or ``full`` alone, and ``behind`` what has used the same memory.
+        The copies wait for ``full``, or without it for all that the current stream does, and for ``behind``: earlier
+        work that uses the same memory.
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -184,7 +186,7 @@ class PeerMemory:
         if full is None:
             self._ready.record(current)
         stream.wait_event(self._ready if full is None else full)
-        # as the context of torch.cuda.stream, which takes twice as long; to set a stream sets the device, too
+        # what the context of torch.cuda.stream does, in half the time; set_stream sets the device, too
         with torch.cuda.device(self._device):
             torch.cuda.set_stream(stream)
             try:
@@ -204,21 +206,21 @@ class PeerMemory:
         self._meeting.hold(self._copying, number)
 
     def mark(self) -> Waitable:
-        """What the current stream has to do by now."""
+        """A ``Waitable`` for all that the current stream has been given so far."""
         return Recorded(torch.cuda.current_stream(self._device).record_event(), self._device)
 
     def keep(self, tensor: Tensor) -> None:
-        """Let what ``collect`` uses be nobody else's until it has, even if nobody waits for it any more."""
+        """Keep the memory of ``tensor`` from reuse until ``collect`` is done with it, even if nobody waits for that."""
         tensor.record_stream(self._copying)
 
     def leave(self) -> None:
-        """Never free what there is: torch would wait for the device, on which copies may wait for ranks for ever."""
-        for region in list(self._regions.values()):  # garbage may go meanwhile
+        """Never free the regions: torch would wait for the device, where copies may wait for other ranks for ever."""
+        for region in list(self._regions.values()):  # garbage collection may drop some
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(region.storage()))
 
 
 class PeerCommunicator(Communicator):
-    """Ranks of one host, whose buckets travel without a process group; arguments as of ``Communicator``."""
+    """Ranks of one host that move buckets without the process group; arguments as of ``Communicator``."""
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class PeerCommunicator(Communicator):
         beside: Communicator | None = None,
     ) -> None:
         super().__init__(group, device, timeout, beside)
-        self._memory: PeerMemory | None = None  # while ranks ask each other whether there can be such
+        self._memory: PeerMemory | None = None  # None while ranks check whether they can share memory
         if self.world_size > 1:
             self._memory = PeerMemory(self)
 
@@ -248,7 +250,7 @@ class PeerCommunicator(Communicator):
         return self._memory.zeros(numel, dtype)
 
     def _check_numbers(self) -> None:
-        """Refuse, on all ranks, a wait for ever: they find each other by how often they have done so, in any group."""
+        """Refuse, on all ranks, ``num_made`` that differ: torch finds other ranks by it, and would wait for ever."""
         numbers = self.gather_json(PeerMemory.num_made)
         if len(set(numbers)) > 1:
             raise RuntimeError(
@@ -258,7 +260,7 @@ class PeerCommunicator(Communicator):
             )
 
     def keep(self, tensor: Tensor) -> None:
-        """Have memory of this rank, that ``collect`` uses, outlive its tensor as long as that takes."""
+        """Keep memory that ``collect`` uses from reuse until it is done with it, even if the tensor is gone by then."""
         if self._memory is not None:
             self._memory.keep(tensor)
 
@@ -268,25 +270,25 @@ class PeerCommunicator(Communicator):
         """Fill ``room [W - 1, C]`` with the other ranks' contributions to this rank's chunk, in the order of ranks.
 
         Args:
-            flat: ``[W * C]``, this rank's, in memory that ``zeros`` has made.
-            behind: what has read the room, or uses it.
-            full: behind which this rank's contributions are what they are now; None: what the current stream does.
+            flat: ``[W * C]``, this rank's contributions, in memory that ``zeros`` has made.
+            behind: the latest work that uses ``room``.
+            full: an event after the last write to ``flat``; None: wait for all that the current stream does.
         """
         assert self._memory is not None, "there are other ranks"
         chunk = self._memory.chunk_of(flat)
         assert chunk is not None, "gradients lie in memory that other ranks see"
         self._count(flat)
         others = room.unbind()
-        # the next rank's comes first
+        # the next rank's comes first, as in ``places``
         copies = zip(others[self.rank :] + others[: self.rank], chunk.places)
         return self._memory.run(copies, chunk.number, behind, full)
 
     def contributions(self, flat: Tensor, room: Tensor) -> list[Tensor]:
-        """Every rank's to this rank's chunk, in the order of ranks, once ``collect`` has been waited for."""
+        """Every rank's contribution to this rank's chunk, in rank order, once ``collect`` has been waited for."""
         return [*room[: self.rank], self._own(flat), *room[self.rank :]]
 
     def mark(self) -> Waitable:
-        """What the current stream has to do by now, for ``collect`` to come behind it."""
+        """All that the current stream has been given so far, as ``behind`` of a later ``collect``."""
         assert self._memory is not None, "there are other ranks"
         return self._memory.mark()
 
@@ -304,16 +306,16 @@ class PeerCommunicator(Communicator):
             return super().gather_numbers(message)
         self._own(flat).copy_(message)
         self.all_gather_(flat).wait()
-        return flat.view(self.world_size, -1).clone()  # the place is that of the next ones
+        return flat.view(self.world_size, -1).clone()  # the next messages use the same place
 
     def rehearse(self, collective: Callable[[], Waitable]) -> None:
-        """Nothing: ranks have met in the memory that they share when it was made."""
+        """Do nothing if ranks share memory: they have met when it was made."""
         if self._memory is None:
             super().rehearse(collective)
 
 
 def _check_host(communicator: Communicator) -> None:
-    """Refuse, on all ranks, those that cannot reach each other."""
+    """Refuse, on all ranks, ranks that cannot reach each other's memory."""
     problems = []
     hosts = communicator.gather_json(socket.gethostname())
     if len(set(hosts)) > 1:

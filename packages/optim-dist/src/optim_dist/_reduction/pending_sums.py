@@ -1,9 +1,9 @@
-"""Gradients of DTensors as their parameters lie: what is still to be summed over ranks is, many by one collective.
+"""Gradients of DTensors in their parameters' placements; pending sums over ranks are done many per collective.
 
-Tensor parallelism leaves gradients of what it does not cut (norms, biases) as pending sums, a small one a layer:
+Tensor parallelism leaves the gradients of parameters that it does not cut (norms, biases) as small pending sums:
 
-    Partial -> Replicate     the local parts one behind another, one all-reduce for all of a mesh and dtype
-    otherwise                (a pending sum that ends cut, another cut)  torch's redistribution, one by one
+    Partial -> Replicate     the local parts concatenated, one all-reduce for all of a mesh and dtype
+    otherwise                (a pending sum that ends cut, a different cut)  torch's redistribution, one by one
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from optim_dist._reduction.joined import Joined, alike
 
 
 class LocalGradients:
-    """Every entry's gradient cut as its parameter is; summed once a step, however often they are asked for."""
+    """Every entry's local gradient, cut as its parameter is; summed once a step, however often it is asked for."""
 
     def __init__(self) -> None:
-        # by id of the parameter: its gradient, the version of that, the sum
+        # keyed by id of the parameter: its gradient, the gradient's versions, the sum
         self._summed: dict[int, tuple[DTensor, tuple[int, int], Tensor]] = {}
 
     def of(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """None where there is no gradient. Collective: every rank asks for the same entries, which were checked.
+        """The local gradient of each entry, None where there is none.
 
-        The current stream waits for what is on its way from other ranks.
+        Collective: every rank asks for the same entries, which have passed ``check_gradient``. The current stream waits
+        for sums that are in flight.
         """
         pending = [entry for entry in entries if _is_pending(entry) and not self._is_known(entry)]
         alone = [entry for entry in pending if _kind_of_sum(entry) is None]
@@ -42,13 +43,13 @@ class LocalGradients:
         return [self._found(entry) for entry in entries]
 
     def forget(self) -> None:
-        """The step is over."""
+        """Drop all sums at the end of a step."""
         self._summed.clear()
 
     def _sum(self, entries: Sequence[Entry]) -> None:
         gradients, parameter = [_gradient(entry) for entry in entries], _parameter(entries[0])
         joined = Joined([local(gradient) for gradient in gradients])
-        # what is cut is cut alike on both sides, and stays: only sums travel
+        # mesh dimensions that cut the parameter cut the gradient alike: only pending sums need communication
         pairs = zip(gradients[0].placements, parameter.placements, strict=True)
         placements = [Replicate() if have == wanted else have for have, wanted in pairs]
         flat = DTensor.from_local(joined.flat, parameter.device_mesh, placements, run_check=False)
@@ -72,13 +73,13 @@ class LocalGradients:
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """``tensor``, or what a functional collective's result stands for while it is on its way: kernels read memory."""
+    """``tensor``, or the finished tensor behind the result of a functional collective: kernels read its memory."""
     wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
 
 def check_gradient(entry: Entry) -> None:
-    """Refuse gradients that cannot be read as the parameter lies."""
+    """Refuse a gradient that is not dense, or that cannot be brought to its parameter's placements."""
     parameter, gradient = entry.parameter, entry.parameter.grad
     if gradient is None:
         return
@@ -108,7 +109,7 @@ def _lies_otherwise(entry: Entry) -> bool:
 
 
 def _kind_of_sum(entry: Entry) -> tuple[object, ...] | None:
-    """What gradients have in common that one all-reduce can sum; None for one that ends elsewhere than it lies."""
+    """The key shared by gradients that one all-reduce can sum; None for a gradient that needs redistribution."""
     parameter, gradient = _parameter(entry), _gradient(entry)
     for have, wanted in zip(gradient.placements, parameter.placements, strict=True):
         if have != wanted and not (have.is_partial() and wanted.is_replicate()):

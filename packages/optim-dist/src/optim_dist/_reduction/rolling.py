@@ -1,9 +1,10 @@
-"""Parameters whose gradients are not kept: full ones pass through a few rolling buffers, the own chunks' sums stay.
+"""Parameters whose gradients are not kept: these pass through a few rolling buffers; only own chunks' sums stay.
 
     .grad of a bucket's parameters --copy--> buffer --reduce--> sum of the own chunk --add--> ``sums`` of the bucket
 
-What there is beside the parameters: ``NUM_BUFFERS`` times the largest bucket, C elements of ``sums`` a bucket, and
-those ``.grad`` whose bucket is not full yet. ``.grad`` is None once its bucket was reduced.
+Memory beside the parameters: ``NUM_BUFFERS`` times the largest bucket, C elements of ``sums`` per bucket (as many again
+for each level of a ``PassTree``), and the ``.grad`` of buckets that are not full yet. ``.grad`` is None once the
+bucket's reduction was launched.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ NUM_BUFFERS = 3  # one is filled, one travels, one is added up
 
 @dataclass(eq=False, kw_only=True)
 class StreamedBucket(ParameterBucket):
-    """Parameters with the sum of this rank's chunk, over the micro-batches of a step."""
+    """Parameters, and the sum of this rank's chunk of gradients over the micro-batches of a step."""
 
     sums: Tensor
     specs: Sequence[ParameterSpec]  # of the members
-    tree: PassTree | None = None  # of passes that are added up in pairs
-    missing: int = 0  # members of which no gradient is there for the next reduction
-    counted: list[bool] = field(default_factory=list)  # the others
+    tree: PassTree | None = None  # if passes are added up in pairs
+    missing: int = 0  # members without a gradient for the next reduction
+    counted: list[bool] = field(default_factory=list)  # per member: has it one
     is_over: bool = False  # the last reduction of this step was launched
-    is_fresh: bool = True  # nothing was added to the sums of this step
+    is_fresh: bool = True  # nothing was added to this step's sums yet
 
     def check_gradients(self) -> None:
         for member in self.members:
@@ -57,16 +58,16 @@ class StreamedBucket(ParameterBucket):
         return [had or m.parameter.grad is not None for had, m in zip(self.present, self.members)]
 
     def count_in(self, place: int) -> None:
-        """A gradient of a member has arrived."""
+        """Note that a gradient of the member at ``place`` has arrived."""
         self.missing -= not self.counted[place]
         self.counted[place] = True
 
     def begin_pass(self) -> None:
-        """Wait for all members once more."""
+        """Expect a gradient of every member once more."""
         self.missing, self.counted = len(self.members), [False] * len(self.members)
 
     def restart(self) -> None:
-        """The next gradients belong to a new step."""
+        """Begin a step: the next gradients belong to it."""
         self.begin_pass()
         self.present = [False] * len(self.members)
         self.is_over, self.is_fresh = False, True
@@ -84,7 +85,7 @@ class StreamedBucket(ParameterBucket):
             self.sums.add_(found)
 
     def take_gradients(self, places: Places) -> list[Tensor]:
-        """Move gradients into a buffer, where what is missing is zero; the tensors that were ``.grad``."""
+        """Move gradients into a buffer, with zeros for missing ones; return the tensors that were ``.grad``."""
         targets, found, zeros = [], [], list(places.gaps)
         for place, (member, target) in enumerate(zip(self.members, places.members)):
             gradient = member.parameter.grad
@@ -112,7 +113,7 @@ def build_streamed_bucket(
 ) -> StreamedBucket:
     """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``.
 
-    ``num_paired``: how many passes are added up in pairs; None: they are added as they come.
+    ``num_paired``: how many passes are added up in pairs; None: passes are added one by one.
     """
     values, members = move_parameters(plan, specs, parameters, communicator)
     sums = values.new_zeros(plan.chunk, dtype=sums_dtype)
@@ -131,7 +132,7 @@ def build_streamed_bucket(
 
 @dataclass(frozen=True)
 class Places:
-    """Where a bucket's gradients lie in a buffer, and what belongs to none."""
+    """A buffer seen as a bucket's gradients: all of it, each member's part, and the gaps that belong to no member."""
 
     flat: Tensor
     members: list[Tensor]

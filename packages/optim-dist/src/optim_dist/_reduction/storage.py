@@ -1,7 +1,7 @@
-"""Flat storage of parameters as views of one bucket, whatever becomes of their gradients.
+"""Flat storage of parameters as views of one bucket, for gradients that are kept and gradients that are not.
 
-A bucket holds flat ``values`` of W equal chunks, of which rank r owns chunk r; every parameter is a view of them. What
-a reducer is given is a ``Contribution``: this rank's gradients in the same layout.
+A bucket holds flat ``values`` of W equal chunks, of which rank r owns chunk r; every parameter is a view of them. The
+input of a reducer is a ``Contribution``: this rank's gradients in the same layout.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from optim_dist.plan import BucketPlan, ParameterSpec
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """A parameter in its bucket, and its view there."""
+    """A parameter in its bucket: ``value`` is its view there."""
 
     name: str
     index: int  # in the plan
     parameter: Tensor
     value: Tensor
     address: int
-    arrived: bool = False  # a gradient, in any backward pass since the last step
+    arrived: bool = False  # a gradient has, in any backward pass since the last step
     entered: bool = False  # the forward of a module that holds it has run since the last step
 
 
 @dataclass(eq=False, kw_only=True)
 class ParameterBucket:
-    """The storage of parameters, and the gather that fills it, until that has been waited for."""
+    """The flat storage of some parameters, and the latest gather into it until the gather has been waited for."""
 
     plan: BucketPlan
     rank: int
     values: Tensor
     members: Sequence[Member]
     gathering: Waitable | None = None
-    gathered: torch.cuda.Event | None = None  # behind it in the stream that waited for it, for others to wait for
-    divided: bool = False  # gradients were divided by W before they were added, for the sums to fit
-    attached: int = -1  # address of the sums that shards' gradients are views of
-    deferred: bool = False  # step() has ended before its gather, and nobody has waited for all since
-    waits_at_step: bool = False  # a parameter of it is used where no hook sees it
+    gathered: torch.cuda.Event | None = None  # after the wait in the stream that waited, for other streams
+    divided: bool = False  # gradients were divided by W before they were added, so that sums fit the dtype
+    attached: int = -1  # address of the reduced chunk that shards' gradients are views of
+    deferred: bool = False  # step() left its gather in flight, and nobody has waited for all gathers since
+    waits_at_step: bool = False  # one of its parameters is used where no hook sees it
     num_copied: int = 0  # gradients found outside the bucket, since construction
-    present: list[bool] = field(default_factory=list)  # members that had a gradient when they were reduced in this step
+    present: list[bool] = field(default_factory=list)  # per member: had it a gradient when reduced in this step
 
     def __post_init__(self) -> None:
-        # of all members, which every step goes through several times
+        # kept as lists, because every step goes through all members several times
         self._parameters = [member.parameter for member in self.members]
         self._addresses = [member.address for member in self.members]
 
     def check_gradients(self) -> None:
-        """Refuse gradients that cannot be reduced, before any rank is told of them, or that changed since they were."""
+        """Refuse gradients that cannot be reduced, before any rank is told of them, or that changed after reduction."""
         raise NotImplementedError
 
     def presence(self) -> list[bool]:
@@ -65,21 +65,21 @@ class ParameterBucket:
     def release(self) -> None:
         """Give parameters, and gradients that are views, storages of their own.
 
-        Those that have left for another bucket stay there.
+        A parameter that has moved to another bucket stays there.
         """
         for member in self.members:
             if member.parameter.data_ptr() == member.address:
                 member.parameter.data = member.value.clone()
 
     def finish_gathering(self) -> None:
-        """Let the current stream wait for the latest gather, if that may still be in flight."""
+        """Let the current stream wait for the latest gather, if it may still be in flight."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
             if self.values.is_cuda and not torch.cuda.is_current_stream_capturing():
                 self.gathered = torch.cuda.Event()
                 self.gathered.record(torch.cuda.current_stream(self.values.device))
-        # what goes into a graph cannot wait for what does not
+        # a stream that is being captured cannot wait for an event from outside the capture
         elif self.gathered is not None and not torch.cuda.is_current_stream_capturing():
             if self.gathered.query():
                 self.gathered = None
@@ -100,17 +100,17 @@ class ParameterBucket:
 
 @dataclass(eq=False, kw_only=True)
 class Contribution:
-    """A bucket's gradients on their way to their owners: what a reducer takes, and all that is in flight with it."""
+    """A bucket's gradients on their way to their owners: the input of a reducer, and all that is in flight with it."""
 
     plan: BucketPlan
     rank: int
     gradients: Tensor
-    wire: Tensor | None = None  # gradients in the dtype of the wire, if that is another
+    wire: Tensor | None = None  # gradients in the dtype of the wire, if it differs
     received: Tensor | None = None  # exact reducer: W contributions to the own chunk
     sums: Tensor | None = None  # the own chunk's reduced gradient
-    sums_dtype: torch.dtype | None = None  # of those, where a reducer that can choose was told nothing; the gradients'
+    sums_dtype: torch.dtype | None = None  # if an exact reducer was given none; None: the gradients'
     work: Waitable | None = None
-    full: torch.cuda.Event | None = None  # behind which the gradients are what they are now, if that is known
+    full: torch.cuda.Event | None = None  # after the last write to the gradients, if that was noted
     divided: bool = False  # see ``ParameterBucket``
 
     def own(self, flat: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Contribution:
 def move_parameters(
     plan: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], communicator: Communicator
 ) -> tuple[Tensor, list[Member]]:
-    """New flat storage, and the parameters as views of it; they and what refers to them keep their identity."""
+    """Move parameters into new flat storage; they become views of it, but stay the same objects."""
     values = communicator.zeros(plan.numel, plan.dtype, parameters[plan.slots[0].parameter].device)
     members = []
     for slot in plan.slots:
@@ -141,10 +141,10 @@ def flat_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
 
 
 def found_nothing(counts: Tensor | None, buckets: Iterable[ParameterBucket]) -> bool:
-    """Whether ranks have reduced gradients, for a norm, of which no rank had any: those to come begin the step.
+    """Whether ranks have reduced for a norm when none of them had a gradient: the next gradients then begin the step.
 
-    ``counts``, on how many ranks each parameter had one, are the same everywhere, and so is the answer. They are read,
-    which waits for the device, only if this rank had none.
+    ``counts`` (for each parameter, on how many ranks it had a gradient) are the same everywhere, and so is the answer.
+    Reading them waits for the device, so they are read only if this rank had no gradient.
     """
     return counts is not None and not any(any(bucket.present) for bucket in buckets) and not counts.any().item()
 

@@ -1,13 +1,13 @@
-"""Sums in a fixed binary tree over all micro-batches of a step, so that it matters to no bit which rank had which.
+"""Sums in a fixed binary tree over all micro-batches of a step: no bit depends on which rank had which micro-batch.
 
 Letters: W = ranks, k = backward passes of a step on each; both are powers of two. The micro-batch of pass j on rank r
-is leaf j W + r of the tree, so that W and k of one product have one tree:
+is leaf j W + r of the tree, so that the tree depends on the product W k alone:
 
     W = 4, k = 1         W = 2, k = 2                W = 1, k = 4
     (r0+r1)+(r2+r3)      (j0r0+j0r1)+(j1r0+j1r1)     (j0+j1)+(j2+j3)
 
 Each pass adds the contributions of its ranks in pairs (``sum_in_pairs``), and the sums of passes are added in pairs as
-they come (``PassTree``), all in fp32 (fp64 for fp64). What has no gradient contributes zeros.
+they come (``PassTree``), all in fp32 (fp64 for fp64). A missing gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def sum_in_pairs(contributions: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 class PassTree:
-    """Adds up 2^d passes in pairs, like a counter in binary: level l has the sum of 2^l passes while its bit is one.
+    """Adds up 2^d passes in pairs, like a binary counter: level l holds a sum of 2^l passes while bit l is one.
 
     Args:
-        root: where the sum of all of them ends.
+        root: the tensor that gets the sum of all passes.
     """
 
     def __init__(self, root: Tensor, num_passes: int) -> None:
@@ -46,7 +46,7 @@ class PassTree:
 
     @property
     def nbytes(self) -> int:
-        """Memory beside the root."""
+        """Bytes beside the root."""
         return sum(level.nbytes for level in self._levels[:-1])
 
     def add(self, found: Tensor) -> None:
@@ -59,5 +59,5 @@ class PassTree:
         self._num_added += 1
 
     def restart(self) -> None:
-        """The next pass is the first of a step."""
+        """Begin a step: the next pass is its first."""
         self._num_added = 0

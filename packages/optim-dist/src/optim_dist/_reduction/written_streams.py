@@ -1,4 +1,4 @@
-"""In which streams of a device something was written that is read in another one, perhaps."""
+"""Which streams of a device have written tensors that another stream may read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class WrittenStreams:
-    """Streams that nobody has followed yet; on a CPU there are none.
+    """The streams with writes that no other stream waits for yet; always empty on a CPU.
 
-    Hooks of parameters note theirs one by one, so they are asked for by the index of the device, which takes a third of
+    Every parameter's hook calls ``note``, so the stream is looked up by the index of the device, which takes a third of
     the time of ``torch.cuda.current_stream(device)``.
 
     Attributes:
-        are_several: whether ``follow`` has ever found another than the current one.
+        are_several: whether ``follow`` has ever found a stream other than the current one.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class WrittenStreams:
         self._streams: set[torch.Stream] = set()
 
     def note(self, written: Tensor) -> None:
-        """``written`` is written in the current stream of its device."""
+        """Note that ``written`` is written in the current stream of its device."""
         if written.is_cuda:
             self._streams.add(torch.accelerator.current_stream(written.device.index))
 
     def follow(self, read: Tensor) -> None:
-        """Let the current stream of the device of ``read`` go on behind all others; who follows it follows them."""
+        """Let the current stream of ``read``'s device wait for all noted ones; to wait for it then covers them all."""
         if read.is_cuda:
             current = torch.accelerator.current_stream(read.device.index)
             for stream in self._streams - {current}:
@@ -41,7 +41,7 @@ class WrittenStreams:
 
 
 def keep_until_read(gradients: Sequence[Tensor]) -> None:
-    """Tell the allocator who reads a bucket's gradients, perhaps allocated in another stream, that are given up now."""
+    """Keep the memory of gradients, perhaps of another stream, until the current stream's reads of them are done."""
     if gradients and gradients[0].is_cuda:
         current = torch.accelerator.current_stream(gradients[0].device.index)
         for gradient in gradients:
